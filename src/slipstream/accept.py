@@ -1,0 +1,178 @@
+"""The accept rules: which drafted path the target keeps, and the bonus token after it.
+
+A rule only decides one thing: the next token at a node, given that everything above was accepted. `verify` walks the
+tree with it. Lossless rules leave the target's distribution untouched; the others say that they don't.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+import numpy as np
+
+from slipstream.errors import OptionError
+from slipstream.sampling import Probabilities, Sampler
+from slipstream.target.base import Scores
+from slipstream.tree import TokenTree
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """path + bonus are the step's len(path) new tokens: path[1:] were drafted, the bonus is the target's own."""
+
+    path: list[int]  # accepted nodes, the root first
+    bonus: int  # the token after the last of them: the next root
+
+
+class Rule(ABC):
+    name: ClassVar[str]
+    lossless: ClassVar[bool]
+
+    @abstractmethod
+    def next_token(self, tree: TokenTree, node: int, scores: Scores, sampler: Sampler) -> int:
+        """The token after `node`. If a child carries it, that child is accepted."""
+
+
+def verify(rule: Rule, tree: TokenTree, scores: Scores, sampler: Sampler, over: Callable[[int], bool]) -> Verdict:
+    """Walk down while the rule's tokens are drafted ones. `over` is asked once per token, in order: a text that ends
+    inside a draft ends exactly where plain decoding ends it."""
+    path = [0]
+    while True:
+        token = rule.next_token(tree, path[-1], scores, sampler)
+        sampler.push(token)
+        child = tree.child(path[-1], token)
+        if over(token) or child is None:
+            return Verdict(path, token)
+        path.append(child)
+
+
+@dataclass(frozen=True)
+class Match(Rule):
+    """Sample as if nothing had been drafted; a draft counts if it says the same. Exact for every drafter."""
+
+    name: ClassVar[str] = "match"
+    lossless: ClassVar[bool] = True
+
+    def next_token(self, tree: TokenTree, node: int, scores: Scores, sampler: Sampler) -> int:  # noqa: ARG002
+        if sampler.sampling.plain:
+            return scores.argmax(node)
+        return sampler.sample(scores.logits(node))
+
+
+@dataclass(frozen=True)
+class Rejection(Rule):
+    """Speculative sampling: accept a draft x with probability p(x) / q(x), else go on with the residual of p.
+
+    Children are tried in draw order. Where they were drawn from q without replacement, q loses each rejected one.
+    Where no q is known a child counts as certain, q(x) = 1: accepted with p(x), else removed from p.
+    """
+
+    name: ClassVar[str] = "rejection"
+    lossless: ClassVar[bool] = True
+
+    def leniency(self) -> float:
+        return 1.0
+
+    def next_token(self, tree: TokenTree, node: int, scores: Scores, sampler: Sampler) -> int:
+        p = sampler.distribution(scores.logits(node))
+        children = tree.children(node)
+        q = drawn_from(tree, node)
+        for draw, child in enumerate(children):
+            x = int(tree.tokens[child])
+            if sampler.flip(p[x] / (self.leniency() * (q[x] if q is not None else 1.0)), draw):
+                return x
+            p, q = residual(p, q, x)
+            if p.sum() == 0:  # rounding alone gets here: x had all of p
+                return x
+        return sampler.draw(p)
+
+
+def drawn_from(tree: TokenTree, node: int) -> Probabilities | None:
+    if tree.q is None or tree.q_row is None or tree.q_row[node] < 0:
+        return None
+    return tree.q[int(tree.q_row[node])].double().cpu().numpy()
+
+
+def residual(p: Probabilities, q: Probabilities | None, x: int) -> tuple[Probabilities, Probabilities | None]:
+    """What is left of p, and of q, once x was rejected."""
+    if q is None:
+        p = p.copy()
+        p[x] = 0
+    else:
+        p = np.maximum(p - q, 0)
+        q = q.copy()
+        q[x] = 0
+        q /= q.sum() or 1.0
+    return p / (p.sum() or 1.0), q
+
+
+@dataclass(frozen=True)
+class Typical(Rule):
+    """Medusa's rule: any child that the target finds plausible enough, p(x) > min(ε, δ·exp(−entropy)). LOSSY."""
+
+    epsilon: float = 0.09
+    delta: float = 0.3
+    name: ClassVar[str] = "typical"
+    lossless: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if not (0 < self.epsilon <= 1 and 0 < self.delta):
+            raise OptionError(f"typical needs 0 < epsilon <= 1 and delta > 0, found {self.epsilon} and {self.delta}")
+
+    def next_token(self, tree: TokenTree, node: int, scores: Scores, sampler: Sampler) -> int:
+        row = scores.logits(node)
+        p = sampler.distribution(row)
+        entropy = -float(np.sum(p[p > 0] * np.log(p[p > 0])))
+        children = tree.tokens[tree.children(node)]
+        if len(children):
+            best = int(children[np.argmax(p[children])])
+            if p[best] > min(self.epsilon, self.delta * math.exp(-entropy)):
+                return best
+        return sampler.sample(row)
+
+
+@dataclass(frozen=True)
+class Lenient(Rejection):
+    """Rejection with a lenience factor l: drafts pass with min(1, p / (l·q)), greedily when p(x) ≥ l·max p. LOSSY."""
+
+    lenience: float = 0.5
+    name: ClassVar[str] = "lenient"
+    lossless: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if not 0 < self.lenience <= 1:
+            raise OptionError(f"lenience={self.lenience} is out of range: above 0 (anything passes) and at most 1 (exact)")
+
+    def leniency(self) -> float:
+        return self.lenience
+
+    def next_token(self, tree: TokenTree, node: int, scores: Scores, sampler: Sampler) -> int:
+        if not sampler.sampling.greedy:
+            return super().next_token(tree, node, scores, sampler)
+        logits = sampler.warped(scores.logits(node))  # p(x) / max p is exp(x's logit - the best one)
+        best = sampler.sample(scores.logits(node)) if sampler.sampling.processors == () else int(logits.argmax())
+        children = tree.tokens[tree.children(node)]
+        if len(children):
+            ratio = (logits[children.tolist()] - logits[best]).exp()
+            if ratio.max() >= self.lenience:
+                return int(children[int(ratio.argmax())])
+        return best
+
+
+RULES: dict[str, type[Rule]] = {rule.name: rule for rule in (Match, Rejection, Typical, Lenient)}
+
+
+def make_rule(name: str | Rule, **options: Any) -> Rule:
+    if isinstance(name, Rule):
+        return name
+    if name not in RULES:
+        raise OptionError(f"accept rule {name!r} is unknown: there are {', '.join(RULES)}")
+    known = [f.name for f in fields(RULES[name])]  # type: ignore[arg-type]
+    if unknown := set(options) - set(known):
+        has = f"its options are {', '.join(known)}" if known else "it has none"
+        raise OptionError(f"accept rule {name!r} has no option {', '.join(sorted(unknown))}: {has}")
+    return RULES[name](**options)

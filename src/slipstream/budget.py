@@ -1,0 +1,24 @@
+"""How much may be drafted in one step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from slipstream.tree import TokenTree
+
+
+@dataclass(frozen=True)
+class Budget:
+    nodes: int  # drafted nodes at most, the root not counted
+    depth: int  # of the deepest of them
+
+    def limit(self, tree: TokenTree) -> TokenTree:
+        """Cut a draft that asks for more than it may have. A draft that keeps to the budget keeps its q."""
+        tree = tree.cut(self.depth)
+        return tree.top_k(self.nodes)
+
+
+def step_budget(max_draft: int, tokens_left: int, positions_left: int) -> Budget:
+    """What one step can use: a step emits one token more than it accepts, so the last token needs no draft."""
+    depth = max(0, min(max_draft, tokens_left - 1, positions_left - 1))
+    return Budget(max_draft if depth else 0, depth)

@@ -1,0 +1,70 @@
+"""Drafter and DraftSession: what a drafter must do. One method each is required."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+
+from slipstream.budget import Budget
+from slipstream.request import Request
+from slipstream.target.base import Target
+from slipstream.tree import TokenTree
+
+
+@dataclass(frozen=True)
+class NoOptions:
+    """For drafters with nothing to set."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Tokens that became part of the text: a chunk of the prompt, or an accepted path."""
+
+    tokens: list[int]
+    position: int  # of the first of them
+    # {layer: (len(tokens), H)} on the target's device, of the layers the drafter asked for. hidden[i] is the state
+    # that read token i; the state that chose the next root is the last row.
+    hidden: dict[int, torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Proposal:
+    tree: TokenTree  # its node 0 is the root that was asked about
+
+
+class Drafter(ABC):
+    """Shared by all sequences and read-only: weights, stores."""
+
+    Options: ClassVar[type] = NoOptions  # a frozen dataclass; its fields are the drafter's options
+    layers: tuple[int, ...] = ()  # hidden states of the target it wants to see
+
+    def __init__(self, target: Target, tokenizer: Any, options: Any) -> None:
+        self.target, self.tokenizer, self.options = target, tokenizer, options
+
+    @abstractmethod
+    def begin(self, request: Request) -> DraftSession:
+        """A session for one sequence. The prompt arrives through `observe`."""
+
+    def propose(
+        self, sessions: Sequence[DraftSession], roots: Sequence[int], budgets: Sequence[Budget]
+    ) -> list[Proposal]:
+        """Drafts for a whole batch. Override where drafting together is cheaper than one by one."""
+        return [s.propose(r, b) for s, r, b in zip(sessions, roots, budgets, strict=True)]
+
+
+class DraftSession(ABC):
+    """One sequence's state."""
+
+    def observe(self, seen: Seen) -> None:  # noqa: B027  (a drafter may have nothing to learn)
+        """The text grew."""
+
+    @abstractmethod
+    def propose(self, root: int, budget: Budget) -> Proposal:
+        """Possible continuations of the text that was observed, plus `root`."""
+
+    def close(self) -> None:  # noqa: B027  (a session may hold nothing)
+        """The sequence ended."""

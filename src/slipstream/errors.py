@@ -1,0 +1,38 @@
+"""Every error slipstream raises on purpose. Each says what was found, what was needed and what to do.
+
+SlipstreamError
+├── ModelError             a model that can't be found, loaded or driven
+│   └── NumericalError     a model that answered with NaN, or with no possible token
+├── DrafterError           an unknown drafter, or one that doesn't fit the target
+├── OptionError            an unknown option, or a value out of range
+└── PromptError            a prompt that can't be continued
+    └── ContextError       a prompt longer than the model's context
+"""
+
+
+class SlipstreamError(Exception):
+    """The root of everything slipstream raises on purpose."""
+
+
+class ModelError(SlipstreamError):
+    """A model that can't be found, loaded or driven."""
+
+
+class NumericalError(ModelError):
+    """Logits from which no token can be chosen: NaN, or every token ruled out."""
+
+
+class DrafterError(SlipstreamError):
+    """An unknown drafter, or one that doesn't fit the target."""
+
+
+class OptionError(SlipstreamError):
+    """An unknown option, or a value out of range."""
+
+
+class PromptError(SlipstreamError):
+    """A prompt that can't be continued."""
+
+
+class ContextError(PromptError):
+    """A prompt longer than the model's context."""

@@ -1,0 +1,28 @@
+"""Request: one sequence to continue, and what the engine needs to know to continue it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from slipstream.sampling import Sampling
+
+Stop = Callable[[int], str | None]
+
+
+@dataclass
+class Request:
+    tokens: list[int]  # the prompt
+    max_new_tokens: int
+    sampling: Sampling = field(default_factory=Sampling)
+    seed: int = 0
+    sample: int = 0  # the i-th of several answers to one prompt draws its own noise
+    # Called once with every emitted token, in order; names the reason if the text ends with it ("stop", "length").
+    stop: Stop | None = None
+    max_draft: int = 16  # drafted nodes per step at most; 0 turns speculation off
+    logprobs: int | None = None  # report this many alternatives per emitted token
+    cancelled: bool = False
+
+    def cancel(self) -> None:
+        """End this request before its next step. Safe to call from another thread."""
+        self.cancelled = True

@@ -1,0 +1,220 @@
+"""How the next token is chosen from the target's logits, and the noise it is chosen with.
+
+The noise is a function of (seed, sample index, position, token id) and of nothing else. So a sampled text is the same
+token for token whether drafts were verified or not, and whichever drafter made them: whoever samples a position
+finds the same noise there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from slipstream.errors import NumericalError, OptionError
+
+Probabilities = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """What to do with the logits, in this order. The defaults are greedy decoding."""
+
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    repetition_penalty: float = 1.0  # over prompt and output, as in transformers
+    presence_penalty: float = 0.0  # over the output alone, as in OpenAI's API
+    frequency_penalty: float = 0.0
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences never to complete
+    processors: tuple[Any, ...] = ()  # transformers' LogitsProcessor objects, stateful ones included
+    temperature: float = 0.0  # 0: the most probable token, whatever follows below
+    top_k: int = 0  # 0: all
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, good, needs in (
+            ("temperature", self.temperature >= 0, "0 (greedy) or more"),
+            ("top_k", self.top_k >= 0, "0 (off) or more"),
+            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
+            ("min_p", 0 <= self.min_p <= 1, "between 0 and 1"),
+            ("repetition_penalty", self.repetition_penalty > 0, "above 0"),
+            ("bad_words", all(self.bad_words), "free of empty words"),
+        ):
+            if not good:
+                raise OptionError(f"{name}={getattr(self, name)} is out of range: it must be {needs}")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    @property
+    def plain(self) -> bool:
+        """The raw logits decide alone, so a forward may pick the token without knowing the history."""
+        return self == Sampling()
+
+
+class Sampler:
+    """One sequence's choices: its history, and its noise. A rule that walks a draft asks here at every node."""
+
+    def __init__(self, sampling: Sampling, history: Sequence[int], seed: int = 0, sample: int = 0) -> None:
+        self.sampling = sampling
+        self.seed, self.sample_index = seed, sample
+        self.position = len(history)  # of the token to be chosen next
+        self._prompt = list(history)
+        self._output: list[int] = []
+        self._ids: torch.Tensor | None = None  # (1, capacity) int64, kept only where a processor reads it
+        if sampling.processors:
+            self._ids = torch.empty(1, len(history) + 256, dtype=torch.long)
+            self._ids[0, : len(history)] = torch.tensor(self._prompt, dtype=torch.long)
+
+    def push(self, token: int) -> None:
+        """`token` was chosen: the history is one longer."""
+        self._output.append(token)
+        if self._ids is not None:
+            if self.position == self._ids.shape[1]:
+                self._ids = torch.cat([self._ids, torch.empty_like(self._ids)], dim=1)
+            self._ids[0, self.position] = token
+        self.position += 1
+
+    def sample(self, row: torch.Tensor) -> int:
+        """A token from one row (V,) of logits, by the Gumbel-max of this position's noise."""
+        logits = self.warped(row)
+        if not self.sampling.greedy:
+            logits = logits + gumbel(self.key(), len(logits), logits.device)
+        return self._argmax(logits)
+
+    def distribution(self, row: torch.Tensor) -> Probabilities:
+        """(V,) the probabilities that `sample` draws from."""
+        logits = self.warped(row)
+        if self.sampling.greedy:
+            p = np.zeros(len(logits))
+            p[self._argmax(logits)] = 1
+            return p
+        self._argmax(logits)  # refuse NaN here too
+        return torch.softmax(logits.double(), -1).cpu().numpy()
+
+    def flip(self, probability: float, draw: int) -> bool:
+        """A coin for the draw-th candidate at this position. Its noise is no token's noise."""
+        return uniform(self.key("flip"), draw) < probability
+
+    def draw(self, weights: Probabilities) -> int:
+        """A token from unnormalised weights (V,)."""
+        with np.errstate(divide="ignore"):
+            logits = torch.from_numpy(np.log(weights))
+        return self._argmax(logits + gumbel(self.key("draw"), len(logits)))
+
+    def key(self, stream: str = "") -> int:
+        return noise_key(self.seed, self.sample_index, self.position, stream)
+
+    def warped(self, row: torch.Tensor) -> torch.Tensor:
+        """One row (V,) after everything that `Sampling` names, ready for softmax."""
+        s = self.sampling
+        logits = row.float()
+        if s.plain:
+            return logits
+        if logits is row:
+            logits = row.clone()  # never write into the target's logits
+        self._bias_and_penalties(logits)
+        for processor in s.processors:
+            logits = processor(self._ids[:, : self.position].to(row.device), logits[None])[0]  # type: ignore[index]
+        if s.greedy:
+            return logits
+        logits = logits / s.temperature
+        if 0 < s.top_k < len(logits):
+            logits = logits.masked_fill(logits < torch.topk(logits, s.top_k).values[-1], -torch.inf)
+        if s.top_p < 1:
+            ordered, order = torch.sort(logits, descending=True, stable=True)
+            p = torch.softmax(ordered, -1)
+            # Keep the smallest set that reaches top_p: a token goes when those before it already do.
+            logits = logits.index_fill(0, order[(p.cumsum(-1) - p) >= s.top_p], -torch.inf)
+        if s.min_p > 0:
+            p = torch.softmax(logits, -1)
+            logits = logits.masked_fill(p < s.min_p * p.max(), -torch.inf)
+        return logits
+
+    def _bias_and_penalties(self, logits: torch.Tensor) -> None:
+        s = self.sampling
+        if s.logit_bias:
+            ids = torch.tensor(list(s.logit_bias), device=logits.device)
+            logits[ids] += torch.tensor(list(s.logit_bias.values()), device=logits.device)
+        if s.repetition_penalty != 1:
+            seen = torch.tensor(sorted({*self._prompt, *self._output}), device=logits.device)
+            value = logits[seen]
+            logits[seen] = torch.where(value < 0, value * s.repetition_penalty, value / s.repetition_penalty)
+        if (s.presence_penalty or s.frequency_penalty) and self._output:
+            ids, counts = np.unique(self._output, return_counts=True)
+            minus = s.presence_penalty + s.frequency_penalty * counts
+            logits[torch.from_numpy(ids).to(logits.device)] -= torch.from_numpy(minus).to(logits)
+        if s.bad_words:
+            longest = max(map(len, s.bad_words))
+            tail = (*self._prompt[-longest:], *self._output[-longest:])
+            for *head, last in s.bad_words:
+                if not head or tail[-len(head) :] == tuple(head):
+                    logits[last] = -torch.inf
+
+    def _argmax(self, logits: torch.Tensor) -> int:
+        best = int(torch.argmax(logits))  # NaN counts as the largest, so looking at the winner is enough
+        check_choice(float(logits[best]), self.position)
+        return best
+
+
+def check_choice(logit: float, position: int) -> None:
+    """Refuse a token that won with a NaN, or because every token was ruled out."""
+    if np.isnan(logit):
+        raise NumericalError(
+            f"the model's logits for position {position} contain NaN: the weights are damaged, or the dtype "
+            "overflows (try dtype='float32')"
+        )
+    if logit == -np.inf:
+        raise NumericalError(
+            f"no token is possible at position {position}: bad_words, a grammar or a logits processor rules "
+            "every one of them out"
+        )
+
+
+# ---- noise: integers first, so that every device computes the same bits
+
+_LOW = 0xFFFFFFFF
+
+
+def _splitmix(x: int) -> int:
+    """One round of the splitmix64 finaliser."""
+    x = (x + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+    return x ^ (x >> 31)
+
+
+def noise_key(seed: int, sample: int, position: int, stream: str = "") -> int:
+    """64 bits for one position of one text. Streams are independent of each other."""
+    key = _splitmix(seed & 0xFFFFFFFFFFFFFFFF)
+    for part in (sample, position, *stream.encode()):
+        key = _splitmix(key ^ part)
+    return key
+
+
+def noise_bits(key: int, tokens: torch.Tensor) -> torch.Tensor:
+    """32 random bits for each token id, held in int64: two keyed rounds of a 32-bit mixer."""
+    x = tokens.to(torch.int64) * 0x9E3779B1
+    for half in (key & _LOW, key >> 32):
+        x = (x + half) & _LOW
+        x = ((x ^ (x >> 16)) * 0x7FEB352D) & _LOW
+        x = ((x ^ (x >> 15)) * 0x846CA68B) & _LOW
+        x = x ^ (x >> 16)
+    return x
+
+
+def gumbel(key: int, size: int, device: torch.device | str = "cpu") -> torch.Tensor:
+    """(size,) standard Gumbel noise, float64: token i's is the same whatever the size."""
+    bits = noise_bits(key, torch.arange(size, device=device))
+    u = (bits.double() + 0.5) / 2**32  # inside (0, 1), never at its ends
+    return -torch.log(-torch.log(u))
+
+
+def uniform(key: int, index: int) -> float:
+    """One number in (0, 1)."""
+    return float((noise_bits(key, torch.tensor([index])).double() + 0.5) / 2**32)

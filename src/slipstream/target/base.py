@@ -1,0 +1,108 @@
+"""Target: one frozen model on one device, as the engine sees it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from slipstream.sampling import check_choice
+from slipstream.tree import TokenTree
+
+
+@dataclass(frozen=True)
+class Want:
+    """What a forward must give back."""
+
+    layers: tuple[int, ...] = ()  # hidden states, numbered as in transformers: 0 the embeddings, L the last
+    argmax: bool = False  # the most probable token of every node, so that greedy decoding reads no logits
+
+
+@dataclass(eq=False)
+class Slot:
+    """One sequence's place in the target: the tokens it has read."""
+
+    tokens: list[int] = field(default_factory=list)  # committed
+    row: int = 0  # where in the cache
+    tree: TokenTree | None = None  # scored last, not yet committed
+    pending: list[int] | None = None  # an accepted path whose rows still have to move into place
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens)
+
+
+class Scores:
+    """What the target says about one tree. Logits and hidden states are valid until the next forward."""
+
+    def __init__(self, logits: torch.Tensor, hidden: dict[int, torch.Tensor], position: int, first: int = 0) -> None:
+        self._logits = logits  # (n - first, V)
+        self._first = first  # the node of row 0
+        self._position = position  # of node 0
+        self.hidden = hidden  # {layer: (n - first, H)} on the device
+        self._best: NDArray[np.int64] | None = None
+
+    def logits(self, node: int) -> torch.Tensor:
+        """(V,) the logits of what follows `node`."""
+        return self._logits[node - self._first]
+
+    def take_argmax(self, best: NDArray[np.int64], value: NDArray[np.float32]) -> None:
+        self._best, self._value = best, value
+
+    def argmax(self, node: int) -> int:
+        """The most probable token after `node`; needs `Want.argmax`."""
+        assert self._best is not None, "this forward was not asked for argmax"
+        i = node - self._first
+        check_choice(float(self._value[i]), self._position + 1)
+        return int(self._best[i])
+
+
+class Target(ABC):
+    """One frozen model on one device. A batch is a list of slots."""
+
+    vocabulary: int  # how many logits a row has
+    context: int  # how many tokens the model can read
+    device: torch.device
+    dtype: torch.dtype
+    trees: bool = True  # False: only chains can be scored
+    chains: bool = True  # False: only the root can be scored
+    notes: tuple[str, ...] = ()  # what a user should know about this model
+
+    @property
+    def exact(self) -> bool:
+        """Whether logits are good enough that a text can't depend on what was drafted: see the docs on bf16."""
+        return self.dtype in (torch.float32, torch.float64)
+
+    @abstractmethod
+    def open(self) -> Slot:
+        """An empty slot."""
+
+    @abstractmethod
+    def close(self, slot: Slot) -> None:
+        """Give the slot's room back."""
+
+    @abstractmethod
+    def fork(self, slot: Slot) -> Slot:
+        """A second slot that has read the same tokens."""
+
+    @abstractmethod
+    def truncate(self, slot: Slot, length: int) -> None:
+        """Forget what was read after the first `length` tokens."""
+
+    @abstractmethod
+    def prefill(self, slot: Slot, tokens: Sequence[int], want: Want) -> Iterator[Scores]:
+        """Read tokens, committed at once: one Scores per chunk, with the hidden states of the whole chunk. Only the
+        chunk's last row has logits, as node 0."""
+
+    @abstractmethod
+    def score(self, slots: Sequence[Slot], trees: Sequence[TokenTree], want: Want, known: int = 0) -> list[Scores]:
+        """ONE forward for the whole batch. The first `known` nodes of each tree were scored by the call before and
+        are not computed again: that is how a tree grows level by level."""
+
+    @abstractmethod
+    def commit(self, slot: Slot, path: Sequence[int]) -> None:
+        """The path, from the root on, is now part of the text. Carried out inside the next forward."""

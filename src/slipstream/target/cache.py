@@ -1,0 +1,154 @@
+"""The preallocated key/value cache: one pool for all sequences, of which a forward sees a window.
+
+Every sequence owns a row of the pool. Layers of one shape lie in one tensor (layers, rows, heads, capacity, dim), so
+moving an accepted path into place is one operation for all of them. A forward writes each sequence's new keys behind
+its committed length and reads up to the batch's longest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+FIRST_CAPACITY = 256
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What one layer keeps per token."""
+
+    heads: int
+    key_dim: int
+    value_dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class Window:
+    """Where one forward writes and how far it reads: rows [first, first + len(starts)) of the pool."""
+
+    first: int
+    starts: tuple[int, ...]  # where each sequence's new keys begin
+    count: int  # new keys per sequence, padding included
+    width: int  # keys visible to the forward
+
+
+class PoolLayer(CacheLayerMixin):
+    """One layer's view of the pool."""
+
+    is_sliding = False
+
+    def __init__(self, pool: KeyValuePool) -> None:
+        super().__init__()
+        self.pool = pool
+        self.is_initialized = True
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        w = self.pool.window
+        rows = slice(w.first, w.first + len(w.starts))
+        if len(w.starts) == 1:
+            start = w.starts[0]
+            self.keys[w.first, :, start : start + w.count] = keys[0]
+            self.values[w.first, :, start : start + w.count] = values[0]
+        else:
+            row, column = self.pool.places(self.keys.device)
+            self.keys[row, :, column] = keys.transpose(1, 2)
+            self.values[row, :, column] = values.transpose(1, 2)
+        return self.keys[rows, :, : w.width], self.values[rows, :, : w.width]
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """The pool is laid out beforehand."""
+
+    def get_seq_length(self) -> int:
+        return max(self.pool.window.starts)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:  # noqa: ARG002
+        return self.pool.window.width, 0
+
+    def get_max_length(self) -> int:
+        return self.pool.capacity
+
+
+class KeyValuePool(Cache):
+    def __init__(self, shapes: Sequence[Shape | None]) -> None:
+        """shapes: per layer of the model; None for a layer that keeps nothing of its own."""
+        super().__init__(layers=[PoolLayer(self) for _ in shapes])
+        self.rows, self.capacity = 0, 0
+        self.window = Window(0, (0,), 0, 0)
+        self._places: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._members: dict[Shape, list[int]] = {}
+        for layer, shape in enumerate(shapes):
+            if shape is not None:
+                self._members.setdefault(shape, []).append(layer)
+        self._stores: dict[Shape, tuple[torch.Tensor, torch.Tensor]] = {}  # keys, values (layers, rows, heads, cap, dim)
+
+    @property
+    def bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for pair in self._stores.values() for t in pair)
+
+    def reserve(self, rows: int, length: int) -> None:
+        """Make room, by doubling, and keep what is there."""
+        if rows <= self.rows and length <= self.capacity:
+            return
+        rows = max(self.rows, 1 << (rows - 1).bit_length())
+        capacity = max(self.capacity, FIRST_CAPACITY)
+        while capacity < length:
+            capacity *= 2
+        for shape, members in self._members.items():
+            old = self._stores.get(shape)
+            pair = []
+            for which, dim in enumerate((shape.key_dim, shape.value_dim)):
+                size = (len(members), rows, shape.heads, capacity, dim)
+                # Zeros, not garbage: a masked key still takes part in 0 × value, and 0 × NaN is NaN.
+                new = torch.zeros(size, dtype=shape.dtype, device=shape.device)
+                if old is not None:
+                    new[:, : self.rows, :, : self.capacity] = old[which]
+                pair.append(new)
+            self._stores[shape] = (pair[0], pair[1])
+            for i, layer in enumerate(members):
+                self.layers[layer].keys, self.layers[layer].values = pair[0][i], pair[1][i]
+        self.rows, self.capacity = rows, capacity
+
+    def look(self, window: Window) -> None:
+        """Fix where the next forward writes and reads."""
+        self.window = window
+        self._places.clear()
+
+    def places(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Row (b, 1) and column (b, n) of every new key."""
+        if device not in self._places:
+            w = self.window
+            row = torch.arange(w.first, w.first + len(w.starts), device=device)[:, None]
+            column = torch.tensor(w.starts, device=device)[:, None] + torch.arange(w.count, device=device)
+            self._places[device] = row, column
+        return self._places[device]
+
+    def move(self, row: int, start: int, path: Sequence[int]) -> None:
+        """Bring the keys at start + path[i] to start + i."""
+        still = 0
+        while still < len(path) and path[still] == still:
+            still += 1
+        if still == len(path):
+            return
+        to = slice(start + still, start + len(path))
+        for pair in self._stores.values():
+            for store in pair:
+                source = torch.tensor(path[still:], device=store.device) + start
+                store[:, row, :, to] = store[:, row, :, source]
+
+    def copy(self, source: int, to: int, length: int) -> None:
+        for pair in self._stores.values():
+            for store in pair:
+                store[:, to, :, :length] = store[:, source, :, :length]
+
+    def swap(self, one: int, other: int, length: int) -> None:
+        for pair in self._stores.values():
+            for store in pair:
+                kept = store[:, one, :, :length].clone()
+                store[:, one, :, :length] = store[:, other, :, :length]
+                store[:, other, :, :length] = kept

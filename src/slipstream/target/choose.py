@@ -1,0 +1,125 @@
+"""Which kind of target fits a model: looked up for the families we prove in tests, tried out for all others."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+
+from slipstream.errors import ModelError
+from slipstream.target.base import Target, Want
+from slipstream.target.cache import Shape
+from slipstream.target.chains import ChainTarget
+from slipstream.target.masks import mask_kinds
+from slipstream.target.trees import TreeTarget, input_device, unwrapped
+from slipstream.tree import TokenTree
+
+log = logging.getLogger("slipstream")
+
+# Model types whose trees the test suite compares with one full forward per path.
+PROVEN = frozenset(
+    "llama qwen2 qwen2_moe qwen3 qwen3_moe mistral mixtral gemma gemma2 gemma3_text phi phi3 gpt2 gpt_neox opt bloom "
+    "falcon olmo2 smollm3 stablelm cohere granite starcoder2 gpt_oss".split()
+)
+
+
+def open_target(model: Any, *, chunk: int = 512) -> Target:
+    """A Target for a transformers causal language model. The model itself is left as it is."""
+    config = check_model(model)
+    vocabulary, shapes = _probe(model)
+    kinds = mask_kinds(config)
+    if kinds is None or shapes is None:
+        return _chains(model, vocabulary, chunk, "its layers keep states that can't branch")
+    if getattr(config, "alibi", False):
+        return _chains(model, vocabulary, chunk, "its position bias follows a key's place in the cache")
+    target = TreeTarget(model, shapes, kinds, vocabulary, chunk)
+    if config.model_type not in PROVEN and not scores_trees(target):
+        return _chains(model, vocabulary, chunk, "it does not honour a tree's mask and positions")
+    return target
+
+
+def check_model(model: Any) -> Any:
+    """The text config of a model we can drive; an error that names what is in the way otherwise."""
+    name = type(unwrapped(model)).__name__
+    if not hasattr(model, "config") or not hasattr(unwrapped(model), "get_output_embeddings"):
+        raise ModelError(f"{name} is not a transformers model: pass an AutoModelForCausalLM")
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise ModelError(f"{name} is an encoder-decoder model: slipstream continues text with decoder-only models")
+    if unwrapped(model).get_output_embeddings() is None:
+        raise ModelError(f"{name} has no language-modelling head: load it with AutoModelForCausalLM")
+    config = model.config.get_text_config()
+    attention = getattr(config, "_attn_implementation", "eager") or "eager"
+    if attention not in ("eager", "sdpa"):
+        raise ModelError(
+            f"{name} runs attention with {attention!r}, which can't take a tree's mask: "
+            "load it with attn_implementation='sdpa', or call model.set_attn_implementation('sdpa')"
+        )
+    peft = getattr(model, "peft_config", None)
+    if peft:
+        kinds = {str(getattr(c.peft_type, "value", c.peft_type)) for c in peft.values()}
+        if prompts := kinds & {"PREFIX_TUNING", "PROMPT_TUNING", "P_TUNING", "MULTITASK_PROMPT_TUNING", "CPT"}:
+            raise ModelError(
+                f"{name} carries a {', '.join(sorted(prompts))} adapter, which puts virtual tokens before the text: "
+                "only adapters that change weights (LoRA and its kin) work here"
+            )
+    if model.training:
+        model.eval()
+    return config
+
+
+@torch.inference_mode()
+def _probe(model: Any) -> tuple[int, list[Shape | None] | None]:
+    """One token through the model: how many logits come back, and what each layer keeps of it. No shapes if some
+    layer keeps anything but keys and values."""
+    ids = torch.zeros(1, 1, dtype=torch.long, device=input_device(model))
+    try:
+        cache = DynamicCache(config=model.config)
+        out = model(input_ids=ids, past_key_values=cache, use_cache=True)
+    except TypeError:  # takes its cache under another name
+        return model(input_ids=ids).logits.shape[-1], None
+    shapes: list[Shape | None] = []
+    for layer in cache.layers:
+        keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+        if not hasattr(layer, "keys") or hasattr(layer, "conv_states"):
+            return out.logits.shape[-1], None
+        if keys is None or values is None or keys.numel() == 0:
+            shapes.append(None)
+        else:
+            shapes.append(Shape(keys.shape[1], keys.shape[3], values.shape[3], keys.dtype, keys.device))
+    if not any(shapes):
+        return out.logits.shape[-1], None
+    return out.logits.shape[-1], shapes
+
+
+@torch.inference_mode()
+def scores_trees(target: TreeTarget) -> bool:
+    """Whether a small tree behind a short text gets the logits of its paths."""
+    text, tree = [1, 2, 3], TokenTree.build([4, 5, 6, 7, 8], [-1, 0, 0, 1, 2])
+    slot = target.open()
+    try:
+        for _ in target.prefill(slot, text, Want()):
+            pass
+        (scores,) = target.score([slot], [tree], Want())
+        for node in (3, 4):
+            path = text + tree.tokens[tree.path_to(node)].tolist()
+            ids = torch.tensor([path], device=target.device)
+            alone = target.model(input_ids=ids).logits[0, -1].float()
+            # Half precision wanders by some percent of the spread; a wrong mask by about the spread itself.
+            allowed = (1e-3 if target.exact else 0.2) * alone.std()
+            if not torch.allclose(scores.logits(node).float(), alone, rtol=0, atol=float(allowed)):
+                return False
+    except Exception as error:  # an unknown model may fail in any way: then it gets chains
+        log.debug("tree probe failed", exc_info=error)
+        return False
+    finally:
+        target.close(slot)
+    return True
+
+
+def _chains(model: Any, vocabulary: int, chunk: int, why: str) -> ChainTarget:
+    target = ChainTarget(model, vocabulary, chunk, why)
+    for note in target.notes:
+        log.warning(note)
+    return target

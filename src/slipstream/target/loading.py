@@ -1,0 +1,93 @@
+"""From what a user names (a hub id, a folder, a GGUF file, nothing at all) to a model and its tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers.utils import logging as transformers_logging
+
+from slipstream import embedded
+from slipstream.errors import ModelError
+
+
+def load_model(
+    source: str | Path | None = None,
+    *,
+    dtype: str | torch.dtype | None = None,
+    device: str | torch.device | None = None,
+    device_map: Any = None,
+    trust_remote_code: bool = False,
+    **options: Any,
+) -> tuple[Any, Any]:
+    """The model in evaluation mode, and its tokenizer. Without a source: the embedded model.
+
+    dtype: float32 on a CPU unless you say otherwise, the checkpoint's own elsewhere ("auto").
+    options go to transformers' `from_pretrained` (revision, quantization_config, attn_implementation, …).
+    """
+    place: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+    if source is None or str(source) == embedded.NAME:
+        source = embedded.ensure()
+    path = Path(source)
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise ModelError(f"there is no file {path}")
+        source, place["gguf_file"] = path.parent, path.name
+    elif path.is_dir() and not (path / "config.json").is_file():
+        raise ModelError(f"{path} holds no config.json: name the folder that `save_pretrained` wrote, or a .gguf file")
+
+    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if dtype is None:
+        dtype = torch.float32 if device.type == "cpu" else "auto"
+    if device_map is not None:
+        place["device_map"] = device_map
+    try:
+        with quiet_transformers():
+            tokenizer = transformers.AutoTokenizer.from_pretrained(
+                source, **{k: v for k, v in place.items() if k != "device_map"}
+            )
+            model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=to_dtype(dtype), **place, **options)
+    except Exception as error:
+        raise ModelError(_explain(str(source), error)) from error
+    if device_map is None and not getattr(model, "is_quantized", False):
+        model = model.to(device)
+    return model.eval(), tokenizer
+
+
+def to_dtype(dtype: str | torch.dtype) -> str | torch.dtype:
+    if isinstance(dtype, torch.dtype) or dtype == "auto":
+        return dtype
+    found = getattr(torch, str(dtype), None)
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ModelError(f"dtype {dtype!r} is unknown: use float32, bfloat16, float16 or auto")
+    return found
+
+
+def _explain(source: str, error: Exception) -> str:
+    text = str(error).strip() or type(error).__name__
+    if "trust_remote_code" in text:
+        return (
+            f"{source} runs code of its own from the repository, which slipstream never does unasked: "
+            "read that code, then pass trust_remote_code=True"
+        )
+    if isinstance(error, OSError) and not Path(source).exists():
+        return f"there is no folder or file {source!r}, and the model hub gave no such model: {text.splitlines()[0]}"
+    return f"{source} can't be loaded: {text}"
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Loading shows our own progress, or none: not one bar per library."""
+    level, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(level)
+        if bars:
+            transformers_logging.enable_progress_bar()

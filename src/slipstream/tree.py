@@ -1,0 +1,382 @@
+"""TokenTree: a draft of several possible continuations that share their prefixes. Pure arrays, no model.
+
+Nodes stand in topological order, so one pass from left to right sees every parent before its children.
+Node 0 is the root: a token already decided, whose keys are not yet cached. The other n - 1 nodes are drafts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from slipstream.errors import DrafterError
+
+if TYPE_CHECKING:
+    import torch
+
+Ints = NDArray[np.int32]
+Floats = NDArray[np.float32]
+Bools = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, eq=False)
+class TokenTree:
+    tokens: Ints  # (n,)
+    parents: Ints  # (n,) parents[i] < i, the root's is -1
+    raw: Floats  # (n, S) each source's own score of the node, NaN where it did not propose it
+    score: Floats  # (n,) P(accepted | parent accepted)
+    sources: tuple[str, ...] = ()  # the names of raw's S columns
+    # What a parent's children were drawn from: row q_row[i] of q for the children of node i, -1 for none. It holds
+    # only while those children are exactly the draws, in draw order, without replacement: see `prune`.
+    q: torch.Tensor | None = None  # (m, V)
+    q_row: Ints | None = None  # (n,)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    # ---- making one
+
+    @classmethod
+    def root(cls, token: int) -> TokenTree:
+        """Nothing drafted: the decided token alone."""
+        return cls.build([token], [-1])
+
+    @classmethod
+    def build(
+        cls,
+        tokens: Sequence[int] | Ints,
+        parents: Sequence[int] | Ints,
+        *,
+        source: str = "",
+        raw: Sequence[float] | Floats | None = None,
+        q: torch.Tensor | None = None,
+        q_row: Sequence[int] | Ints | None = None,
+    ) -> TokenTree:
+        """A tree from one source: raw[i] is its belief that node i is right, given that its parent is."""
+        n = len(tokens)
+        column = np.ones(n, np.float32) if raw is None else np.asarray(raw, np.float32).copy()
+        column[0] = np.nan  # nobody proposed the root
+        score = np.where(np.isnan(column), np.float32(1), column)
+        return cls(
+            tokens=np.asarray(tokens, np.int32),
+            parents=np.asarray(parents, np.int32),
+            raw=column[:, None] if source else np.empty((n, 0), np.float32),
+            score=score,
+            sources=(source,) if source else (),
+            q=q,
+            q_row=None if q_row is None else np.asarray(q_row, np.int32),
+        )
+
+    @classmethod
+    def chain(
+        cls, root: int, tokens: Sequence[int] | Ints, *, source: str = "", raw: Sequence[float] | None = None
+    ) -> TokenTree:
+        """One continuation."""
+        whole = np.concatenate([[root], tokens]).astype(np.int32)
+        column = None if raw is None else np.concatenate([[np.nan], raw])
+        return cls.build(whole, np.arange(-1, len(whole) - 1), source=source, raw=column)
+
+    @classmethod
+    def from_continuations(
+        cls,
+        root: int,
+        continuations: Sequence[Sequence[int] | Ints],
+        *,
+        weights: Sequence[float] | None = None,
+        source: str = "",
+    ) -> TokenTree:
+        """Many continuations with their common prefixes merged. A node's raw score is its share of the weight that
+        reached its parent: the conditional frequency."""
+        lengths = np.array([len(c) for c in continuations], np.int64)
+        flat = np.empty(int(lengths.sum()), np.int32)
+        np.concatenate([np.asarray(c, np.int32) for c in continuations] or [flat], out=flat)
+        weight = np.ones(len(lengths)) if weights is None else np.asarray(weights, np.float64)
+        tokens, parents, share = _merge(root, flat, lengths, weight)
+        return cls.build(tokens, parents, source=source, raw=share)
+
+    @classmethod
+    def from_beams(cls, root: int, beams: Ints, *, source: str = "", raw: Floats | None = None) -> TokenTree:
+        """Equally long beams (width, length), compressed by `prefix_match`, with raw scores of the same shape."""
+        match = prefix_match(beams)
+        width, length = beams.shape
+        new = match == np.arange(width)[:, None]  # (width, length) first to spell its prefix
+        # Depth by depth keeps parents before children.
+        order = np.cumsum(new.T.ravel()).reshape(length, width).T  # node number, 1.. where new
+        node = order[match, np.arange(length)]  # (width, length)
+        beam, depth = np.nonzero(new.T)[1], np.nonzero(new.T)[0]
+        parents = np.where(depth == 0, 0, node[beam, depth - 1])
+        column = None if raw is None else np.concatenate([[np.nan], raw[beam, depth]])
+        return cls.build(
+            np.concatenate([[root], beams[beam, depth]]), np.concatenate([[-1], parents]), source=source, raw=column
+        )
+
+    # ---- looking at one
+
+    @cached_property
+    def depths(self) -> Ints:
+        """(n,) the root's is 0."""
+        return _depths(self.parents)
+
+    @property
+    def depth(self) -> int:
+        """Of the deepest node: how many drafted tokens could be accepted at most."""
+        return int(self.depths.max())
+
+    @cached_property
+    def mask(self) -> Bools:
+        """(n, n) which nodes each node may attend to: its ancestors and itself."""
+        return _ancestors(self.parents)
+
+    @cached_property
+    def value(self) -> NDArray[np.float64]:
+        """(n,) P(the whole path down to the node is accepted): the product of the scores along it."""
+        return _path_products(self.parents, self.score)
+
+    def children(self, node: int) -> NDArray[np.intp]:
+        return np.flatnonzero(self.parents == node)
+
+    def child(self, node: int, token: int) -> int | None:
+        """The child of `node` that carries `token`."""
+        found = np.flatnonzero((self.parents == node) & (self.tokens == token))
+        return int(found[0]) if len(found) else None
+
+    def path_to(self, node: int) -> list[int]:
+        """Nodes from the root to `node`, both included."""
+        path = [node]
+        while (node := int(self.parents[node])) >= 0:
+            path.append(node)
+        return path[::-1]
+
+    def check(self, vocabulary: int) -> None:
+        """Raise if this isn't a tree over the vocabulary: a drafter's mistake must not become a wrong answer."""
+        if len(self) == 0 or self.parents[0] != -1:
+            raise DrafterError("a draft must start with its root, whose parent is -1")
+        if not _is_topological(self.parents):
+            raise DrafterError(
+                f"parents must stand before their children, found {self.parents.tolist()}: order the nodes so"
+            )
+        if self.tokens.min() < 0 or self.tokens.max() >= vocabulary:
+            bad = self.tokens[(self.tokens < 0) | (self.tokens >= vocabulary)]
+            raise DrafterError(f"draft tokens must lie in 0..{vocabulary - 1}, found {bad.tolist()}")
+
+    # ---- changing one
+
+    def cut(self, depth: int) -> TokenTree:
+        """Drop what lies deeper than `depth`. It looks at no token, so q stays valid."""
+        if self.depth <= depth:
+            return self
+        return self._take(self.depths <= depth, keep_q=True)
+
+    def prune(self, keep: Bools) -> TokenTree:
+        """Keep the marked nodes, but none whose ancestor goes. The root always stays.
+
+        Choosing by token or score changes what the remaining children are draws of, so q goes: from here on they
+        count as certain.
+        """
+        return self._take(_connected(self.parents, np.asarray(keep, np.bool_)))
+
+    def top_k(self, k: int) -> TokenTree:
+        """The k drafted nodes with the best path value; earlier nodes win ties, so parents come before children."""
+        if len(self) - 1 <= k:
+            return self
+        best = np.argsort(-self.value[1:], kind="stable")[:k] + 1
+        keep = np.zeros(len(self), np.bool_)
+        keep[best] = True
+        return self.prune(keep)
+
+    def best_chain(self) -> TokenTree:
+        """The most promising single path, for targets that can't score branches."""
+        path = [0]
+        while len(children := self.children(path[-1])):
+            path.append(int(children[np.argmax(self.score[children])]))
+        if len(path) == len(self):
+            return self
+        keep = np.zeros(len(self), np.bool_)
+        keep[path] = True
+        return self.prune(keep)
+
+    def _take(self, keep: Bools, keep_q: bool = False) -> TokenTree:
+        keep = keep.copy()
+        keep[0] = True
+        number = np.cumsum(keep, dtype=np.int32) - np.int32(1)
+        parents = self.parents[keep]
+        return TokenTree(
+            tokens=self.tokens[keep],
+            parents=np.where(parents < 0, np.int32(-1), number[parents]),
+            raw=self.raw[keep],
+            score=self.score[keep],
+            sources=self.sources,
+            q=self.q if keep_q else None,
+            q_row=self.q_row[keep] if keep_q and self.q_row is not None else None,
+        )
+
+    def with_score(self, score: Floats) -> TokenTree:
+        return replace(self, score=score)
+
+    def proposed_by(self) -> dict[str, Bools]:
+        """For each source, which nodes (n,) it proposed."""
+        return {name: ~np.isnan(self.raw[:, i]) for i, name in enumerate(self.sources)}
+
+
+def fuse(trees: Sequence[TokenTree]) -> TokenTree:
+    """Several drafts of one root as one tree: common prefixes merge, each node keeps what every source said of it.
+
+    A node's score is the best any of the trees gave it. q goes, as in `prune`.
+    """
+    if not trees:
+        raise ValueError("nothing to fuse")
+    if len(trees) == 1:
+        return trees[0]
+    roots = {int(t.tokens[0]) for t in trees}
+    if len(roots) > 1:
+        raise DrafterError(f"only drafts of the same root can be fused, found roots {sorted(roots)}")
+    sources = tuple(dict.fromkeys(name for t in trees for name in t.sources))
+    tokens, parents, places = _overlay(
+        np.concatenate([t.tokens for t in trees]),
+        np.concatenate([t.parents for t in trees]),
+        np.array([len(t) for t in trees], np.int64),
+    )
+    raw = np.full((len(tokens), len(sources)), np.nan, np.float32)
+    score = np.zeros(len(tokens), np.float32)
+    start = 0
+    for t in trees:
+        at = places[start : start + len(t)]
+        start += len(t)
+        np.maximum.at(score, at, t.score)
+        for i, name in enumerate(t.sources):
+            column = raw[:, sources.index(name)]
+            np.fmax.at(column, at, t.raw[:, i])
+    return TokenTree(tokens, parents, raw, score, sources)
+
+
+def prefix_match(beams: NDArray[Any]) -> NDArray[np.intp]:
+    """ReDrafter's tensor prefix match on beams (width, length): [i, j] is the first beam whose first j + 1 tokens
+    equal beam i's. No trie, so the same lines serve on a device."""
+    same = beams[:, None, :] == beams[None, :, :]  # (width, width, length) token by token
+    spelled = np.cumsum(same, axis=2) == np.arange(1, beams.shape[1] + 1)  # the whole prefix
+    return np.argmax(spelled, axis=1)
+
+
+# ---- the loops
+
+
+@njit(cache=True, nogil=True)
+def _depths(parents):  # type: ignore[no-untyped-def]
+    depths = np.zeros(len(parents), np.int32)
+    for i in range(1, len(parents)):
+        depths[i] = depths[parents[i]] + 1
+    return depths
+
+
+@njit(cache=True, nogil=True)
+def _ancestors(parents):  # type: ignore[no-untyped-def]
+    n = len(parents)
+    mask = np.zeros((n, n), np.bool_)
+    mask[0, 0] = True
+    for i in range(1, n):
+        mask[i, :i] = mask[parents[i], :i]
+        mask[i, i] = True
+    return mask
+
+
+@njit(cache=True, nogil=True)
+def _path_products(parents, score):  # type: ignore[no-untyped-def]
+    value = np.ones(len(parents), np.float64)
+    for i in range(1, len(parents)):
+        value[i] = value[parents[i]] * score[i]
+    return value
+
+
+@njit(cache=True, nogil=True)
+def _is_topological(parents):  # type: ignore[no-untyped-def]
+    for i in range(1, len(parents)):  # noqa: SIM110
+        if parents[i] < 0 or parents[i] >= i:
+            return False
+    return True
+
+
+@njit(cache=True, nogil=True)
+def _connected(parents, keep):  # type: ignore[no-untyped-def]
+    kept = keep.copy()
+    kept[0] = True
+    for i in range(1, len(parents)):
+        kept[i] = kept[i] and kept[parents[i]]
+    return kept
+
+
+@njit(cache=True, nogil=True)
+def _find_child(tokens, first, sibling, node, token):  # type: ignore[no-untyped-def]
+    child = first[node]
+    while child >= 0 and tokens[child] != token:
+        child = sibling[child]
+    return child
+
+
+@njit(cache=True, nogil=True)
+def _add_child(first, last, sibling, node, child):  # type: ignore[no-untyped-def]
+    if first[node] < 0:
+        first[node] = child
+    else:
+        sibling[last[node]] = child
+    last[node] = child
+
+
+@njit(cache=True, nogil=True)
+def _merge(root, flat, lengths, weight):  # type: ignore[no-untyped-def]
+    """A trie over the continuations, children linked as lists in order of appearance."""
+    room = len(flat) + 1
+    tokens = np.empty(room, np.int32)
+    parents = np.empty(room, np.int32)
+    mass = np.zeros(room, np.float64)
+    first = np.full(room, -1, np.int32)
+    last = np.full(room, -1, np.int32)
+    sibling = np.full(room, -1, np.int32)
+    tokens[0], parents[0], n, start = root, -1, 1, 0
+    for c in range(len(lengths)):
+        node = 0
+        mass[0] += weight[c]
+        for token in flat[start : start + lengths[c]]:
+            child = _find_child(tokens, first, sibling, node, token)
+            if child < 0:
+                child = n
+                n += 1
+                tokens[child], parents[child] = token, node
+                _add_child(first, last, sibling, node, child)
+            mass[child] += weight[c]
+            node = child
+        start += lengths[c]
+    share = np.ones(n, np.float32)
+    for i in range(1, n):
+        share[i] = mass[i] / mass[parents[i]]
+    return tokens[:n], parents[:n], share
+
+
+@njit(cache=True, nogil=True)
+def _overlay(all_tokens, all_parents, lengths):  # type: ignore[no-untyped-def]
+    """Lay trees over each other. Returns the merged tokens and parents, and where each given node came to lie."""
+    room = len(all_tokens)
+    tokens = np.empty(room, np.int32)
+    parents = np.empty(room, np.int32)
+    first = np.full(room, -1, np.int32)
+    last = np.full(room, -1, np.int32)
+    sibling = np.full(room, -1, np.int32)
+    places = np.zeros(room, np.int64)
+    tokens[0], parents[0], n, start = all_tokens[0], -1, 1, 0
+    for length in lengths:
+        for i in range(start + 1, start + length):
+            node = places[start + all_parents[i]]
+            child = _find_child(tokens, first, sibling, node, all_tokens[i])
+            if child < 0:
+                child = n
+                n += 1
+                tokens[child], parents[child] = all_tokens[i], node
+                _add_child(first, last, sibling, node, child)
+            places[i] = child
+        start += length
+    return tokens[:n], parents[:n], places

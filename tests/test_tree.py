@@ -1,0 +1,151 @@
+"""TokenTree by worked examples: every expected array is written out by hand."""
+
+import numpy as np
+import pytest
+
+from slipstream.errors import DrafterError
+from slipstream.tree import TokenTree, fuse, prefix_match
+
+# The paper's beams: "I watch movies tonight", "I watch it closely", "I watch movies daily" in numbers.
+BEAMS = np.array([[91, 92, 93, 95], [91, 92, 94, 96], [91, 92, 93, 97]])
+
+
+def test_prefix_match_is_the_papers_example():
+    assert prefix_match(BEAMS).tolist() == [[0, 0, 0, 0], [0, 0, 1, 1], [0, 0, 0, 2]]
+
+
+def test_beams_compress_to_one_node_per_distinct_prefix():
+    tree = TokenTree.from_beams(7, BEAMS, source="beam", raw=np.arange(12.0).reshape(3, 4) / 12)
+    assert tree.tokens.tolist() == [7, 91, 92, 93, 94, 95, 96, 97]
+    assert tree.parents.tolist() == [-1, 0, 1, 2, 2, 3, 4, 3]
+    np.testing.assert_allclose(tree.raw[1:, 0] * 12, [0, 1, 2, 6, 3, 7, 11], rtol=1e-6)
+
+
+def test_beams_and_continuations_agree():
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        beams = rng.integers(0, 3, (4, 5)).astype(np.int32)
+        one, other = TokenTree.from_beams(9, beams), TokenTree.from_continuations(9, list(beams))
+        paths = [{tuple(t.tokens[t.path_to(i)]) for i in range(len(t))} for t in (one, other)]
+        assert paths[0] == paths[1]
+        assert len(one) == len(other)
+
+
+def test_a_chain():
+    tree = TokenTree.chain(5, [6, 7], source="x", raw=[0.5, 0.25])
+    assert tree.tokens.tolist() == [5, 6, 7]
+    assert tree.parents.tolist() == [-1, 0, 1]
+    assert tree.depths.tolist() == [0, 1, 2]
+    assert tree.value.tolist() == [1, 0.5, 0.125]
+    assert tree.mask.tolist() == [[True, False, False], [True, True, False], [True, True, True]]
+
+
+def test_the_root_alone():
+    tree = TokenTree.root(3)
+    assert (len(tree), tree.depth, tree.child(0, 3)) == (1, 0, None)
+    assert tree.mask.tolist() == [[True]]
+    assert TokenTree.from_continuations(3, []).tokens.tolist() == [3]
+
+
+def test_continuations_merge_their_prefixes_and_count():
+    #      1 ─ 2 ─ 3
+    #  0 ┤   └ 4
+    #      5
+    tree = TokenTree.from_continuations(0, [[1, 2, 3], [1, 2], [1, 4], [5]], source="x")
+    assert tree.tokens.tolist() == [0, 1, 2, 3, 4, 5]
+    assert tree.parents.tolist() == [-1, 0, 1, 2, 1, 0]
+    np.testing.assert_allclose(tree.score, [1, 3 / 4, 2 / 3, 1 / 2, 1 / 3, 1 / 4], rtol=1e-6)
+    assert tree.mask.astype(int).tolist() == [
+        [1, 0, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0],
+        [1, 1, 1, 0, 0, 0],
+        [1, 1, 1, 1, 0, 0],
+        [1, 1, 0, 0, 1, 0],
+        [1, 0, 0, 0, 0, 1],
+    ]
+    assert tree.children(1).tolist() == [2, 4]
+    assert tree.child(1, 4) == 4
+    assert tree.child(0, 4) is None
+    assert tree.path_to(3) == [0, 1, 2, 3]
+
+
+def test_weights_shift_the_shares():
+    tree = TokenTree.from_continuations(0, [[1], [2]], weights=[3, 1])
+    np.testing.assert_allclose(tree.score, [1, 0.75, 0.25])
+
+
+def test_top_k_keeps_the_best_paths_and_stays_connected():
+    tree = TokenTree.from_continuations(0, [[1, 2, 3], [1, 2], [1, 4], [5]])
+    # values: 1 -> .75, 2 -> .5, 3 -> .25, 4 -> .25, 5 -> .25
+    assert tree.top_k(2).tokens.tolist() == [0, 1, 2]
+    assert tree.top_k(3).tokens.tolist() == [0, 1, 2, 3]
+    assert tree.top_k(0).tokens.tolist() == [0]
+    assert tree.top_k(99) is tree
+
+
+def test_prune_takes_descendants_along():
+    tree = TokenTree.from_continuations(0, [[1, 2, 3], [1, 4], [5]])
+    pruned = tree.prune(tree.tokens != 2)
+    assert pruned.tokens.tolist() == [0, 1, 4, 5]
+    assert pruned.parents.tolist() == [-1, 0, 1, 0]
+
+
+def test_cut_keeps_q_and_prune_drops_it():
+    torch = pytest.importorskip("torch")
+    q = torch.full((2, 4), 0.25)
+    tree = TokenTree.build([0, 1, 2], [-1, 0, 1], q=q, q_row=[0, 1, -1])
+    assert tree.cut(1).q is q
+    assert tree.cut(1).q_row.tolist() == [0, 1]
+    assert tree.prune(np.ones(3, bool)).q is None
+    assert tree.top_k(1).q is None
+
+
+def test_fuse_merges_by_prefix_and_remembers_who_proposed():
+    one = TokenTree.from_continuations(0, [[1, 2], [3]], source="one")
+    other = TokenTree.chain(0, [1, 4], source="other", raw=[0.9, 0.1])
+    tree = fuse([one, other])
+    assert tree.tokens.tolist() == [0, 1, 2, 3, 4]
+    assert tree.parents.tolist() == [-1, 0, 1, 0, 1]
+    assert tree.sources == ("one", "other")
+    proposed = tree.proposed_by()
+    assert proposed["one"].tolist() == [False, True, True, True, False]
+    assert proposed["other"].tolist() == [False, True, False, False, True]
+    np.testing.assert_allclose(tree.score, [1, 0.9, 1, 0.5, 0.1], rtol=1e-6)
+    assert fuse([one]) is one
+
+
+def test_fuse_of_random_trees_is_the_union_of_their_paths():
+    rng = np.random.default_rng(1)
+    for _ in range(50):
+        trees = [TokenTree.from_continuations(9, list(rng.integers(0, 3, (3, 4)))) for _ in range(3)]
+        tree = fuse(trees)
+        tree.check(10)
+        assert {tuple(tree.tokens[tree.path_to(i)]) for i in range(len(tree))} == {
+            tuple(t.tokens[t.path_to(i)]) for t in trees for i in range(len(t))
+        }
+
+
+def test_fuse_refuses_different_roots():
+    with pytest.raises(DrafterError, match="same root"):
+        fuse([TokenTree.root(1), TokenTree.root(2)])
+
+
+def test_best_chain_follows_the_most_promising_branch():
+    tree = TokenTree.from_continuations(0, [[1, 2, 3], [1, 2], [4]])
+    assert tree.best_chain().tokens.tolist() == [0, 1, 2, 3]
+    chain = TokenTree.chain(0, [1, 2])
+    assert chain.best_chain() is chain
+
+
+@pytest.mark.parametrize(
+    ("tokens", "parents", "says"),
+    [
+        ([0, 1], [0, 0], "root"),
+        ([0, 1, 2], [-1, 2, 0], "before their children"),
+        ([0, 99], [-1, 0], "99"),
+        ([0, -1], [-1, 0], "-1"),
+    ],
+)
+def test_a_malformed_draft_is_refused(tokens, parents, says):
+    with pytest.raises(DrafterError, match=says):
+        TokenTree.build(tokens, parents).check(10)

@@ -1,0 +1,78 @@
+"""slipstream: any Hugging Face causal language model, several times faster, with the same answers.
+
+Importing this loads neither torch nor transformers: they come with the first use.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from slipstream.errors import (
+    ContextError,
+    DrafterError,
+    ModelError,
+    NumericalError,
+    OptionError,
+    PromptError,
+    SlipstreamError,
+)
+
+if TYPE_CHECKING:
+    from slipstream.drafters.base import Drafter, DraftSession, Proposal, Seen
+    from slipstream.hook import speculate
+    from slipstream.llm import LLM, Chat, Result, Stream, load
+    from slipstream.sampling import Sampling
+    from slipstream.stats import Stats
+    from slipstream.tree import TokenTree
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "LLM": "llm",
+    "Chat": "llm",
+    "Result": "llm",
+    "Stream": "llm",
+    "load": "llm",
+    "speculate": "hook",
+    "Sampling": "sampling",
+    "Stats": "stats",
+    "TokenTree": "tree",
+    "Drafter": "drafters.base",
+    "DraftSession": "drafters.base",
+    "Proposal": "drafters.base",
+    "Seen": "drafters.base",
+}
+
+__all__ = [
+    "LLM",
+    "Chat",
+    "ContextError",
+    "DraftSession",
+    "Drafter",
+    "DrafterError",
+    "ModelError",
+    "NumericalError",
+    "OptionError",
+    "PromptError",
+    "Proposal",
+    "Result",
+    "Sampling",
+    "Seen",
+    "SlipstreamError",
+    "Stats",
+    "Stream",
+    "TokenTree",
+    "load",
+    "speculate",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'slipstream' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"slipstream.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])

@@ -124,15 +124,14 @@ class Typical(Rule):
             raise OptionError(f"typical needs 0 < epsilon <= 1 and delta > 0, found {self.epsilon} and {self.delta}")
 
     def next_token(self, tree: TokenTree, node: int, scores: Scores, sampler: Sampler) -> int:
-        row = scores.logits(node)
-        p = sampler.distribution(row)
+        p = sampler.distribution(scores.logits(node))
         entropy = -float(np.sum(p[p > 0] * np.log(p[p > 0])))
         children = tree.tokens[tree.children(node)]
         if len(children):
             best = int(children[np.argmax(p[children])])
             if p[best] > min(self.epsilon, self.delta * math.exp(-entropy)):
                 return best
-        return sampler.sample(row)
+        return sampler.draw(p)
 
 
 @dataclass(frozen=True)
@@ -154,7 +153,7 @@ class Lenient(Rejection):
         if not sampler.sampling.greedy:
             return super().next_token(tree, node, scores, sampler)
         logits = sampler.warped(scores.logits(node))  # p(x) / max p is exp(x's logit - the best one)
-        best = sampler.sample(scores.logits(node)) if sampler.sampling.processors == () else int(logits.argmax())
+        best = sampler.best(logits)
         children = tree.tokens[tree.children(node)]
         if len(children):
             ratio = (logits[children.tolist()] - logits[best]).exp()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from slipstream.accept import Match, Rule
 from slipstream.sampling import Sampling
 
 Stop = Callable[[int], str | None]
@@ -15,6 +16,7 @@ class Request:
     tokens: list[int]  # the prompt
     max_new_tokens: int
     sampling: Sampling = field(default_factory=Sampling)
+    accept: Rule = field(default_factory=Match)
     seed: int = 0
     sample: int = 0  # the i-th of several answers to one prompt draws its own noise
     # Called once with every emitted token, in order; names the reason if the text ends with it ("stop", "length").

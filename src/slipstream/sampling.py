@@ -85,16 +85,16 @@ class Sampler:
         logits = self.warped(row)
         if not self.sampling.greedy:
             logits = logits + gumbel(self.key(), len(logits), logits.device)
-        return self._argmax(logits)
+        return self.best(logits)
 
     def distribution(self, row: torch.Tensor) -> Probabilities:
         """(V,) the probabilities that `sample` draws from."""
         logits = self.warped(row)
         if self.sampling.greedy:
             p = np.zeros(len(logits))
-            p[self._argmax(logits)] = 1
+            p[self.best(logits)] = 1
             return p
-        self._argmax(logits)  # refuse NaN here too
+        self.best(logits)  # refuse NaN here too
         return torch.softmax(logits.double(), -1).cpu().numpy()
 
     def flip(self, probability: float, draw: int) -> bool:
@@ -105,7 +105,7 @@ class Sampler:
         """A token from unnormalised weights (V,)."""
         with np.errstate(divide="ignore"):
             logits = torch.from_numpy(np.log(weights))
-        return self._argmax(logits + gumbel(self.key("draw"), len(logits)))
+        return self.best(logits + gumbel(self.key("draw"), len(logits)))
 
     def key(self, stream: str = "") -> int:
         return noise_key(self.seed, self.sample_index, self.position, stream)
@@ -156,7 +156,8 @@ class Sampler:
                 if not head or tail[-len(head) :] == tuple(head):
                     logits[last] = -torch.inf
 
-    def _argmax(self, logits: torch.Tensor) -> int:
+    def best(self, logits: torch.Tensor) -> int:
+        """The largest of (V,); refuses NaN, and rows in which nothing is possible."""
         best = int(torch.argmax(logits))  # NaN counts as the largest, so looking at the winner is enough
         check_choice(float(logits[best]), self.position)
         return best

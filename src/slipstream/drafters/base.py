@@ -45,6 +45,11 @@ class Drafter(ABC):
     def __init__(self, target: Target, tokenizer: Any, options: Any) -> None:
         self.target, self.tokenizer, self.options = target, tokenizer, options
 
+    @classmethod
+    def trials(cls, model: Any) -> list[dict[str, Any]]:  # noqa: ARG003
+        """Options with which the laws try this drafter on a target model. Override if it can't do without any."""
+        return [{}]
+
     @abstractmethod
     def begin(self, request: Request) -> DraftSession:
         """A session for one sequence. The prompt arrives through `observe`."""

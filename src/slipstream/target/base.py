@@ -70,12 +70,8 @@ class Target(ABC):
     dtype: torch.dtype
     trees: bool = True  # False: only chains can be scored
     chains: bool = True  # False: only the root can be scored
+    exact: bool = True  # False: too little precision for a text never to depend on what was drafted
     notes: tuple[str, ...] = ()  # what a user should know about this model
-
-    @property
-    def exact(self) -> bool:
-        """Whether logits are good enough that a text can't depend on what was drafted: see the docs on bf16."""
-        return self.dtype in (torch.float32, torch.float64)
 
     @abstractmethod
     def open(self) -> Slot:

@@ -18,7 +18,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from slipstream.target.base import Scores, Slot, Target, Want
-from slipstream.target.trees import context_length, input_device, unwrapped
+from slipstream.target.trees import context_length, input_device, is_exact, unwrapped
 from slipstream.tree import TokenTree
 
 CATCH_UP = 16  # accepted tokens that may ride along before the state is brought up to date
@@ -39,6 +39,7 @@ class ChainTarget(Target):
         self.vocabulary = vocabulary
         self.context = context_length(model.config)
         self.device, self.dtype = input_device(model), model.dtype
+        self.exact = is_exact(model)
         accepted = inspect.signature(unwrapped(model).forward).parameters
         self._cache_name = "cache_params" if "cache_params" in accepted else "past_key_values"
         self.chunk = chunk

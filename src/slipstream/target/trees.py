@@ -25,6 +25,7 @@ class TreeTarget(Target):
         self.vocabulary = vocabulary
         self.context = context_length(model.config)
         self.device, self.dtype = input_device(model), model.dtype
+        self.exact = is_exact(model)
         self.chunk = chunk
         self._kinds = kinds
         self._pool = KeyValuePool(shapes)
@@ -191,3 +192,14 @@ def context_length(config: Any) -> int:
         if isinstance(length := getattr(text, name, None), int):
             return length
     return 1 << 20  # Bloom and its kin: position biases without an end
+
+
+def is_exact(model: Any) -> bool:
+    """Full precision throughout. Half precision rounds differently for different numbers of rows, and quantised
+    activations may even be scaled over all rows together."""
+    if model.dtype not in (torch.float32, torch.float64):
+        return False
+    method = getattr(getattr(model.config, "quantization_config", None), "quant_method", None)
+    if getattr(model, "is_quantized", False) and str(method) != "gguf":  # GGUF weights were dequantised on loading
+        return False
+    return not any("quantized" in type(module).__module__ for module in model.modules())

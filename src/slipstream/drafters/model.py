@@ -1,0 +1,248 @@
+"""model: a small causal language model with the target's vocabulary drafts, KV-cached like the target itself."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from slipstream.budget import Budget
+from slipstream.drafters.base import Drafter, DraftSession, Proposal, Seen
+from slipstream.errors import DrafterError, OptionError
+from slipstream.request import Request
+from slipstream.sampling import Sampler, gumbel, noise_key
+from slipstream.target.base import Target, Want
+from slipstream.tree import TokenTree
+
+MODES = ("greedy", "sample", "beam")
+RIDE_ALONG = 16  # unread tokens up to this many are read together with the root
+
+
+@dataclass(frozen=True)
+class DraftModelOptions:
+    model: Any = None  # a hub id, a folder, a GGUF file, or a model already in memory
+    tokenizer: Any = None  # of a model in memory, to compare vocabularies with
+    mode: str = "greedy"  # greedy: its best tokens; sample: drawn as the request draws; beam: its best paths
+    depth: int = 5  # tokens ahead
+    width: int = 4  # beams, or alternatives drawn for the first token
+    confidence: float = 0.0  # stop where the draft model gives its best token less than this
+    dtype: str | None = None  # as in load()
+
+    def __post_init__(self) -> None:
+        if self.model is None:
+            raise OptionError("drafter 'model' needs a draft model: model=<hub id, folder, .gguf file or model object>")
+        if self.mode not in MODES:
+            raise OptionError(f"mode={self.mode!r} is unknown: there are {', '.join(MODES)}")
+        if self.depth < 1 or self.width < 1:
+            raise OptionError(f"depth and width must be at least 1, found {self.depth} and {self.width}")
+
+
+class DraftModel(Drafter):
+    """A smaller model of the same vocabulary."""
+
+    Options = DraftModelOptions
+
+    def __init__(self, target: Target, tokenizer: Any, options: DraftModelOptions) -> None:
+        from slipstream.target import load_model, open_target
+
+        super().__init__(target, tokenizer, options)
+        model, draft_tokenizer = options.model, options.tokenizer
+        if isinstance(model, str):
+            model, draft_tokenizer = load_model(model, dtype=options.dtype, device=target.device)
+        self.draft = open_target(model)
+        if not self.draft.trees:
+            raise DrafterError(f"{type(model).__name__} can't draft: it keeps states that can't be extended level by level")
+        check_vocabularies(target, tokenizer, self.draft, draft_tokenizer)
+
+    @classmethod
+    def trials(cls, model: Any) -> list[dict[str, Any]]:
+        """A blurred copy of the target: right often, not always."""
+        blurred = copy.deepcopy(model)
+        noise = torch.Generator(model.device).manual_seed(0)
+        with torch.no_grad():
+            for weight in blurred.parameters():
+                weight += 0.1 * weight.std() * torch.randn(weight.shape, generator=noise, device=weight.device)
+        return [{"model": blurred, "mode": mode} for mode in MODES]
+
+    def begin(self, request: Request) -> DraftSession:
+        return DraftModelSession(self, request)
+
+
+class DraftModelSession(DraftSession):
+    def __init__(self, drafter: DraftModel, request: Request) -> None:
+        self.draft, self.options = drafter.draft, drafter.options
+        self.vocabulary = drafter.target.vocabulary
+        self.slot = self.draft.open()
+        self._unread: list[int] = []  # part of the text, not yet of the draft model's cache
+        self._lead = 0  # unread tokens that stand before the root in the slot's tree
+        self._scored = 0  # nodes of the slot's tree with cached keys
+
+        # Under `match` the draft uses the target's own noise: both then tend to draw the same token.
+        # Rejection sampling needs draws that know nothing of the coins that will judge them.
+        self._shared_noise = request.accept.name == "match"
+        self._keep_q = not self._shared_noise and self.options.mode == "sample" and not request.sampling.greedy
+        # The draft model must not advance anybody's stateful processor.
+        sampling = replace(
+            request.sampling,
+            processors=(),
+            bad_words=(),
+            repetition_penalty=1.0,
+            presence_penalty=0.0,
+            frequency_penalty=0.0,
+        )
+        self._sampler = Sampler(sampling, [], request.seed, request.sample)
+
+    def observe(self, seen: Seen) -> None:
+        accepted = list(seen.tokens)
+        if (tree := self.slot.tree) is not None:
+            # Keep the keys of what was drafted right; the tokens before the root are right by now.
+            path = list(range(self._lead))
+            node: int | None = self._lead if accepted and tree.tokens[self._lead] == accepted[0] else None
+            while node is not None and node < self._scored:
+                path.append(node)
+                accepted.pop(0)
+                node = tree.child(node, accepted[0]) if accepted else None
+            self.draft.commit(self.slot, path)
+            self._unread = self._unread[self._lead :]
+        self._unread += accepted
+
+    def propose(self, root: int, budget: Budget) -> Proposal:
+        room = self.draft.context - 1 - self.slot.length - len(self._unread)
+        depth = min(budget.depth, self.options.depth, room)
+        if depth < 1 or budget.nodes < 1:
+            return Proposal(TokenTree.root(root))
+        if len(self._unread) > RIDE_ALONG:
+            for _ in self.draft.prefill(self.slot, self._unread, Want()):
+                pass
+            self._unread = []
+        self._lead = len(self._unread)
+        growing = Growing([*self._unread, root])
+        position = self.slot.length + self._lead  # of the root
+        rows = self._score(growing)[-1:]  # (1, V)
+        frontier, value = [self._lead], torch.zeros(1)
+        for level in range(1, depth + 1):
+            room = budget.nodes - (len(growing.tokens) - 1 - self._lead)
+            first = len(growing.tokens)
+            value = self._grow(growing, frontier, value, rows, position + level, room)
+            frontier = list(range(first, len(growing.tokens)))
+            if not frontier or level == depth or len(growing.tokens) - 1 - self._lead >= budget.nodes:
+                break
+            rows = self._score(growing)
+        return Proposal(growing.proposal(self._lead))
+
+    def close(self) -> None:
+        self.draft.close(self.slot)
+
+    def _score(self, growing: Growing) -> torch.Tensor:
+        """(new nodes, V) logits, over the target's vocabulary."""
+        known = growing.scored
+        (scores,) = self.draft.score([self.slot], [growing.tree()], Want(), known=known)
+        growing.scored = self._scored = len(growing.tokens)
+        rows = torch.stack([scores.logits(i) for i in range(known, growing.scored)]).float()
+        return rows[:, : self.vocabulary]
+
+    def _grow(
+        self, growing: Growing, frontier: list[int], value: torch.Tensor, rows: torch.Tensor, position: int, room: int
+    ) -> torch.Tensor:
+        """One level of children for the frontier, whose rows (f, V) and path log-probabilities (f,) are given.
+        Returns the children's path log-probabilities."""
+        mode = self.options.mode
+        if mode == "beam":
+            return self._grow_beam(growing, frontier, value, rows, room)
+        values = []
+        for node, row, above in zip(frontier, rows, value, strict=True):
+            logits = self._sampler.warped(row)
+            logp = torch.log_softmax(logits.double(), -1)
+            if mode == "sample" and not self._sampler.sampling.greedy:
+                many = self.options.width if node == self._lead else 1
+                key = noise_key(
+                    self._sampler.seed, self._sampler.sample_index, position, "" if self._shared_noise else "draft"
+                )
+                noisy = logits + gumbel(key, len(logits), logits.device)
+                # The k largest, in order, are k draws without replacement.
+                drawn = torch.topk(noisy, min(many, room, int(torch.isfinite(logp).sum())))
+                tokens = drawn.indices.tolist()
+                if self._keep_q:
+                    growing.drawn_from(node, logp.exp())
+            else:
+                tokens = [int(logp.argmax())]
+            for token in tokens[:room]:
+                p = float(logp[token].exp())
+                if p < self.options.confidence:
+                    break
+                growing.add(token, node, p)
+                values.append(float(above) + float(logp[token]))
+                room -= 1
+        return torch.tensor(values)
+
+    def _grow_beam(
+        self, growing: Growing, frontier: list[int], value: torch.Tensor, rows: torch.Tensor, room: int
+    ) -> torch.Tensor:
+        logp = torch.log_softmax(rows, -1)
+        paths = value.to(logp)[:, None] + logp  # (f, V)
+        best = torch.topk(paths.flatten(), min(self.options.width, room, paths.numel()))
+        for flat in best.indices.tolist():
+            beam, token = divmod(flat, logp.shape[1])
+            growing.add(token, frontier[beam], float(logp[beam, token].exp()))
+        return best.values
+
+
+class Growing:
+    """A tree while it grows level by level: a chain of unread tokens, the root, then drafts."""
+
+    def __init__(self, chain: list[int]) -> None:
+        self.tokens, self.parents = list(chain), list(range(-1, len(chain) - 1))
+        self.probability = [1.0] * len(chain)
+        self.rows = [-1] * len(chain)  # of q, for the node's children
+        self.q: list[torch.Tensor] = []
+        self.scored = 0
+
+    def add(self, token: int, parent: int, probability: float) -> None:
+        self.tokens.append(token)
+        self.parents.append(parent)
+        self.probability.append(probability)
+        self.rows.append(-1)
+
+    def drawn_from(self, node: int, q: torch.Tensor) -> None:
+        self.rows[node] = len(self.q)
+        self.q.append(q)
+
+    def tree(self) -> TokenTree:
+        return TokenTree.build(self.tokens, self.parents)
+
+    def proposal(self, root: int) -> TokenTree:
+        """Without the chain before the root."""
+        parents = np.array(self.parents[root:]) - root
+        parents[0] = -1
+        return TokenTree.build(
+            self.tokens[root:],
+            parents,
+            source="model",
+            raw=self.probability[root:],
+            q=torch.stack(self.q) if self.q else None,
+            q_row=self.rows[root:] if self.q else None,
+        )
+
+
+def check_vocabularies(target: Target, tokenizer: Any, draft: Target, draft_tokenizer: Any) -> None:
+    """The same id must mean the same token to both. Padded sizes say nothing about that."""
+    if draft.vocabulary < target.vocabulary and (tokenizer is None or len(tokenizer) > draft.vocabulary):
+        raise DrafterError(
+            f"the draft model knows {draft.vocabulary} token ids, the target {target.vocabulary}: they must share one vocabulary"
+        )
+    if tokenizer is None or draft_tokenizer is None:
+        return
+    ours, theirs = tokenizer.get_vocab(), draft_tokenizer.get_vocab()
+    if ours == theirs:
+        return
+    by_id = {i: token for token, i in theirs.items()}
+    different = [(i, token, by_id.get(i)) for token, i in ours.items() if by_id.get(i) != token]
+    if different:
+        i, token, other = min(different)
+        raise DrafterError(
+            f"the draft model has another vocabulary: {len(different)} of {len(ours)} token ids differ, the first is "
+            f"{i}, {token!r} to the target and {other!r} to the draft model. Use a draft model of the target's own family"
+        )

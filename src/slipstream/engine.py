@@ -1,0 +1,203 @@
+"""The loop: propose a tree, score it in one forward, accept a path, commit it, observe, again.
+
+The engine knows tokens, not text: tokenizers and stop strings live above it, models and caches below.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from time import perf_counter
+
+import torch
+
+from slipstream.accept import Verdict, verify
+from slipstream.budget import Budget, step_budget
+from slipstream.drafters.base import Drafter, DraftSession, Seen
+from slipstream.errors import ContextError, PromptError
+from slipstream.request import Request
+from slipstream.sampling import Sampler
+from slipstream.stats import Stats
+from slipstream.target.base import Scores, Slot, Target, Want
+from slipstream.tree import TokenTree
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """One emitted token under the target's raw distribution, with the alternatives it had there."""
+
+    token: int
+    logprob: float
+    top: dict[int, float]
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One request while it is being continued."""
+
+    request: Request
+    slot: Slot
+    session: DraftSession
+    sampler: Sampler
+    stats: Stats
+    root: int = -1  # decided, not yet read by the target
+    tokens: list[int] = field(default_factory=list)  # emitted
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish: str | None = None  # why it ended: stop, length, cancelled, or a reason of the request's own
+    started: float = field(default_factory=perf_counter)
+
+    def over(self, token: int) -> bool:
+        """`token` is emitted. Does the text end with it?"""
+        self.tokens.append(token)
+        if self.request.stop is not None:
+            self.finish = self.request.stop(token)
+        if self.finish is None and len(self.tokens) >= self.request.max_new_tokens:
+            self.finish = "length"
+        return self.finish is not None
+
+    def budget(self, target: Target) -> Budget:
+        left = self.request.max_new_tokens - len(self.tokens)
+        return step_budget(self.request.max_draft if target.chains else 0, left, target.context - self.slot.length)
+
+
+class Engine:
+    def __init__(self, target: Target, drafter: Drafter, name: str = "", max_batch: int = 16) -> None:
+        self.target, self.drafter, self.name = target, drafter, name
+        self.max_batch = max_batch
+
+    def run(self, requests: Iterable[Request], slot: Slot | None = None) -> Iterator[Sequence]:
+        """Continue all requests, at most max_batch at a time. Yields a sequence each time it has new tokens; its
+        `finish` is set the last time. A given slot is what the (only) request's prompt is read onto, and is kept."""
+        waiting, running = deque(requests), list[Sequence]()
+        try:
+            while waiting or running:
+                while waiting and len(running) < self.max_batch:
+                    running.append(self.start(waiting.popleft(), slot, running))
+                    yield running[-1]
+                self._retire(running, keep=slot)
+                if running:
+                    self.step(running)
+                    yield from list(running)
+                    self._retire(running, keep=slot)
+        finally:
+            for sequence in running:
+                sequence.finish = sequence.finish or "cancelled"
+            self._retire(running, keep=slot)
+
+    def step(self, running: list[Sequence]) -> None:
+        """One forward of the target for all running sequences: each gets at least one token further."""
+        clock = perf_counter()
+        trees = self._propose(running)
+        drafted = perf_counter()
+        want = Want(self.drafter.layers, argmax=any(s.request.sampling.plain for s in running))
+        scores = self.target.score([s.slot for s in running], trees, want)
+        scored = perf_counter()
+        for sequence, tree, score in zip(running, trees, scores, strict=True):
+            verdict = verify(sequence.request.accept, tree, score, sequence.sampler, sequence.over)
+            self.target.commit(sequence.slot, verdict.path)
+            self._advance(sequence, tree, score, verdict)
+            sequence.stats.draft_seconds += drafted - clock
+            sequence.stats.verify_seconds += scored - drafted
+
+    def start(self, request: Request, slot: Slot | None = None, running: Iterable[Sequence] = ()) -> Sequence:
+        """Read the prompt; its last row decides the first token. What a running sequence begins with, as in several
+        answers to one prompt, is not read again."""
+        check_prompt(request, self.target)
+        sampler = Sampler(request.sampling, request.tokens, request.seed, request.sample)
+        stats = Stats(self.name, request.accept.lossless and self.target.exact, prompt_tokens=len(request.tokens))
+        own = slot or self._fork(request, running) or self.target.open()
+        sequence = Sequence(request, own, self.drafter.begin(request), sampler, stats)
+        try:
+            return self._read_prompt(sequence)
+        except BaseException:
+            sequence.session.close()
+            if slot is None:
+                self.target.close(sequence.slot)
+            raise
+
+    def _read_prompt(self, sequence: Sequence) -> Sequence:
+        request, read = sequence.request, sequence.slot.length
+        want = Want(self.drafter.layers, argmax=request.sampling.plain)
+        sequence.session.observe(Seen(request.tokens[:read], 0))
+        for score in self.target.prefill(sequence.slot, request.tokens[read:], want):
+            count = sequence.slot.length - read
+            sequence.session.observe(Seen(request.tokens[read : read + count], read, score.hidden))
+            read += count
+        tree = TokenTree.root(request.tokens[-1])
+        verdict = verify(request.accept, tree, score, sequence.sampler, sequence.over)
+        sequence.stats.first_token_seconds = perf_counter() - sequence.started
+        sequence.stats.verify_seconds = sequence.stats.first_token_seconds
+        self._advance(sequence, tree, score, verdict, seen=True)
+        return sequence
+
+    def _fork(self, request: Request, running: Iterable[Sequence]) -> Slot | None:
+        """A copy of the slot of a running sequence that has the same prompt; a drafter that reads hidden states must
+        see the prompt itself."""
+        if self.drafter.layers or len(request.tokens) == 1:
+            return None
+        for sequence in running:
+            if sequence.request.tokens == request.tokens:
+                twin = self.target.fork(sequence.slot)
+                self.target.truncate(twin, len(request.tokens) - 1)
+                return twin
+        return None
+
+    def _propose(self, running: list[Sequence]) -> list[TokenTree]:
+        budgets = [s.budget(self.target) for s in running]
+        proposals = self.drafter.propose([s.session for s in running], [s.root for s in running], budgets)
+        trees = []
+        for proposal, budget in zip(proposals, budgets, strict=True):
+            proposal.tree.check(self.target.vocabulary)
+            tree = budget.limit(proposal.tree)
+            trees.append(tree if self.target.trees else tree.best_chain())
+        return trees
+
+    def _advance(
+        self, sequence: Sequence, tree: TokenTree, score: Scores, verdict: Verdict, seen: bool = False
+    ) -> None:
+        """Take the verdict over into the sequence, and show its drafter what was accepted."""
+        if sequence.request.logprobs is not None:
+            emitted = [*tree.tokens[verdict.path[1:]].tolist(), verdict.bonus]
+            for node, token in zip(verdict.path, emitted, strict=True):
+                sequence.logprobs.append(logprobs(score.logits(node), token, sequence.request.logprobs))
+        if not seen:
+            position = sequence.slot.length - len(verdict.path)
+            hidden = {layer: h[verdict.path] for layer, h in score.hidden.items()}
+            sequence.session.observe(Seen(tree.tokens[verdict.path].tolist(), position, hidden))
+        sequence.root = verdict.bonus
+        sequence.stats.count(tree, verdict.path)
+        sequence.stats.new_tokens = len(sequence.tokens)
+        sequence.stats.seconds = perf_counter() - sequence.started
+        if sequence.finish is None and sequence.slot.length >= self.target.context:
+            sequence.finish = "length"  # the context is full: the root can't be read any more
+        if sequence.finish is None and sequence.request.cancelled:
+            sequence.finish = "cancelled"
+
+    def _retire(self, running: list[Sequence], keep: Slot | None) -> None:
+        for sequence in [s for s in running if s.finish is not None]:
+            running.remove(sequence)
+            sequence.session.close()
+            if sequence.slot is not keep:
+                self.target.close(sequence.slot)
+
+
+def check_prompt(request: Request, target: Target) -> None:
+    if not request.tokens:
+        raise PromptError("the prompt is empty: give at least one token to continue")
+    if request.max_new_tokens < 1:
+        raise PromptError(f"max_new_tokens={request.max_new_tokens}: ask for at least one token")
+    if len(request.tokens) >= target.context:
+        raise ContextError(
+            f"the prompt has {len(request.tokens)} tokens, the model reads {target.context} including what it writes: "
+            "shorten the prompt"
+        )
+    bad = [t for t in request.tokens if not 0 <= t < target.vocabulary]
+    if bad:
+        raise PromptError(f"prompt tokens must lie in 0..{target.vocabulary - 1}, found {bad[:5]}")
+
+
+def logprobs(row: torch.Tensor, token: int, k: int) -> TokenLogprobs:
+    logp = torch.log_softmax(row.float(), -1)
+    top = torch.topk(logp, min(k, len(logp)))
+    return TokenLogprobs(token, float(logp[token]), dict(zip(top.indices.tolist(), top.values.tolist(), strict=True)))

@@ -1,0 +1,65 @@
+"""Answers that follow a JSON schema or a regular expression, by the grammar library llguidance (extra `grammar`)."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+
+from slipstream.errors import OptionError
+
+
+class GrammarProcessor:
+    """A logits processor that rules out every token the grammar can't go on with.
+
+    It is stateful: it reads each token of the answer once, as plain decoding would show it.
+    """
+
+    def __init__(self, matcher: Any, vocabulary: int) -> None:
+        self._matcher, self._vocabulary = matcher, vocabulary
+        self._read: int | None = None  # length of the history already read
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        import llguidance.torch as llg
+
+        length = input_ids.shape[1]
+        if self._read is not None:
+            for token in input_ids[0, self._read :].tolist():
+                self._matcher.consume_token(token)
+        self._read = length
+        mask = llg.allocate_token_bitmask(1, self._vocabulary)
+        llg.fill_next_token_bitmask(self._matcher, mask, 0)
+        if error := self._matcher.get_error():
+            raise OptionError(f"the grammar can't be followed: {error}")
+        scores = scores.clone()
+        llg.apply_token_bitmask_inplace(scores, mask.to(scores.device))
+        return scores
+
+    def fresh(self) -> GrammarProcessor:
+        """The same grammar at its beginning, for another answer."""
+        matcher = self._matcher.deep_copy()
+        matcher.reset()
+        return GrammarProcessor(matcher, self._vocabulary)
+
+
+def grammar_processor(
+    tokenizer: Any, vocabulary: int, eos: frozenset[int], json_schema: Any = None, regex: str | None = None
+) -> GrammarProcessor:
+    try:
+        import llguidance
+        import llguidance.hf
+    except ImportError as error:
+        raise OptionError("json_schema and regex need the grammar library: pip install 'slipstream-llm[grammar]'") from error
+    if json_schema is not None and regex is not None:
+        raise OptionError("give json_schema or regex, not both")
+    if json_schema is not None:
+        schema = json_schema if isinstance(json_schema, str) else json.dumps(json_schema)
+        grammar = llguidance.LLMatcher.grammar_from_json_schema(schema)
+    else:
+        grammar = llguidance.LLMatcher.grammar_from_regex(regex)
+    if refused := llguidance.LLMatcher.validate_grammar(grammar):
+        raise OptionError(f"the grammar is not understood: {refused}")
+    ends = sorted(eos)
+    wrapped = llguidance.hf.from_tokenizer(tokenizer, n_vocab=vocabulary, eos_token=ends or None)
+    return GrammarProcessor(llguidance.LLMatcher(wrapped, grammar), vocabulary)

@@ -1,0 +1,74 @@
+"""Stats: what one generation cost and gained."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from slipstream.tree import TokenTree
+
+
+@dataclass
+class Stats:
+    drafter: str
+    exact: bool  # the text can't depend on what was drafted: a lossless rule, and logits precise enough
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+    steps: int = 0  # forwards that gave tokens, the prompt's own included
+    accepted: int = 0  # drafted tokens that were kept
+    drafted_depth: int = 0  # of each step's tree, added up
+    nodes_verified: int = 0
+    seconds: float = 0.0
+    first_token_seconds: float = 0.0
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    by_source: dict[str, dict[str, int]] = field(default_factory=dict)
+
+    def count(self, tree: TokenTree, path: list[int]) -> None:
+        """One verified step."""
+        self.steps += 1
+        self.accepted += len(path) - 1
+        self.drafted_depth += tree.depth
+        self.nodes_verified += len(tree) - 1
+        for name, proposed in tree.proposed_by().items():
+            source = self.by_source.setdefault(name, {"proposed": 0, "accepted": 0})
+            source["proposed"] += int(proposed.sum())
+            source["accepted"] += int(proposed[path].sum())
+
+    @property
+    def tokens_per_step(self) -> float:
+        return self.new_tokens / self.steps if self.steps else 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.new_tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted tokens per token of draft depth."""
+        return self.accepted / self.drafted_depth if self.drafted_depth else 0.0
+
+    @property
+    def node_yield(self) -> float:
+        """Accepted tokens per node verified."""
+        return self.accepted / self.nodes_verified if self.nodes_verified else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "drafter": self.drafter,
+            "prompt_tokens": self.prompt_tokens,
+            "new_tokens": self.new_tokens,
+            "steps": self.steps,
+            "tokens_per_step": round(self.tokens_per_step, 4),
+            "seconds": round(self.seconds, 6),
+            "first_token_seconds": round(self.first_token_seconds, 6),
+            "tokens_per_second": round(self.tokens_per_second, 3),
+            "accepted": self.accepted,
+            "acceptance_rate": round(self.acceptance_rate, 4),
+            "node_yield": round(self.node_yield, 4),
+            "nodes_verified": self.nodes_verified,
+            "draft_seconds": round(self.draft_seconds, 6),
+            "verify_seconds": round(self.verify_seconds, 6),
+            "exact": self.exact,
+            "by_source": self.by_source,
+        }

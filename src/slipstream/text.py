@@ -1,0 +1,111 @@
+"""Between text and tokens: prompts in, readable pieces out, stop strings cut where they stand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from slipstream.errors import PromptError
+
+Messages = Sequence[Mapping[str, Any]]
+Prompt = str | Sequence[int] | Messages
+
+
+def split_batch(prompt: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
+    """The prompts, and whether they were given as a list of several.
+
+    One prompt is a string, a list of token ids, or a list of chat messages; a list of these is a batch.
+    """
+    if isinstance(prompt, str):
+        return [prompt], False
+    items = list(prompt)
+    if not items:
+        raise PromptError("the prompt is empty: give a string, token ids, chat messages, or a list of these")
+    if all(isinstance(i, int) for i in items) or all(isinstance(i, Mapping) for i in items):
+        return [items], False
+    if all(isinstance(i, str | Sequence) for i in items):
+        return items, True
+    kinds = sorted({type(i).__name__ for i in items})
+    raise PromptError(f"a prompt is a string, token ids or chat messages, or a list of these; found a list of {kinds}")
+
+
+def encode(prompt: Prompt, tokenizer: Any, template: bool = True) -> list[int]:
+    """Token ids. A string is one user message to a model with a chat template, unless template is False."""
+    if not isinstance(prompt, str) and all(isinstance(i, int) for i in prompt):
+        return [int(i) for i in prompt]  # type: ignore[arg-type]
+    if tokenizer is None:
+        raise PromptError("this model came without a tokenizer: give token ids, or load it with tokenizer=…")
+    chat = not isinstance(prompt, str)
+    if prompt == "":
+        raise PromptError("the prompt is empty: give some text to answer or to continue")
+    if chat or (template and tokenizer.chat_template):
+        if not tokenizer.chat_template:
+            raise PromptError("this model's tokenizer has no chat template: give a string instead of messages")
+        messages = prompt if chat else [{"role": "user", "content": prompt}]
+        try:
+            text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        except Exception as error:
+            raise PromptError(f"the chat template refused the messages: {error}") from error
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return list(tokenizer(prompt)["input_ids"])
+
+
+class Detokenizer:
+    """One answer's text as it grows, token by token. It is the request's `stop`: it sees every emitted token once."""
+
+    def __init__(self, tokenizer: Any, stop: Iterable[str] = (), eos: frozenset[int] = frozenset()) -> None:
+        self._tokenizer, self._eos = tokenizer, eos
+        self._stop = tuple(s for s in stop if s)
+        self._tokens: list[int] = []
+        # Tokens before _shown are text already; those from _base on are decoded together, so that a piece sees its
+        # left neighbour (spaces, and characters of several tokens).
+        self._base = self._shown = 0
+        self._before = ""  # decode(tokens[base:shown])
+        self.text = ""  # complete characters only, until `finish`
+        self._stopped = False
+
+    def __call__(self, token: int) -> str | None:
+        if token in self._eos:
+            return "stop"
+        if self._tokenizer is None:
+            return None
+        self._tokens.append(token)
+        known = len(self.text)
+        self._extend()
+        return "stop" if self._cut(known) else None
+
+    def visible(self) -> str:
+        """The text that nothing can take back: not the beginning of a stop string."""
+        if self._stopped:
+            return self.text
+        for size in range(min(max(map(len, self._stop), default=1) - 1, len(self.text)), 0, -1):
+            if any(s.startswith(self.text[-size:]) for s in self._stop):
+                return self.text[:-size]
+        return self.text
+
+    def finish(self) -> str:
+        """No token follows: half characters come out as they are."""
+        if self._tokenizer is not None and not self._stopped:
+            self.text += self._decode(self._base)[len(self._before) :]
+            self._base = self._shown = len(self._tokens)
+            self._before = ""
+        return self.text
+
+    def _extend(self) -> None:
+        after = self._decode(self._base)
+        if len(after) > len(self._before) and not after.endswith("\ufffd"):
+            self.text += after[len(self._before) :]
+            self._base, self._shown = self._shown, len(self._tokens)
+            self._before = self._decode(self._base)
+
+    def _cut(self, known: int) -> bool:
+        """Cut at the earliest stop string that ends after the first `known` characters."""
+        found = [(self.text.find(s, max(0, known - len(s) + 1)), s) for s in self._stop]
+        places = [place for place, _ in found if place >= 0]
+        if not places:
+            return False
+        self.text, self._stopped = self.text[: min(places)], True
+        return True
+
+    def _decode(self, start: int) -> str:
+        return self._tokenizer.decode(self._tokens[start:], skip_special_tokens=True)

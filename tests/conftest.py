@@ -1,0 +1,32 @@
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+import transformers
+from families import tiny_model
+
+transformers.logging.set_verbosity_error()
+transformers.logging.disable_progress_bar()
+
+
+@pytest.fixture(scope="session")
+def tiny():
+    """tiny(family) -> a random model, made once."""
+    made = {}
+
+    def make(family):
+        if family not in made:
+            made[family] = tiny_model(family)
+        return made[family]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def smol():
+    """The embedded model in float32 behind `pld`."""
+    import slipstream
+
+    return slipstream.load(drafter="pld", dtype="float32")

@@ -1,0 +1,244 @@
+"""Trees against one full forward per path, on every architecture we claim."""
+
+import numpy as np
+import pytest
+import torch
+from families import FAMILIES, STATEFUL, VOCABULARY, tiny_model
+
+from slipstream.errors import ModelError
+from slipstream.target import Want, open_target
+from slipstream.target.choose import PROVEN, scores_trees
+from slipstream.tree import TokenTree
+
+TREES = [
+    TokenTree.from_continuations(20, [[5, 6, 7, 8], [5, 6, 9, 1], [5, 30, 31], [40, 41, 42, 43], [40, 6]]),
+    TokenTree.root(33),
+    TokenTree.chain(7, [8, 9, 10]),
+]
+TEXTS = [list(range(3, 20)), [50], list(range(60, 20, -1))]
+
+
+def paths_alone(model, text, tree):
+    """(n, V): for each node, the last row of a forward over the text and its path."""
+    rows = []
+    for node in range(len(tree)):
+        ids = torch.tensor([text + tree.tokens[tree.path_to(node)].tolist()])
+        with torch.no_grad():
+            rows.append(model(input_ids=ids).logits[0, -1])
+    return torch.stack(rows)
+
+
+def read(target, text, want=None):
+    slot = target.open()
+    for scores in target.prefill(slot, text, want or Want()):
+        last = scores
+    return slot, last
+
+
+def close(a, b, tolerance=2e-5):
+    torch.testing.assert_close(a, b, rtol=0, atol=tolerance)
+
+
+def rows(scores, tree):
+    return torch.stack([scores.logits(i) for i in range(len(tree))])
+
+
+def test_every_proven_type_is_tested():
+    assert {f.partition("-")[0] for f in FAMILIES} == PROVEN
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_tree_scores_as_its_paths_alone(family, tiny):
+    model = tiny(family)
+    target = open_target(model, chunk=8)
+    slots = [read(target, text)[0] for text in TEXTS]
+    for scores, text, tree in zip(target.score(slots, TREES, Want()), TEXTS, TREES, strict=True):
+        close(rows(scores, tree), paths_alone(model, text, tree))
+    assert scores_trees(target)  # the probe that judges unknown models agrees
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "bloom", "gpt_oss"])
+def test_committed_paths_become_text(family, tiny):
+    model = tiny(family)
+    target = open_target(model)
+    slots = [read(target, text)[0] for text in TEXTS]
+    target.score(slots, TREES, Want())
+    paths = [TREES[0].path_to(7), [0], [0, 1]]
+    for slot, path in zip(slots, paths, strict=True):
+        target.commit(slot, path)
+    texts = [t + TREES[i].tokens[paths[i]].tolist() for i, t in enumerate(TEXTS)]
+    assert [s.tokens for s in slots] == texts
+    again = [TREES[2], TREES[0], TREES[1]]
+    for scores, text, tree in zip(target.score(slots, again, Want()), texts, again, strict=True):
+        close(rows(scores, tree), paths_alone(model, text, tree))
+
+
+def test_prefill_gives_the_last_row_whatever_the_chunk(tiny):
+    model = tiny("llama")
+    for chunk in (1, 5, 512):
+        _, last = read(open_target(model, chunk=chunk), TEXTS[0])
+        close(last.logits(0), paths_alone(model, TEXTS[0][:-1], TokenTree.root(TEXTS[0][-1]))[0])
+
+
+def test_a_tree_can_grow_level_by_level(tiny):
+    model = tiny("llama")
+    target = open_target(model)
+    slot, _ = read(target, TEXTS[0])
+    small = TokenTree.build([20, 5, 40], [-1, 0, 0])
+    large = TokenTree.build([20, 5, 40, 6, 7, 8], [-1, 0, 0, 1, 2, 2])
+    target.score([slot], [small], Want())
+    (scores,) = target.score([slot], [large], Want(), known=3)
+    expected = paths_alone(model, TEXTS[0], large)
+    close(torch.stack([scores.logits(i) for i in (3, 4, 5)]), expected[3:])
+
+
+def test_a_batch_changes_its_members(tiny):
+    """Slots come and go, rows move, and nobody's text changes."""
+    model = tiny("llama")
+    target = open_target(model)
+    slots = [read(target, text)[0] for text in [*TEXTS, [9, 9, 9], [1, 2]]]
+    target.close(slots[1])
+    chosen = [slots[4], slots[0], slots[3]]
+    texts = [[1, 2], TEXTS[0], [9, 9, 9]]
+    for scores, text, tree in zip(target.score(chosen, TREES, Want()), texts, TREES, strict=True):
+        close(rows(scores, tree), paths_alone(model, text, tree))
+    target.commit(chosen[0], [0, 1])
+    other = read(target, [4, 5, 6])[0]
+    chosen = [other, slots[2], slots[4]]
+    texts = [[4, 5, 6], TEXTS[2], [1, 2, *TREES[0].tokens[:2].tolist()]]
+    for scores, text, tree in zip(target.score(chosen, TREES, Want()), texts, TREES, strict=True):
+        close(rows(scores, tree), paths_alone(model, text, tree))
+
+
+@pytest.mark.parametrize("family", ["llama", "falcon-alibi", "qwen3_next"])
+def test_fork_and_truncate(family, tiny):
+    model = tiny(family)
+    target = open_target(model)
+    slot, _ = read(target, TEXTS[0])
+    tree = TREES[2] if target.chains else TREES[1]
+    target.score([slot], [tree], Want())
+    target.commit(slot, list(range(len(tree))))
+    twin = target.fork(slot)
+    target.truncate(twin, 5)
+    (old,), (new,) = target.score([slot], [tree], Want()), target.score([twin], [tree], Want())
+    close(rows(new, tree), paths_alone(model, TEXTS[0][:5], tree))
+    close(rows(old, tree), paths_alone(model, TEXTS[0] + tree.tokens.tolist(), tree))
+
+
+def test_hidden_states_are_those_of_the_path(tiny):
+    model = tiny("llama")
+    target = open_target(model)
+    want = Want(layers=(0, 2, 3))
+    slot, last = read(target, TEXTS[0], want)
+    (scores,) = target.score([slot], [TREES[0]], want)
+    with torch.no_grad():
+        ids = TEXTS[0] + TREES[0].tokens[TREES[0].path_to(5)].tolist()
+        whole = model(input_ids=torch.tensor([ids]), output_hidden_states=True).hidden_states
+    for layer in want.layers:
+        close(scores.hidden[layer][5], whole[layer][0, -1])
+        close(last.hidden[layer], whole[layer][0, : len(TEXTS[0])])
+
+
+def test_argmax_comes_with_the_forward(tiny):
+    target = open_target(tiny("llama"))
+    slot, _ = read(target, TEXTS[0])
+    (scores,) = target.score([slot], [TREES[0]], Want(argmax=True))
+    expected = paths_alone(tiny("llama"), TEXTS[0], TREES[0]).argmax(-1)
+    assert [scores.argmax(i) for i in range(len(TREES[0]))] == expected.tolist()
+
+
+def test_bfloat16_stays_close_and_does_not_claim_to_be_exact():
+    model = tiny_model("llama", dtype=torch.bfloat16)
+    target = open_target(model)
+    slot, _ = read(target, TEXTS[0])
+    (scores,) = target.score([slot], [TREES[0]], Want())
+    close(rows(scores, TREES[0]), paths_alone(model, TEXTS[0], TREES[0]), tolerance=0.3)
+    assert not target.exact
+
+
+@pytest.mark.parametrize("family", STATEFUL)
+def test_models_that_cannot_branch_score_chains_and_say_so(family, tiny):
+    model = tiny(family)
+    target = open_target(model)
+    assert not target.trees
+    assert type(model).__name__ in target.notes[0]
+    chain = TREES[2] if target.chains else TokenTree.root(7)
+    slot, last = read(target, TEXTS[0])
+    close(last.logits(0), paths_alone(model, TEXTS[0][:-1], TokenTree.root(TEXTS[0][-1]))[0])
+    text = list(TEXTS[0])
+    for kept in (1, len(chain), 1, 1):  # rejected, accepted whole, rejected twice
+        (scores,) = target.score([slot], [chain], Want())
+        close(rows(scores, chain), paths_alone(model, text, chain), tolerance=2e-4)
+        target.commit(slot, list(range(kept)))
+        text += chain.tokens[:kept].tolist()
+
+
+def test_the_cache_grows_and_keeps_its_text(tiny):
+    model = tiny("llama")
+    target = open_target(model)
+    short, _ = read(target, TEXTS[0])
+    long, _ = read(target, np.random.default_rng(0).integers(3, VOCABULARY, 250).tolist())
+    for scores, slot in zip(target.score([long, short], [TREES[1]] * 2, Want()), (long, short), strict=True):
+        close(rows(scores, TREES[1]), paths_alone(model, slot.tokens, TREES[1]), tolerance=5e-5)
+
+
+def test_peft_adapters_count(tiny):
+    from peft import LoraConfig, PromptTuningConfig, get_peft_model
+
+    model = get_peft_model(tiny_model("llama"), LoraConfig(target_modules=["q_proj", "v_proj"], r=4))
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "lora" in name:
+                weight.normal_(0, 0.3)
+    target = open_target(model)
+    slot, _ = read(target, TEXTS[0])
+    (scores,) = target.score([slot], [TREES[0]], Want())
+    close(rows(scores, TREES[0]), paths_alone(model, TEXTS[0], TREES[0]))
+    assert not torch.allclose(scores.logits(0), paths_alone(tiny("llama"), TEXTS[0], TREES[0])[0], atol=0.1)
+
+    prompted = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    with pytest.raises(ModelError, match="PROMPT_TUNING"):
+        open_target(get_peft_model(tiny_model("llama"), prompted))
+
+
+def test_quantised_models_work(tiny):
+    model = tiny_model("llama")
+    quantised = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8)
+    target = open_target(quantised)
+    slot, _ = read(target, TEXTS[0])
+    (scores,) = target.score([slot], [TREES[0]], Want())
+    alone = paths_alone(quantised, TEXTS[0], TREES[0])
+    # int8 activations are scaled per call, so a row depends on its neighbours: close, never equal
+    assert (rows(scores, TREES[0]) - alone).abs().mean() < 0.1 * alone.std()
+    assert not target.exact
+
+
+def test_a_device_map_works(tmp_path, tiny):
+    from transformers import AutoModelForCausalLM
+
+    tiny("llama").save_pretrained(tmp_path / "m")
+    layers = {f"model.layers.{i}": "cpu" if i == 0 else "disk" for i in range(3)}
+    places = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu", **layers}
+    model = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "m", device_map=places, offload_folder=str(tmp_path / "off"), dtype=torch.float32
+    )
+    target = open_target(model)
+    slot, _ = read(target, TEXTS[0])
+    (scores,) = target.score([slot], [TREES[0]], Want())
+    close(rows(scores, TREES[0]), paths_alone(tiny("llama"), TEXTS[0], TREES[0]))
+
+
+def test_unsuitable_models_are_refused_by_name(tiny):
+    from transformers import LlamaModel, T5Config, T5ForConditionalGeneration
+
+    t5 = T5ForConditionalGeneration(T5Config(vocab_size=32, d_model=16, d_ff=16, num_layers=1, num_heads=2, d_kv=8))
+    with pytest.raises(ModelError, match="T5ForConditionalGeneration is an encoder-decoder"):
+        open_target(t5)
+    with pytest.raises(ModelError, match="LlamaModel has no language-modelling head"):
+        open_target(LlamaModel(tiny("llama").config))
+    with pytest.raises(ModelError, match="Linear is not a transformers model"):
+        open_target(torch.nn.Linear(2, 2))
+    flash = tiny_model("llama")
+    flash.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(ModelError, match="flash_attention_2"):
+        open_target(flash)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from slipstream.errors import DrafterError
 from slipstream.tree import TokenTree
 
 
@@ -13,8 +14,15 @@ class Budget:
     depth: int  # of the deepest of them
 
     def limit(self, tree: TokenTree) -> TokenTree:
-        """Cut a draft that asks for more than it may have. A draft that keeps to the budget keeps its q."""
+        """Cut a draft that asks for more than it may have."""
         tree = tree.cut(self.depth)
+        if len(tree) - 1 <= self.nodes:
+            return tree
+        if tree.q is not None:
+            raise DrafterError(
+                f"a sampled draft of {len(tree) - 1} nodes exceeds its budget of {self.nodes}: it must keep to the "
+                "budget by itself, since choosing among draws changes what they are draws of"
+            )
         return tree.top_k(self.nodes)
 
 

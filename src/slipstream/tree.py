@@ -182,9 +182,12 @@ class TokenTree:
         return self._take(_connected(self.parents, np.asarray(keep, np.bool_)))
 
     def top_k(self, k: int) -> TokenTree:
-        """The k drafted nodes with the best path value; earlier nodes win ties, so parents come before children."""
+        """The k drafted nodes with the best path value; earlier nodes win ties, so parents come before children.
+
+        q goes even if every node stays: that a tree was small enough may be due to what was drawn.
+        """
         if len(self) - 1 <= k:
-            return self
+            return self if self.q is None else replace(self, q=None, q_row=None)
         best = np.argsort(-self.value[1:], kind="stable")[:k] + 1
         keep = np.zeros(len(self), np.bool_)
         keep[best] = True

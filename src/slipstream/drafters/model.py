@@ -23,17 +23,17 @@ RIDE_ALONG = 16  # unread tokens up to this many are read together with the root
 
 @dataclass(frozen=True)
 class DraftModelOptions:
-    model: Any = None  # a hub id, a folder, a GGUF file, or a model already in memory
-    tokenizer: Any = None  # of a model in memory, to compare vocabularies with
+    draft_model: Any = None  # a hub id, a folder, a GGUF file, or a model already in memory
+    draft_tokenizer: Any = None  # of a model in memory, to compare vocabularies with
     mode: str = "greedy"  # greedy: its best tokens; sample: drawn as the request draws; beam: its best paths
     depth: int = 5  # tokens ahead
     width: int = 4  # beams, or alternatives drawn for the first token
     confidence: float = 0.0  # stop where the draft model gives its best token less than this
-    dtype: str | None = None  # as in load()
+    draft_dtype: str | None = None  # as in load()
 
     def __post_init__(self) -> None:
-        if self.model is None:
-            raise OptionError("drafter 'model' needs a draft model: model=<hub id, folder, .gguf file or model object>")
+        if self.draft_model is None:
+            raise OptionError("drafter 'model' needs one: draft_model=<hub id, folder, .gguf file or model object>")
         if self.mode not in MODES:
             raise OptionError(f"mode={self.mode!r} is unknown: there are {', '.join(MODES)}")
         if self.depth < 1 or self.width < 1:
@@ -49,9 +49,9 @@ class DraftModel(Drafter):
         from slipstream.target import load_model, open_target
 
         super().__init__(target, tokenizer, options)
-        model, draft_tokenizer = options.model, options.tokenizer
+        model, draft_tokenizer = options.draft_model, options.draft_tokenizer
         if isinstance(model, str):
-            model, draft_tokenizer = load_model(model, dtype=options.dtype, device=target.device)
+            model, draft_tokenizer = load_model(model, dtype=options.draft_dtype, device=target.device)
         self.draft = open_target(model)
         if not self.draft.trees:
             raise DrafterError(f"{type(model).__name__} can't draft: it keeps states that can't be extended level by level")
@@ -65,7 +65,7 @@ class DraftModel(Drafter):
         with torch.no_grad():
             for weight in blurred.parameters():
                 weight += 0.1 * weight.std() * torch.randn(weight.shape, generator=noise, device=weight.device)
-        return [{"model": blurred, "mode": mode} for mode in MODES]
+        return [{"draft_model": blurred, "mode": mode} for mode in MODES]
 
     def begin(self, request: Request) -> DraftSession:
         return DraftModelSession(self, request)
@@ -171,7 +171,8 @@ class DraftModelSession(DraftSession):
                 tokens = [int(logp.argmax())]
             for token in tokens[:room]:
                 p = float(logp[token].exp())
-                if p < self.options.confidence:
+                # What was drawn from q must stay, or it would no longer be a draw from q.
+                if p < self.options.confidence and not self._keep_q:
                     break
                 growing.add(token, node, p)
                 values.append(float(above) + float(logp[token]))

@@ -1,0 +1,281 @@
+"""Sampled speculation has the target's distribution: by enumeration, and by counting with stated power."""
+
+import itertools
+import math
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from families import tiny_model
+from scipy.stats import chi2, ncx2
+
+from slipstream import LLM
+from slipstream.accept import Match, Rejection, verify
+from slipstream.sampling import Sampler, Sampling
+from slipstream.target import Scores, Slot, Target, Want
+from slipstream.tree import TokenTree, fuse
+
+V = 4
+
+
+class Undecided(Exception):
+    """The script ends before a decision with these probabilities."""
+
+    def __init__(self, probabilities):
+        self.options = [i for i, p in enumerate(probabilities) if p > 0]
+
+
+class Scripted(Sampler):
+    """A sampler whose every decision is written down beforehand; `weight` is the probability that it comes so."""
+
+    def __init__(self, script):
+        super().__init__(Sampling(temperature=1.0), [0])
+        self._script, self.weight = list(script), 1.0
+
+    def _decide(self, probabilities):
+        if not self._script:
+            raise Undecided(probabilities)
+        taken = self._script.pop(0)
+        self.weight *= probabilities[taken]
+        return taken
+
+    def distribution(self, row):
+        return row.numpy().copy()
+
+    def sample(self, row):
+        return self._decide(row.numpy())
+
+    def draw(self, weights):
+        return self._decide(weights / weights.sum())
+
+    def flip(self, probability, draw):  # noqa: ARG002
+        p = min(1.0, probability)
+        return bool(self._decide([1 - p, p]))
+
+
+class Table:
+    """Scores of a target that depends on the path alone."""
+
+    def __init__(self, tree, law):
+        self._rows = [torch.from_numpy(law(tree.tokens[tree.path_to(i)][1:].tolist())) for i in range(len(tree))]
+
+    def logits(self, node):
+        return self._rows[node]
+
+
+def outcomes(rule, tree, law):
+    """{emitted tokens: probability} over every decision the rule can take."""
+    found, scripts = {}, [()]
+    while scripts:
+        script = scripts.pop()
+        sampler = Scripted(script)
+        try:
+            verdict = verify(rule, tree, Table(tree, law), sampler, lambda _: False)
+        except Undecided as fork:
+            scripts += [(*script, i) for i in fork.options]
+            continue
+        emitted = (*tree.tokens[verdict.path[1:]].tolist(), verdict.bonus)
+        found[emitted] = found.get(emitted, 0.0) + sampler.weight
+    return found
+
+
+def completed(found, law, depth):
+    """The joint law of the next `depth` tokens: what was emitted, then plain sampling."""
+    joint = {}
+    for emitted, weight in found.items():
+        for rest in itertools.product(range(V), repeat=max(0, depth - len(emitted))):
+            text, p = list(emitted[:depth]), weight
+            for token in rest:
+                p *= law(text)[token]
+                text.append(token)
+            joint[tuple(text)] = joint.get(tuple(text), 0.0) + p
+    return joint
+
+
+def total_variation(one, other):
+    return 0.5 * sum(abs(one.get(k, 0) - other.get(k, 0)) for k in {*one, *other})
+
+
+def random_law(seed, support=(V, V, V)):
+    """A distribution for every text, with zeros here and there; support: tokens possible at each depth at most."""
+
+    @cache
+    def law(*text):
+        rng = np.random.default_rng([seed, len(text), *text])
+        p = rng.dirichlet(np.full(V, 0.7))
+        p[p < 0.05] = 0
+        p[np.argsort(-p)[support[len(text)] :]] = 0
+        return p / p.sum()
+
+    return lambda text: law(*text)
+
+
+def shapes():
+    """Every tree of depth 2: up to 3 children of the root, each with up to 2 of its own."""
+    for width in range(4):
+        yield from itertools.product(range(3), repeat=width)
+
+
+def draws(q, count):
+    """Every ordered draw without replacement, with its probability; fewer where q has fewer tokens to give."""
+    for tokens in itertools.permutations(np.flatnonzero(q), min(count, int(np.count_nonzero(q)))):
+        left, p = 1.0, 1.0
+        for token in tokens:
+            p *= q[token] / left
+            left -= q[token]
+        yield tokens, p
+
+
+def drawn_trees(shape, q_law):
+    """Every sampled tree of this shape: children drawn from q without replacement, in draw order."""
+    q0 = q_law([])
+    for firsts, p in draws(q0, len(shape)):
+        options = [list(draws(q_law([t]), k)) for t, k in zip(firsts, shape, strict=False)]
+        for seconds in itertools.product(*options):
+            tokens, parents, rows, q = [9, *firsts], [-1] + [0] * len(firsts), [0] + [-1] * len(firsts), [q0]
+            weight = p
+            for i, (chosen, chance) in enumerate(seconds):
+                weight *= chance
+                if chosen:
+                    rows[i + 1] = len(q)
+                    q.append(q_law([firsts[i]]))
+                tokens += chosen
+                parents += [i + 1] * len(chosen)
+                rows += [-1] * len(chosen)
+            yield TokenTree.build(tokens, parents, q=torch.tensor(np.array(q)), q_row=rows, source="q"), weight
+
+
+def joint_over_drafts(rule, trees, law):
+    joint, total = {}, 0.0
+    for tree, weight in trees:
+        total += weight
+        for text, p in completed(outcomes(rule, tree, law), law, 3).items():
+            joint[text] = joint.get(text, 0.0) + weight * p
+    return joint, total
+
+
+CHANGES = {
+    "as drawn": lambda t: t,
+    "pruned by token": lambda t: t.prune(t.tokens != 2),
+    "top-k": lambda t: t.with_score((1 / (2.0 + t.tokens)).astype(np.float32)).top_k(2),
+    "fused": lambda t: fuse([t, TokenTree.from_continuations(9, [[1, 3], [0]], source="other")]),
+    "cut": lambda t: t.cut(1),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("rule", [Match(), Rejection()], ids=["match", "rejection"])
+def test_the_joint_law_is_the_targets_for_every_shape(rule, change):
+    law, q_law = random_law(1), random_law(2, support=(V, 2))
+    truth = completed({(): 1.0}, law, 3)
+    for shape in shapes():
+        trees = [(CHANGES[change](t), w) for t, w in drawn_trees(shape, q_law)]
+        joint, total = joint_over_drafts(rule, trees, law)
+        assert math.isclose(total, 1, abs_tol=1e-12)
+        assert total_variation(joint, truth) < 1e-12, shape
+
+
+def test_keeping_q_after_pruning_would_be_wrong():
+    """The classic way to lose losslessness, so that the test above is known to see it."""
+    law, q_law = random_law(1), random_law(2, support=(V, 2))
+    truth = completed({(): 1.0}, law, 3)
+    trees = [(t._take(t.tokens != 2, keep_q=True), w) for t, w in drawn_trees((0, 0), q_law)]
+    joint, _ = joint_over_drafts(Rejection(), trees, law)
+    assert total_variation(joint, truth) > 1e-3
+
+
+# ---- counting on a real (tiny) model
+
+CELLS = 27  # texts of three tokens over a vocabulary of three
+LEVEL, POWER, DISTANCE = 0.01, 0.99, 0.02
+
+
+class Remembered(Target):
+    """A real target that answers a text it has scored before from memory: it is a function of the text."""
+
+    def __init__(self, target):
+        self.target, self.rows = target, {}
+        self.vocabulary, self.context, self.device = target.vocabulary, target.context, target.device
+
+    def row(self, text):
+        if text not in self.rows:
+            slot = self.target.open()
+            *_, last = self.target.prefill(slot, list(text), Want())
+            self.rows[text] = last.logits(0).clone()
+            self.target.close(slot)
+        return self.rows[text]
+
+    def open(self):
+        return Slot()
+
+    def close(self, slot):
+        pass
+
+    def fork(self, slot):
+        return Slot(tokens=list(slot.tokens))
+
+    def truncate(self, slot, length):
+        del slot.tokens[length:]
+
+    def commit(self, slot, path):
+        slot.tokens += slot.tree.tokens[list(path)].tolist()
+
+    def prefill(self, slot, tokens, want):  # noqa: ARG002
+        slot.tokens += tokens
+        yield Scores(self.row(tuple(slot.tokens))[None], {}, slot.length - 1)
+
+    def score(self, slots, trees, want, known=0):  # noqa: ARG002
+        found = []
+        for slot, tree in zip(slots, trees, strict=True):
+            slot.tree = tree
+            texts = [(*slot.tokens, *tree.tokens[tree.path_to(i)].tolist()) for i in range(known, len(tree))]
+            found.append(Scores(torch.stack([self.row(t) for t in texts]), {}, slot.length, known))
+        return found
+
+
+def three_token_law(model, prompt, temperature):
+    law = {(): 1.0}
+    for _ in range(3):
+        texts = list(law)
+        with torch.no_grad():
+            rows = model(input_ids=torch.tensor([prompt + list(t) for t in texts])).logits[:, -1].double()
+        p = torch.softmax(rows / temperature, -1).numpy()
+        law = {(*t, v): law[t] * p[i, v] for i, t in enumerate(texts) for v in range(p.shape[1])}
+    return law
+
+
+def samples_needed():
+    """For a Pearson test at LEVEL to see a total variation of DISTANCE with POWER: a total variation d means a
+    noncentrality of at least 4 d² n, whatever the cells (Cauchy-Schwarz)."""
+    n, critical = 1000, chi2.ppf(1 - LEVEL, CELLS - 1)
+    while ncx2.sf(critical, CELLS - 1, 4 * DISTANCE**2 * n) < POWER:
+        n = int(n * 1.05)
+    return n
+
+
+@pytest.mark.parametrize("rule", ["match", "rejection"])
+def test_three_tokens_are_distributed_as_the_target_says(rule):
+    size = {"vocab_size": 3, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model, other = (tiny_model("llama", seed=seed, **size, eos_token_id=None) for seed in (0, 1))
+    prompt, temperature = [1, 2, 0], 1.5
+    law = three_token_law(model, prompt, temperature)
+    assert len(law) == CELLS
+    llm = LLM(model, drafter="model", draft_model=other, mode="sample", depth=2, width=2)
+    llm.engine.target = Remembered(llm.target)
+    llm.engine.drafter.draft = Remembered(llm.engine.drafter.draft)
+    count = samples_needed()
+    requests = (
+        llm.request(prompt, sample=i, seed=3, temperature=temperature, max_new_tokens=3, accept=rule)
+        for i in range(count)
+    )
+    seen, accepted = dict.fromkeys(law, 0), 0
+    for sequence in llm.engine.run(requests):
+        if sequence.finish:
+            seen[tuple(sequence.tokens)] += 1
+            accepted += sequence.stats.accepted
+    assert accepted > 0.3 * count  # the drafts were really used
+    expected = np.array([law[k] for k in law]) * count
+    observed = np.array([seen[k] for k in law])
+    assert observed.sum() == count
+    assert float(((observed - expected) ** 2 / expected).sum()) < chi2.ppf(1 - LEVEL, CELLS - 1)

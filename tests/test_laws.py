@@ -1,0 +1,95 @@
+"""The laws, over every drafter there is × every architecture × greedy and sampled × batch 1 and 3.
+
+Nothing here knows a drafter by name: a new file in drafters/ is tried by the same lines.
+"""
+
+import pytest
+import torch
+from families import FAMILIES, STATEFUL
+from oracle import Oracle
+
+from slipstream import LLM, drafters
+
+PROMPTS = [[5, 6, 7, 8, 9, 5, 6, 7, 8, 9, 5, 6], [40], [11, 12, 11, 12, 11, 13, 50, 51, 52, 50]]
+NEW = 20
+SAMPLED = {"temperature": 0.9, "top_k": 40, "top_p": 0.95, "seed": 7}
+
+
+@pytest.fixture(scope="module")
+def plain(tiny):
+    """plain(family, greedy) -> what each prompt gets from transformers when greedy, from `none` when sampled."""
+    known = {}
+
+    def answers(family, greedy):
+        if (family, greedy) not in known:
+            model = tiny(family)
+            if greedy:
+                texts = []
+                for prompt in PROMPTS:
+                    ids = torch.tensor([prompt])
+                    out = model.generate(
+                        ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False, use_cache=True
+                    )
+                    texts.append(out[0, len(prompt) :].tolist())
+            else:
+                llm = LLM(model, drafter="none")
+                texts = [llm.generate(p, max_new_tokens=NEW, **SAMPLED).tokens for p in PROMPTS]
+            known[family, greedy] = texts
+        return known[family, greedy]
+
+    return answers
+
+
+def options(greedy):
+    return {"max_new_tokens": NEW, **({} if greedy else SAMPLED)}
+
+
+@pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("name", drafters.names())
+@pytest.mark.parametrize("family", [*FAMILIES, *STATEFUL])
+def test_the_text_does_not_depend_on_the_drafter(family, name, greedy, tiny, plain):
+    expected = plain(family, greedy)
+    for trial in drafters.find(name).trials(tiny(family)):
+        try:
+            llm = LLM(tiny(family), drafter=name, **trial)
+        except drafters.DrafterError:
+            assert family in STATEFUL  # a drafter may refuse a model that can't branch, and says so
+            continue
+        assert llm.generate(PROMPTS[0], **options(greedy)).tokens == expected[0]
+        assert [r.tokens for r in llm.generate(PROMPTS, **options(greedy))] == expected
+
+
+@pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("family", [*FAMILIES, *STATEFUL])
+def test_nor_on_deep_right_and_wrong_drafts(family, greedy, tiny, plain):
+    expected = plain(family, greedy)
+    llm = LLM(tiny(family), drafter="none")
+    llm.engine.drafter = Oracle(llm.target, [p + e for p, e in zip(PROMPTS, expected, strict=True)])
+    results = llm.generate(PROMPTS, **options(greedy))
+    assert [r.tokens for r in results] == expected
+    if llm.target.chains:  # it did speculate: deep, and often right
+        assert sum(r.stats.accepted for r in results) > 0.2 * sum(map(len, expected))
+
+
+@pytest.mark.parametrize("rule", ["match", "rejection"])
+def test_lossless_rules_agree_when_greedy(rule, tiny, plain):
+    expected = plain("llama", True)
+    llm = LLM(tiny("llama"), drafter="none")
+    llm.engine.drafter = Oracle(llm.target, [p + e for p, e in zip(PROMPTS, expected, strict=True)])
+    assert [r.tokens for r in llm.generate(PROMPTS, accept=rule, **options(True))] == expected
+
+
+def test_answers_of_one_prompt_differ_and_equal_those_drawn_alone(tiny):
+    llm = LLM(tiny("llama"), drafter="pld")
+    group = llm.generate(PROMPTS[0], n=4, **options(False))
+    assert len({tuple(r.tokens) for r in group}) == 4
+    for i, r in enumerate(group):
+        request = llm.request(PROMPTS[0], sample=i, **options(False))
+        *_, alone = llm.engine.run([request])
+        assert alone.tokens == r.tokens
+
+
+def test_a_full_batch_refills_from_the_waiting(tiny, plain):
+    llm = LLM(tiny("llama"), drafter="pld", max_batch=2)
+    expected = plain("llama", True)
+    assert [r.tokens for r in llm.generate(PROMPTS * 3, **options(True))] == expected * 3

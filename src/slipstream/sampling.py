@@ -52,6 +52,10 @@ class Sampling:
         return self.temperature == 0
 
     @property
+    def penalises(self) -> bool:
+        return self.repetition_penalty != 1 or bool(self.presence_penalty or self.frequency_penalty)
+
+    @property
     def plain(self) -> bool:
         """The raw logits decide alone, so a forward may pick the token without knowing the history."""
         return self == Sampling()
@@ -82,19 +86,20 @@ class Sampler:
 
     def sample(self, row: torch.Tensor) -> int:
         """A token from one row (V,) of logits, by the Gumbel-max of this position's noise."""
-        logits = self.warped(row)
-        if not self.sampling.greedy:
-            logits = logits + gumbel(self.key(), len(logits), logits.device)
-        return self.best(logits)
+        ids, logits = self.candidates(row)
+        if self.sampling.greedy:
+            return self.best(logits)
+        tokens = torch.arange(len(logits), device=logits.device) if ids is None else ids
+        return int(tokens[self.best(logits + gumbel(self.key(), tokens))])
 
     def distribution(self, row: torch.Tensor) -> Probabilities:
         """(V,) the probabilities that `sample` draws from."""
         logits = self.warped(row)
+        best = self.best(logits)
         if self.sampling.greedy:
             p = np.zeros(len(logits))
-            p[self.best(logits)] = 1
+            p[best] = 1
             return p
-        self.best(logits)  # refuse NaN here too
         return torch.softmax(logits.double(), -1).cpu().numpy()
 
     def flip(self, probability: float, draw: int) -> bool:
@@ -105,39 +110,47 @@ class Sampler:
         """A token from unnormalised weights (V,)."""
         with np.errstate(divide="ignore"):
             logits = torch.from_numpy(np.log(weights))
-        return self.best(logits + gumbel(self.key("draw"), len(logits)))
+        return self.best(logits + gumbel(self.key("draw"), torch.arange(len(logits))))
 
     def key(self, stream: str = "") -> int:
         return noise_key(self.seed, self.sample_index, self.position, stream)
 
     def warped(self, row: torch.Tensor) -> torch.Tensor:
         """One row (V,) after everything that `Sampling` names, ready for softmax."""
+        ids, logits = self.candidates(row)
+        if ids is None:
+            return logits
+        return torch.full_like(row, -torch.inf, dtype=logits.dtype).index_copy(0, ids, logits)
+
+    def candidates(self, row: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """The tokens that remain possible (None: all of them), and their logits."""
         s = self.sampling
-        logits = row.float()
-        if s.plain:
-            return logits
-        if logits is row:
-            logits = row.clone()  # never write into the target's logits
-        self._bias_and_penalties(logits)
+        logits = self._adjusted(row.float())
         for processor in s.processors:
-            logits = processor(self._ids[:, : self.position].to(row.device), logits[None])[0]  # type: ignore[index]
+            history = self._ids[:, : self.position].to(row.device)  # type: ignore[index]
+            logits = processor(history, logits[None])[0]
         if s.greedy:
-            return logits
-        logits = logits / s.temperature
+            return None, logits
+        check_choice(float(logits.max()), self.position)
+        logits, ids = logits / s.temperature, None
         if 0 < s.top_k < len(logits):
-            logits = logits.masked_fill(logits < torch.topk(logits, s.top_k).values[-1], -torch.inf)
+            ids = torch.nonzero(logits >= torch.topk(logits, s.top_k).values[-1]).flatten()
+            logits = logits[ids]
         if s.top_p < 1:
-            ordered, order = torch.sort(logits, descending=True, stable=True)
-            p = torch.softmax(ordered, -1)
-            # Keep the smallest set that reaches top_p: a token goes when those before it already do.
-            logits = logits.index_fill(0, order[(p.cumsum(-1) - p) >= s.top_p], -torch.inf)
+            kept = nucleus(torch.softmax(logits, -1), s.top_p)
+            ids, logits = kept if ids is None else ids[kept], logits[kept]
         if s.min_p > 0:
             p = torch.softmax(logits, -1)
-            logits = logits.masked_fill(p < s.min_p * p.max(), -torch.inf)
-        return logits
+            kept = torch.nonzero(p >= s.min_p * p.max()).flatten()
+            ids, logits = kept if ids is None else ids[kept], logits[kept]
+        return ids, logits
 
-    def _bias_and_penalties(self, logits: torch.Tensor) -> None:
+    def _adjusted(self, logits: torch.Tensor) -> torch.Tensor:
+        """With biases, penalties and bad words; the target's own row is never written to."""
         s = self.sampling
+        if not (s.logit_bias or s.penalises or s.bad_words):
+            return logits
+        logits = logits.clone()
         if s.logit_bias:
             ids = torch.tensor(list(s.logit_bias), device=logits.device)
             logits[ids] += torch.tensor(list(s.logit_bias.values()), device=logits.device)
@@ -155,12 +168,24 @@ class Sampler:
             for *head, last in s.bad_words:
                 if not head or tail[-len(head) :] == tuple(head):
                     logits[last] = -torch.inf
+        return logits
 
     def best(self, logits: torch.Tensor) -> int:
         """The largest of (V,); refuses NaN, and rows in which nothing is possible."""
         best = int(torch.argmax(logits))  # NaN counts as the largest, so looking at the winner is enough
         check_choice(float(logits[best]), self.position)
         return best
+
+
+def nucleus(p: torch.Tensor, mass: float) -> torch.Tensor:
+    """Ids of the fewest tokens of p (V,) that together reach `mass`, the most probable first."""
+    # Sorting a whole vocabulary takes milliseconds, and the tail is hardly ever needed.
+    likely = torch.nonzero(p >= 1e-4).flatten()
+    if float(p[likely].sum()) <= mass:
+        likely = torch.arange(len(p), device=p.device)
+    ordered, order = torch.sort(p[likely], descending=True, stable=True)
+    before = ordered.double().cumsum(-1) - ordered  # a token goes when those before it already reach the mass
+    return likely[order[before < mass]]
 
 
 def check_choice(logit: float, position: int) -> None:
@@ -209,10 +234,9 @@ def noise_bits(key: int, tokens: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def gumbel(key: int, size: int, device: torch.device | str = "cpu") -> torch.Tensor:
-    """(size,) standard Gumbel noise, float64: token i's is the same whatever the size."""
-    bits = noise_bits(key, torch.arange(size, device=device))
-    u = (bits.double() + 0.5) / 2**32  # inside (0, 1), never at its ends
+def gumbel(key: int, tokens: torch.Tensor) -> torch.Tensor:
+    """Standard Gumbel noise, float64, for each token id: a token's own, whichever others are asked about."""
+    u = (noise_bits(key, tokens).double() + 0.5) / 2**32  # inside (0, 1), never at its ends
     return -torch.log(-torch.log(u))
 
 

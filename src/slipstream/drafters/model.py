@@ -161,7 +161,7 @@ class DraftModelSession(DraftSession):
                 key = noise_key(
                     self._sampler.seed, self._sampler.sample_index, position, "" if self._shared_noise else "draft"
                 )
-                noisy = logits + gumbel(key, len(logits), logits.device)
+                noisy = logits + gumbel(key, torch.arange(len(logits), device=logits.device))
                 # The k largest, in order, are k draws without replacement.
                 drawn = torch.topk(noisy, min(many, room, int(torch.isfinite(logp).sum())))
                 tokens = drawn.indices.tolist()

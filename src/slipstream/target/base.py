@@ -19,7 +19,7 @@ class Want:
     """What a forward must give back."""
 
     layers: tuple[int, ...] = ()  # hidden states, numbered as in transformers: 0 the embeddings, L the last
-    argmax: bool = False  # the most probable token of every node, so that greedy decoding reads no logits
+    argmax: bool = False  # the most probable token of every node, so that greedy decoding leaves logits on a device
 
 
 @dataclass(eq=False)
@@ -54,11 +54,15 @@ class Scores:
         self._best, self._value = best, value
 
     def argmax(self, node: int) -> int:
-        """The most probable token after `node`; needs `Want.argmax`."""
-        assert self._best is not None, "this forward was not asked for argmax"
-        i = node - self._first
-        check_choice(float(self._value[i]), self._position + 1)
-        return int(self._best[i])
+        """The most probable token after `node`."""
+        if self._best is None:  # not brought along: on a CPU it is cheaper to look at the visited nodes alone
+            row = self.logits(node)
+            best = int(row.argmax())
+            value = float(row[best])
+        else:
+            best, value = int(self._best[node - self._first]), float(self._value[node - self._first])
+        check_choice(value, self._position + 1)
+        return best
 
 
 class Target(ABC):

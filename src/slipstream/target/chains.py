@@ -126,7 +126,7 @@ class ChainTarget(Target):
         out = self.model(**inputs)
         hidden = {layer: out.hidden_states[layer][0, -keep:] for layer in want.layers}
         scores = Scores(out.logits[0, -logits:], hidden, position)
-        if want.argmax:
+        if want.argmax and self.device.type != "cpu":
             top = out.logits[0, -logits:].max(-1)
             scores.take_argmax(top.indices.cpu().numpy(), top.values.float().cpu().numpy())
         return scores

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import transformers
+from transformers import modeling_gguf_pytorch_utils
 from transformers.utils import logging as transformers_logging
 
 from slipstream import embedded
@@ -85,9 +86,12 @@ def quiet_transformers() -> Iterator[None]:
     level, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
+    bar = modeling_gguf_pytorch_utils.tqdm  # the GGUF reader has a bar that nothing switches off
+    modeling_gguf_pytorch_utils.tqdm = lambda items, **_: items
     try:
         yield
     finally:
+        modeling_gguf_pytorch_utils.tqdm = bar
         transformers_logging.set_verbosity(level)
         if bars:
             transformers_logging.enable_progress_bar()

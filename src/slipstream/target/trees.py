@@ -11,6 +11,7 @@ import torch
 
 from slipstream.errors import ModelError
 from slipstream.target.alibi import alibi_by_position
+from slipstream.target.attention import our_attention
 from slipstream.target.base import Scores, Slot, Target, Want
 from slipstream.target.cache import KeyValuePool, Shape, Window
 from slipstream.target.masks import MaskKind, additive_masks, key_positions, visible
@@ -27,7 +28,7 @@ class TreeTarget(Target):
         self.device, self.dtype = input_device(model), model.dtype
         self.exact = is_exact(model)
         self.chunk = chunk
-        self._kinds = kinds
+        self._config, self._kinds = model.config.get_text_config(), kinds
         self._pool = KeyValuePool(shapes)
         self._slots: list[Slot | None] = []  # by row
         accepted = inspect.signature(unwrapped(model).forward).parameters
@@ -127,7 +128,7 @@ class TreeTarget(Target):
             inputs["logits_to_keep"] = 1
         if want.layers:
             inputs["output_hidden_states"] = True
-        with alibi_by_position(self.model, key):
+        with our_attention(self._config), alibi_by_position(self.model, key):
             out = self.model(**inputs)
         return self._scores(out, trees, want, lengths, known, last_only)
 
@@ -135,7 +136,8 @@ class TreeTarget(Target):
         self, out: Any, trees: Sequence[TokenTree], want: Want, lengths: list[int], known: int, last_only: bool
     ) -> list[Scores]:
         logits = out.logits[:, -1:] if last_only else out.logits  # (b, rows, V)
-        if want.argmax:
+        bring = want.argmax and self.device.type != "cpu"
+        if bring:
             top = logits.max(-1)
             best, value = top.indices.cpu().numpy(), top.values.float().cpu().numpy()
         found = []
@@ -144,7 +146,7 @@ class TreeTarget(Target):
             hidden = {layer: out.hidden_states[layer][i, :n] for layer in want.layers}
             position = lengths[i] + (n - 1 if last_only else 0)
             scores = Scores(logits[i, : 1 if last_only else n], hidden, position, known)
-            if want.argmax:
+            if bring:
                 scores.take_argmax(best[i], value[i])
             found.append(scores)
         return found

@@ -1,0 +1,43 @@
+# make demo, make test: each sets up a virtual environment first if there is none.
+PYTHON ?= python3
+VENV ?= .venv
+# Installed before the rest, so that a CPU machine gets no CUDA packages. Override for a GPU: make setup TORCH=torch
+TORCH ?= torch==2.13.0
+BIN := $(VENV)/bin
+
+.PHONY: setup demo test check format bench test-gpu clean
+
+setup: $(VENV)/.ready
+
+$(VENV)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet '$(TORCH)'
+	$(BIN)/pip install --quiet --editable '.[dev]'
+	$(BIN)/slipstream models
+	touch $@
+
+demo: setup
+	$(BIN)/slipstream demo
+
+test: setup
+	HF_HUB_OFFLINE=1 $(BIN)/pytest
+
+check: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: setup
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: setup
+	HF_HUB_OFFLINE=1 $(BIN)/python bench/overhead.py
+
+# Runs in the current Python, since a GPU machine brings its own torch.
+test-gpu:
+	PYTHONPATH=src HF_HUB_OFFLINE=1 $(PYTHON) -m pytest -m gpu tests/test_gpu.py
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache src/*.egg-info

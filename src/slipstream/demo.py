@@ -1,0 +1,85 @@
+"""A race on the terminal: plain decoding against speculation, each on its own clock, streaming side by side."""
+
+from __future__ import annotations
+
+from time import perf_counter
+
+from rich.columns import Columns
+from rich.console import Console
+from rich.live import Live
+from rich.panel import Panel
+from rich.text import Text
+
+from slipstream.llm import LLM, Stream
+
+PROMPT = '''Add a docstring to each function of this file and return the whole file.
+
+```python
+def mean(values):
+    total = 0.0
+    for value in values:
+        total = total + value
+    return total / len(values)
+
+def variance(values):
+    center = mean(values)
+    total = 0.0
+    for value in values:
+        total = total + (value - center) ** 2
+    return total / len(values)
+```'''
+
+
+class Runner:
+    """One of the two, with the time that it alone has used."""
+
+    def __init__(self, title: str, stream: Stream) -> None:
+        self.title, self.stream, self._pieces = title, stream, iter(stream)
+        self.text, self.seconds, self.done = "", 0.0, False
+
+    def advance(self) -> None:
+        start = perf_counter()
+        piece = next(self._pieces, None)
+        self.seconds += perf_counter() - start
+        self.done = piece is None
+        self.text += piece or ""
+
+    @property
+    def rate(self) -> float:
+        stats = self.stream.stats
+        return stats.new_tokens / self.seconds if stats and self.seconds else 0.0
+
+    def panel(self, width: int, height: int) -> Panel:
+        tail = "\n".join(self.text.splitlines()[-height:])
+        foot = f"{self.rate:.1f} tokens/s" + ("  ✓ done" if self.done else "")
+        return Panel(Text(tail), title=self.title, subtitle=foot, width=width, height=height + 2)
+
+
+def race(llm: LLM, prompt: str, drafter: str, max_new_tokens: int, console: Console) -> None:
+    llm.generate(prompt, max_new_tokens=8)  # warm up: both start hot
+    llm.generate(prompt, max_new_tokens=8, max_draft=0)
+    runners = [
+        Runner("plain", llm.stream(prompt, max_new_tokens=max_new_tokens, max_draft=0)),
+        Runner(f"slipstream ({drafter})", llm.stream(prompt, max_new_tokens=max_new_tokens)),
+    ]
+    console.print(Panel(Text(prompt), title="prompt"))
+    if console.is_terminal:
+        width, height = console.width // 2 - 1, max(8, console.height - 6)
+        with Live(console=console, refresh_per_second=12, transient=True) as live:
+            while not all(r.done for r in runners):
+                # Whoever has used less time goes next: on the screen both clocks run alike.
+                min((r for r in runners if not r.done), key=lambda r: r.seconds).advance()
+                live.update(Columns([r.panel(width, height) for r in runners]))
+    while not all(r.done for r in runners):
+        min((r for r in runners if not r.done), key=lambda r: r.seconds).advance()
+    plain, fast = runners
+    console.print(Panel(Text(fast.text), title=fast.title))
+    same = plain.stream.result.tokens == fast.stream.result.tokens
+    for r in runners:
+        stats = r.stream.result.stats
+        console.print(
+            f"{r.title:24} {stats.new_tokens} tokens in {r.seconds:.2f} s: {r.rate:.1f} tokens/s, "
+            f"{stats.tokens_per_step:.2f} tokens per step"
+        )
+    verdict = "the texts are identical" if same else "THE TEXTS DIFFER"
+    console.print(f"[bold]{plain.seconds / fast.seconds:.2f} × as fast; {verdict}.[/bold]")

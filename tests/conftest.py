@@ -5,6 +5,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 import transformers
+
 from families import tiny_model
 
 transformers.logging.set_verbosity_error()

@@ -31,7 +31,12 @@ FAMILIES = {
     "mixtral": {"num_local_experts": 4, "sliding_window": None},
     "gemma": {"head_dim": 8},
     "gemma2": {"head_dim": 8, "sliding_window": 6, "query_pre_attn_scalar": 8},
-    "gemma3_text": {"head_dim": 8, "sliding_window": 6, "sliding_window_pattern": 2, "query_pre_attn_scalar": 8},
+    "gemma3_text": {
+        "head_dim": 8,
+        "sliding_window": 6,
+        "sliding_window_pattern": 2,
+        "query_pre_attn_scalar": 8,
+    },
     "phi": {"num_key_value_heads": 4},
     "phi3": {"sliding_window": 6},
     "gpt2": {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 256},

@@ -7,9 +7,9 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-from families import tiny_model
 from scipy.stats import chi2, ncx2
 
+from families import tiny_model
 from slipstream import LLM
 from slipstream.accept import Match, Rejection, verify
 from slipstream.sampling import Sampler, Sampling
@@ -143,7 +143,10 @@ def drawn_trees(shape, q_law):
                 tokens += chosen
                 parents += [i + 1] * len(chosen)
                 rows += [-1] * len(chosen)
-            yield TokenTree.build(tokens, parents, q=torch.tensor(np.array(q)), q_row=rows, source="q"), weight
+            yield (
+                TokenTree.build(tokens, parents, q=torch.tensor(np.array(q)), q_row=rows, source="q"),
+                weight,
+            )
 
 
 def joint_over_drafts(rule, trees, law):

@@ -5,9 +5,9 @@ Nothing here knows a drafter by name: a new file in drafters/ is tried by the sa
 
 import pytest
 import torch
+
 from families import FAMILIES, STATEFUL
 from oracle import Oracle
-
 from slipstream import LLM, drafters
 
 PROMPTS = [[5, 6, 7, 8, 9, 5, 6, 7, 8, 9, 5, 6], [40], [11, 12, 11, 12, 11, 13, 50, 51, 52, 50]]
@@ -28,7 +28,11 @@ def plain(tiny):
                 for prompt in PROMPTS:
                     ids = torch.tensor([prompt])
                     out = model.generate(
-                        ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False, use_cache=True
+                        ids,
+                        attention_mask=torch.ones_like(ids),
+                        max_new_tokens=NEW,
+                        do_sample=False,
+                        use_cache=True,
                     )
                     texts.append(out[0, len(prompt) :].tolist())
             else:

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from families import FAMILIES, STATEFUL, VOCABULARY, tiny_model
 
+from families import FAMILIES, STATEFUL, VOCABULARY, tiny_model
 from slipstream.errors import ModelError
 from slipstream.target import Want, open_target
 from slipstream.target.choose import PROVEN, scores_trees
@@ -201,7 +201,7 @@ def test_peft_adapters_count(tiny):
         open_target(get_peft_model(tiny_model("llama"), prompted))
 
 
-def test_quantised_models_work(tiny):
+def test_quantised_models_work():
     model = tiny_model("llama")
     quantised = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8)
     target = open_target(quantised)
@@ -218,7 +218,13 @@ def test_a_device_map_works(tmp_path, tiny):
 
     tiny("llama").save_pretrained(tmp_path / "m")
     layers = {f"model.layers.{i}": "cpu" if i == 0 else "disk" for i in range(3)}
-    places = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu", **layers}
+    places = {
+        "model.embed_tokens": "cpu",
+        "model.norm": "cpu",
+        "model.rotary_emb": "cpu",
+        "lm_head": "cpu",
+        **layers,
+    }
     model = AutoModelForCausalLM.from_pretrained(
         tmp_path / "m", device_map=places, offload_folder=str(tmp_path / "off"), dtype=torch.float32
     )

@@ -120,7 +120,7 @@ class Typical(Rule):
     lossless: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        if not (0 < self.epsilon <= 1 and 0 < self.delta):
+        if not (0 < self.epsilon <= 1 and self.delta > 0):
             raise OptionError(f"typical needs 0 < epsilon <= 1 and delta > 0, found {self.epsilon} and {self.delta}")
 
     def next_token(self, tree: TokenTree, node: int, scores: Scores, sampler: Sampler) -> int:
@@ -144,7 +144,9 @@ class Lenient(Rejection):
 
     def __post_init__(self) -> None:
         if not 0 < self.lenience <= 1:
-            raise OptionError(f"lenience={self.lenience} is out of range: above 0 (anything passes) and at most 1 (exact)")
+            raise OptionError(
+                f"lenience={self.lenience} is out of range: above 0 (anything passes) and at most 1 (exact)"
+            )
 
     def leniency(self) -> float:
         return self.lenience

@@ -28,11 +28,13 @@ out = Console(highlight=False, soft_wrap=True)
 err = Console(stderr=True, highlight=False, soft_wrap=True)
 
 Model = Annotated[
-    str | None, typer.Option("--model", "-m", help="A hub id, a folder or a .gguf file. Default: the embedded model.")
+    str | None,
+    typer.Option("--model", "-m", help="A hub id, a folder or a .gguf file. Default: the embedded model."),
 ]
 DrafterName = Annotated[str, typer.Option("--drafter", "-d", help="Who drafts: see `slipstream drafters`.")]
 DrafterOption = Annotated[
-    list[str] | None, typer.Option("--option", "-o", metavar="NAME=VALUE", help="An option of the drafter. Repeatable.")
+    list[str] | None,
+    typer.Option("--option", "-o", metavar="NAME=VALUE", help="An option of the drafter. Repeatable."),
 ]
 Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16, float16 or auto. Default: float32 on a CPU.")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, … Default: a GPU if there is one.")]
@@ -192,7 +194,12 @@ def demo(
 
 
 def _load(
-    model: str | None, drafter: str, option: list[str] | None, dtype: str | None, device: str | None, trust: bool
+    model: str | None,
+    drafter: str,
+    option: list[str] | None,
+    dtype: str | None,
+    device: str | None,
+    trust: bool,
 ) -> LLM:
     from slipstream import drafters as registry
 
@@ -238,7 +245,10 @@ def _ensure_embedded() -> None:
 
     with Progress(TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=err) as bars:
         tasks: dict[str, Any] = {}
-        labels = {"fetch": "fetching the embedded model (98 MB)", "convert": "converting it once (about 30 s)"}
+        labels = {
+            "fetch": "fetching the embedded model (98 MB)",
+            "convert": "converting it once (about 30 s)",
+        }
 
         def progress(stage: str, share: float) -> None:
             if stage not in tasks:

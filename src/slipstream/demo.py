@@ -12,7 +12,7 @@ from rich.text import Text
 
 from slipstream.llm import LLM, Stream
 
-PROMPT = '''Add a docstring to each function of this file and return the whole file.
+PROMPT = """Add a docstring to each function of this file and return the whole file.
 
 ```python
 def mean(values):
@@ -27,7 +27,7 @@ def variance(values):
     for value in values:
         total = total + (value - center) ** 2
     return total / len(values)
-```'''
+```"""
 
 
 class Runner:

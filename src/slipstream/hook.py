@@ -1,4 +1,6 @@
-"""A drop-in for those who already have a model: `model.generate(**inputs, custom_generate=slipstream.speculate("pld"))`.
+"""A drop-in for those who already have a model.
+
+    model.generate(**inputs, custom_generate=slipstream.speculate("pld"))
 
 transformers prepares everything as ever (prompt, logits processors, stopping criteria) and hands over the decoding.
 """

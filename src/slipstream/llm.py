@@ -82,7 +82,13 @@ def load(
 
 class LLM:
     def __init__(
-        self, model: Any, tokenizer: Any = None, drafter: str | Drafter = "pld", *, max_batch: int = 16, **options: Any
+        self,
+        model: Any,
+        tokenizer: Any = None,
+        drafter: str | Drafter = "pld",
+        *,
+        max_batch: int = 16,
+        **options: Any,
     ) -> None:
         self.model, self.tokenizer = model, tokenizer
         self.target = open_target(model)
@@ -158,7 +164,8 @@ class LLM:
         known = {f.name for f in fields(Sampling)}
         if unknown := set(sampling) - known:
             raise OptionError(
-                f"generate has no option {', '.join(sorted(unknown))}: for sampling there are {', '.join(sorted(known))}"
+                f"generate has no option {', '.join(sorted(unknown))}; "
+                f"those for sampling are {', '.join(sorted(known))}"
             )
         if max_draft < 0:
             raise OptionError(f"max_draft={max_draft} is out of range: 0 turns speculation off, 16 is usual")
@@ -193,7 +200,7 @@ class LLM:
 
 
 class Stream:
-    """Pieces of text while they come. Leaving the loop, or Ctrl-C in it, ends the generation and keeps what was said."""
+    """Pieces of text while they come. Leaving the loop, or Ctrl-C in it, ends the generation; what was said stays."""
 
     def __init__(self, engine: Engine, request: Request, slot: Slot | None = None) -> None:
         self._request = request
@@ -205,8 +212,9 @@ class Stream:
         assert isinstance(text, Detokenizer)
         sent = 0
         try:
-            for self._running in self._steps:
-                now = text.visible() if self._running.finish is None else text.finish()
+            for running in self._steps:
+                self._running = running
+                now = text.visible() if running.finish is None else text.finish()
                 if len(now) > sent:
                     yield now[sent:]
                     sent = len(now)

@@ -18,7 +18,7 @@ def split_batch(prompt: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
     """
     if isinstance(prompt, str):
         return [prompt], False
-    items = list(prompt)
+    items: list[Any] = list(prompt)
     if not items:
         raise PromptError("the prompt is empty: give a string, token ids, chat messages, or a list of these")
     if all(isinstance(i, int) for i in items) or all(isinstance(i, Mapping) for i in items):

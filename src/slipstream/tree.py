@@ -80,7 +80,7 @@ class TokenTree:
         """One continuation."""
         whole = np.concatenate([[root], tokens]).astype(np.int32)
         column = None if raw is None else np.concatenate([[np.nan], raw])
-        return cls.build(whole, np.arange(-1, len(whole) - 1), source=source, raw=column)
+        return cls.build(whole, np.arange(-1, len(whole) - 1, dtype=np.int32), source=source, raw=column)
 
     @classmethod
     def from_continuations(
@@ -113,7 +113,10 @@ class TokenTree:
         parents = np.where(depth == 0, 0, node[beam, depth - 1])
         column = None if raw is None else np.concatenate([[np.nan], raw[beam, depth]])
         return cls.build(
-            np.concatenate([[root], beams[beam, depth]]), np.concatenate([[-1], parents]), source=source, raw=column
+            np.concatenate([[root], beams[beam, depth]]),
+            np.concatenate([[-1], parents]),
+            source=source,
+            raw=column,
         )
 
     # ---- looking at one

@@ -54,7 +54,9 @@ class DraftModel(Drafter):
             model, draft_tokenizer = load_model(model, dtype=options.draft_dtype, device=target.device)
         self.draft = open_target(model)
         if not self.draft.trees:
-            raise DrafterError(f"{type(model).__name__} can't draft: it keeps states that can't be extended level by level")
+            raise DrafterError(
+                f"{type(model).__name__} can't draft: it keeps states that can't be extended level by level"
+            )
         check_vocabularies(target, tokenizer, self.draft, draft_tokenizer)
 
     @classmethod
@@ -145,7 +147,13 @@ class DraftModelSession(DraftSession):
         return rows[:, : self.vocabulary]
 
     def _grow(
-        self, growing: Growing, frontier: list[int], value: torch.Tensor, rows: torch.Tensor, position: int, room: int
+        self,
+        growing: Growing,
+        frontier: list[int],
+        value: torch.Tensor,
+        rows: torch.Tensor,
+        position: int,
+        room: int,
     ) -> torch.Tensor:
         """One level of children for the frontier, whose rows (f, V) and path log-probabilities (f,) are given.
         Returns the children's path log-probabilities."""
@@ -159,7 +167,10 @@ class DraftModelSession(DraftSession):
             if mode == "sample" and not self._sampler.sampling.greedy:
                 many = self.options.width if node == self._lead else 1
                 key = noise_key(
-                    self._sampler.seed, self._sampler.sample_index, position, "" if self._shared_noise else "draft"
+                    self._sampler.seed,
+                    self._sampler.sample_index,
+                    position,
+                    "" if self._shared_noise else "draft",
                 )
                 noisy = logits + gumbel(key, torch.arange(len(logits), device=logits.device))
                 # The k largest, in order, are k draws without replacement.
@@ -232,7 +243,8 @@ def check_vocabularies(target: Target, tokenizer: Any, draft: Target, draft_toke
     """The same id must mean the same token to both. Padded sizes say nothing about that."""
     if draft.vocabulary < target.vocabulary and (tokenizer is None or len(tokenizer) > draft.vocabulary):
         raise DrafterError(
-            f"the draft model knows {draft.vocabulary} token ids, the target {target.vocabulary}: they must share one vocabulary"
+            f"the draft model knows {draft.vocabulary} token ids, the target {target.vocabulary}: "
+            "they must share one vocabulary"
         )
     if tokenizer is None or draft_tokenizer is None:
         return
@@ -245,5 +257,5 @@ def check_vocabularies(target: Target, tokenizer: Any, draft: Target, draft_toke
         i, token, other = min(different)
         raise DrafterError(
             f"the draft model has another vocabulary: {len(different)} of {len(ours)} token ids differ, the first is "
-            f"{i}, {token!r} to the target and {other!r} to the draft model. Use a draft model of the target's own family"
+            f"{i}, {token!r} to the target and {other!r} to the draft model. Use one of the target's own family"
         )

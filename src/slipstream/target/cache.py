@@ -85,7 +85,9 @@ class KeyValuePool(Cache):
         for layer, shape in enumerate(shapes):
             if shape is not None:
                 self._members.setdefault(shape, []).append(layer)
-        self._stores: dict[Shape, tuple[torch.Tensor, torch.Tensor]] = {}  # keys, values (layers, rows, heads, cap, dim)
+        self._stores: dict[
+            Shape, tuple[torch.Tensor, torch.Tensor]
+        ] = {}  # keys, values (layers, rows, heads, cap, dim)
 
     @property
     def bytes(self) -> int:

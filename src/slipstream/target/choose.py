@@ -19,10 +19,11 @@ from slipstream.tree import TokenTree
 log = logging.getLogger("slipstream")
 
 # Model types whose trees the test suite compares with one full forward per path.
-PROVEN = frozenset(
-    "llama qwen2 qwen2_moe qwen3 qwen3_moe mistral mixtral gemma gemma2 gemma3_text phi phi3 gpt2 gpt_neox opt bloom "
-    "falcon olmo2 smollm3 stablelm cohere granite starcoder2 gpt_oss".split()
-)
+PROVEN = {
+    *("llama", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "mistral", "mixtral", "gemma", "gemma2", "gemma3_text"),
+    *("phi", "phi3", "gpt2", "gpt_neox", "opt", "bloom", "falcon", "olmo2", "smollm3", "stablelm", "cohere"),
+    *("granite", "starcoder2", "gpt_oss"),
+}
 
 
 def open_target(model: Any, *, chunk: int = 512) -> Target:
@@ -59,7 +60,13 @@ def check_model(model: Any) -> Any:
     peft = getattr(model, "peft_config", None)
     if peft:
         kinds = {str(getattr(c.peft_type, "value", c.peft_type)) for c in peft.values()}
-        if prompts := kinds & {"PREFIX_TUNING", "PROMPT_TUNING", "P_TUNING", "MULTITASK_PROMPT_TUNING", "CPT"}:
+        if prompts := kinds & {
+            "PREFIX_TUNING",
+            "PROMPT_TUNING",
+            "P_TUNING",
+            "MULTITASK_PROMPT_TUNING",
+            "CPT",
+        }:
             raise ModelError(
                 f"{name} carries a {', '.join(sorted(prompts))} adapter, which puts virtual tokens before the text: "
                 "only adapters that change weights (LoRA and its kin) work here"

@@ -52,9 +52,7 @@ def key_positions(lengths: Sequence[int], trees: Sequence[TokenTree], width: int
     return positions
 
 
-def visible(
-    lengths: Sequence[int], trees: Sequence[TokenTree], known: int, rows: int, width: int
-) -> NDArray[np.bool_]:
+def visible(lengths: Sequence[int], trees: Sequence[TokenTree], known: int, rows: int, width: int) -> NDArray[np.bool_]:
     """(b, rows, width) the committed text, and each node's own ancestors. Padding rows see the text alone."""
     see = np.zeros((len(lengths), rows, width), np.bool_)
     for i, (length, tree) in enumerate(zip(lengths, trees, strict=True)):

@@ -20,7 +20,12 @@ from slipstream.tree import TokenTree
 
 class TreeTarget(Target):
     def __init__(
-        self, model: Any, shapes: Sequence[Shape | None], kinds: dict[str, MaskKind], vocabulary: int, chunk: int = 512
+        self,
+        model: Any,
+        shapes: Sequence[Shape | None],
+        kinds: dict[str, MaskKind],
+        vocabulary: int,
+        chunk: int = 512,
     ) -> None:
         self.model = model
         self.vocabulary = vocabulary
@@ -93,7 +98,12 @@ class TreeTarget(Target):
 
     @torch.inference_mode()
     def _forward(
-        self, slots: Sequence[Slot], trees: Sequence[TokenTree], want: Want, known: int, last_only: bool = False
+        self,
+        slots: Sequence[Slot],
+        trees: Sequence[TokenTree],
+        want: Want,
+        known: int,
+        last_only: bool = False,
     ) -> list[Scores]:
         """Slots lie in neighbouring rows, in order."""
         lengths = [slot.length for slot in slots]
@@ -133,7 +143,13 @@ class TreeTarget(Target):
         return self._scores(out, trees, want, lengths, known, last_only)
 
     def _scores(
-        self, out: Any, trees: Sequence[TokenTree], want: Want, lengths: list[int], known: int, last_only: bool
+        self,
+        out: Any,
+        trees: Sequence[TokenTree],
+        want: Want,
+        lengths: list[int],
+        known: int,
+        last_only: bool,
     ) -> list[Scores]:
         logits = out.logits[:, -1:] if last_only else out.logits  # (b, rows, V)
         bring = want.argmax and self.device.type != "cpu"

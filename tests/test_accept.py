@@ -1,0 +1,94 @@
+"""The accept rules on one node with known probabilities, and what they say of themselves."""
+
+import numpy as np
+import pytest
+import torch
+
+from slipstream.accept import RULES, Lenient, Match, Rejection, Typical, make_rule, verify
+from slipstream.errors import OptionError
+from slipstream.sampling import Sampler, Sampling
+from slipstream.target import Scores
+from slipstream.tree import TokenTree
+
+P = np.array([0.5, 0.3, 0.15, 0.05])
+
+
+def scores(tree, p=P):
+    return Scores(torch.from_numpy(np.log(np.tile(p, (len(tree), 1)))).float(), {}, 0)
+
+
+def sampler(seed=0, temperature=1.0):
+    return Sampler(Sampling(temperature=temperature), [0], seed)
+
+
+def walk(rule, tree, seed=0, temperature=1.0, over=lambda _: False):
+    return verify(rule, tree, scores(tree), sampler(seed, temperature), over)
+
+
+def share(rule, tree, temperature=1.0, count=4000):
+    """How often the first child is accepted."""
+    return np.mean([len(walk(rule, tree, seed, temperature).path) > 1 for seed in range(count)])
+
+
+def test_match_accepts_a_child_as_often_as_the_target_says_it():
+    assert share(Match(), TokenTree.chain(0, [1])) == pytest.approx(0.3, abs=0.03)
+
+
+def test_a_certain_child_is_accepted_with_p():
+    assert share(Rejection(), TokenTree.chain(0, [1])) == pytest.approx(0.3, abs=0.03)
+
+
+def test_a_drawn_child_is_accepted_with_p_over_q():
+    q = torch.tensor([[0.1, 0.6, 0.2, 0.1]])
+    tree = TokenTree.build([0, 1], [-1, 0], q=q, q_row=[0, -1])
+    assert share(Rejection(), tree) == pytest.approx(0.5, abs=0.03)
+    assert share(Lenient(lenience=0.8), tree) == pytest.approx(0.3 / (0.8 * 0.6), abs=0.03)
+
+
+def test_typical_accepts_what_is_plausible_and_nothing_else():
+    # entropy 1.14 nats: the threshold is min(0.09, 0.3 * 0.32) = 0.09
+    assert share(Typical(), TokenTree.chain(0, [2]), count=50) == 1
+    assert share(Typical(), TokenTree.chain(0, [3]), count=2000) == pytest.approx(0.05, abs=0.02)
+
+
+def test_typical_takes_the_likeliest_of_several_children():
+    tree = TokenTree.from_continuations(0, [[2], [1]])
+    assert walk(Typical(), tree).path == [0, tree.child(0, 1)]
+
+
+def test_greedy_lenience_compares_with_the_best():
+    half = TokenTree.chain(0, [1])  # p = 0.3, the best has 0.5
+    assert walk(Lenient(lenience=0.59), half, temperature=0).path == [0, 1]
+    assert walk(Lenient(lenience=0.61), half, temperature=0).path == [0]
+
+
+def test_the_walk_ends_where_the_text_ends_even_inside_a_draft():
+    tree = TokenTree.chain(0, [0, 0, 0, 0])  # token 0 is the greedy one all the way
+    asked = []
+
+    def over(token):
+        asked.append(token)
+        return len(asked) == 2
+
+    verdict = walk(Match(), tree, temperature=0, over=over)
+    assert (verdict.path, verdict.bonus, asked) == ([0, 1], 0, [0, 0])
+
+
+def test_rules_know_whether_they_are_lossless():
+    assert {name: rule.lossless for name, rule in RULES.items()} == {
+        "match": True,
+        "rejection": True,
+        "typical": False,
+        "lenient": False,
+    }
+
+
+def test_unknown_rules_and_options_are_refused():
+    with pytest.raises(OptionError, match="'nope' is unknown: there are match"):
+        make_rule("nope")
+    with pytest.raises(OptionError, match="no option speed: its options are epsilon, delta"):
+        make_rule("typical", speed=2)
+    with pytest.raises(OptionError, match="lenience=0"):
+        make_rule("lenient", lenience=0)
+    with pytest.raises(OptionError, match="epsilon"):
+        make_rule("typical", epsilon=0)

@@ -1,0 +1,283 @@
+"""The embedded model, for real: text in, text out."""
+
+import json
+import re
+import threading
+
+import pytest
+import torch
+
+import slipstream
+from slipstream import LLM, OptionError, PromptError
+from slipstream.text import Detokenizer
+
+FRUIT = "Repeat this list twice: apples, oranges, bananas, pears, grapes, lemons, cherries, plums."
+STORY = "Write one sentence about the sea."
+
+
+@pytest.fixture(scope="module")
+def halved(smol):
+    """A draft model: the first layers of the embedded one."""
+    import copy
+
+    model = copy.deepcopy(smol.model)
+    model.model.layers = model.model.layers[:6]
+    model.config.num_hidden_layers = 6
+    return LLM(smol.model, smol.tokenizer, "model", draft_model=model, draft_tokenizer=smol.tokenizer, mode="beam")
+
+
+@pytest.mark.parametrize("prompt", [FRUIT, STORY])
+def test_the_embedded_model_says_what_transformers_says(smol, halved, prompt):
+    ids = torch.tensor([smol.request(prompt).tokens])
+    out = smol.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=48, do_sample=False)
+    expected = out[0, ids.shape[1] :].tolist()
+    for llm in (smol, halved):
+        result = llm.generate(prompt, max_new_tokens=48)
+        assert result.tokens == expected
+        assert result.text == smol.tokenizer.decode(expected, skip_special_tokens=True)
+        assert result.stats.exact
+    assert smol.generate(FRUIT, max_new_tokens=48).stats.tokens_per_step > 1.2
+
+
+def test_a_batch_gives_each_prompt_its_own_text(smol):
+    alone = [smol.generate(p, max_new_tokens=24).text for p in (FRUIT, STORY)]
+    assert [r.text for r in smol.generate([FRUIT, STORY], max_new_tokens=24)] == alone
+
+
+def test_messages_strings_and_tokens_are_prompts(smol):
+    text = smol.generate(STORY, max_new_tokens=8).text
+    assert smol.generate([{"role": "user", "content": STORY}], max_new_tokens=8).text == text
+    assert smol.generate(smol.request(STORY).tokens, max_new_tokens=8).text == text
+    assert smol.generate(STORY, max_new_tokens=8, template=False).text != text
+
+
+def test_a_stream_is_the_text_in_pieces(smol):
+    stream = smol.stream(FRUIT, max_new_tokens=32)
+    pieces = list(stream)
+    assert len(pieces) > 3
+    assert "".join(pieces) == stream.result.text == smol.generate(FRUIT, max_new_tokens=32).text
+
+
+def test_stop_strings_cut_where_plain_decoding_would(smol):
+    whole = smol.generate(FRUIT, max_new_tokens=40)
+    for stop in ("bananas", "ana", ", pears, gr", "z" * 9):
+        plain = smol.generate(FRUIT, max_new_tokens=40, stop=stop, max_draft=0)
+        fast = smol.stream(FRUIT, max_new_tokens=40, stop=stop)
+        text = "".join(fast)
+        assert text == fast.result.text == plain.text == whole.text.partition(stop)[0]
+        assert fast.result.tokens == plain.tokens
+        assert (plain.finish_reason == "stop") == (stop in whole.text)
+
+
+def test_streams_never_show_what_a_stop_string_takes_back(smol):
+    shown = ""
+    for piece in smol.stream(FRUIT, max_new_tokens=40, stop=", pears"):
+        shown += piece
+        assert ", pears".startswith(shown[-1:]) is False or not shown.endswith(",")
+    assert not shown.endswith(",")
+
+
+def test_cancel_from_another_thread_keeps_what_was_said(smol):
+    stream = smol.stream(STORY, max_new_tokens=400, ignore_eos=True)
+    text = ""
+    for i, piece in enumerate(stream):
+        text += piece
+        if i == 2:
+            threading.Thread(target=stream.cancel).start()
+    assert stream.result.finish_reason == "cancelled"
+    assert stream.result.text.startswith(text)
+    assert len(stream.result.tokens) < 100
+
+
+def test_the_same_seed_gives_the_same_text_with_any_drafter(smol, halved):
+    options = {"max_new_tokens": 24, "temperature": 0.9, "top_p": 0.95, "seed": 11}
+    plain = smol.generate(STORY, max_draft=0, **options)
+    assert smol.generate(STORY, **options).tokens == plain.tokens
+    assert halved.generate(STORY, **options).tokens == plain.tokens
+    assert smol.generate(STORY, **{**options, "seed": 12}).tokens != plain.tokens
+
+
+def test_a_seed_not_given_is_told(smol):
+    one = smol.generate(STORY, max_new_tokens=12, temperature=1.0)
+    assert smol.generate(STORY, max_new_tokens=12, temperature=1.0, seed=one.seed).tokens == one.tokens
+
+
+def test_a_chat_reads_only_what_is_new(smol):
+    chat = smol.chat("You are brief.")
+    first = chat.send("My name is Ada. Say hello.", max_new_tokens=24)
+    read = []
+    forward = smol.target._forward
+
+    def counting(slots, trees, *args, **kwargs):
+        read.extend(len(t) for t in trees)
+        return forward(slots, trees, *args, **kwargs)
+
+    smol.target._forward = counting
+    try:
+        second = chat.send("What is my name?", max_new_tokens=1)
+    finally:
+        del smol.target._forward
+    assert sum(read) < 30  # the second question alone, not the conversation
+    history = [
+        {"role": "system", "content": "You are brief."},
+        {"role": "user", "content": "My name is Ada. Say hello."},
+        {"role": "assistant", "content": first.text},
+        {"role": "user", "content": "What is my name?"},
+    ]
+    assert second.tokens == smol.generate(history, max_new_tokens=1).tokens
+    assert chat.messages == [*history, {"role": "assistant", "content": second.text}]
+    chat.close()
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer", "maximum": 99}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+def test_json_schema_holds_with_and_without_drafts(smol):
+    prompt = "Give me a person as JSON, like {\"name\": \"Bob\", \"age\": 7}."
+    plain = smol.generate(prompt, json_schema=SCHEMA, max_new_tokens=60, max_draft=0)
+    fast = smol.generate(prompt, json_schema=SCHEMA, max_new_tokens=60)
+    assert fast.tokens == plain.tokens
+    person = json.loads(fast.text)
+    assert set(person) == {"name", "age"}
+    assert isinstance(person["age"], int)
+
+
+def test_regex_holds_for_every_answer(smol):
+    dates = smol.generate("When?", regex=r"\d{4}-\d{2}-\d{2}", n=3, temperature=1.0, seed=1, max_new_tokens=20)
+    assert all(re.fullmatch(r"\d{4}-\d{2}-\d{2}", d.text) for d in dates)
+    with pytest.raises(OptionError, match="not understood"):
+        smol.generate("When?", regex="(")
+    with pytest.raises(OptionError, match="not both"):
+        smol.generate("When?", regex="a", json_schema={})
+
+
+def test_bad_prompts_are_refused(smol):
+    with pytest.raises(PromptError, match="empty"):
+        smol.generate("")
+    with pytest.raises(PromptError, match="chat template"):
+        smol.generate([{"content": "no role"}])
+    with pytest.raises(PromptError, match="one prompt, found 2"):
+        smol.stream(["a", "b"])
+
+
+def test_bad_words_are_not_said(smol):
+    assert "oranges" in smol.generate(FRUIT, max_new_tokens=30).text
+    assert "oranges" not in smol.generate(FRUIT, max_new_tokens=30, bad_words=[" oranges"]).text
+
+
+def test_another_vocabulary_is_noticed_token_by_token(smol):
+    import copy
+
+    other = copy.deepcopy(smol.tokenizer)
+    vocabulary = dict(smol.tokenizer.get_vocab())
+    one, two = " the", " of"
+    a, b = (smol.tokenizer.convert_ids_to_tokens(smol.tokenizer(t)["input_ids"][0]) for t in (one, two))
+    vocabulary[a], vocabulary[b] = vocabulary[b], vocabulary[a]
+    other.get_vocab = lambda: vocabulary
+    with pytest.raises(slipstream.DrafterError, match="2 of 49152 token ids differ"):
+        LLM(smol.model, smol.tokenizer, "model", draft_model=smol.model, draft_tokenizer=other)
+
+
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        ("nobody/no-such-model", "no folder or file 'nobody/no-such-model'"),
+        ("/no/such.gguf", "no file /no/such.gguf"),
+    ],
+)
+def test_an_unknown_model_is_refused(model, says):
+    with pytest.raises(slipstream.ModelError, match=says):
+        slipstream.load(model)
+
+
+def test_a_folder_without_a_model_and_remote_code_are_refused(tmp_path):
+    with pytest.raises(slipstream.ModelError, match=r"holds no config\.json"):
+        slipstream.load(str(tmp_path))
+    code = {"AutoConfig": "evil.EvilConfig", "AutoModelForCausalLM": "evil.Evil"}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "evil", "auto_map": code}))
+    (tmp_path / "evil.py").write_text("open('ran', 'w')\n")
+    with pytest.raises(slipstream.ModelError, match="trust_remote_code=True"):
+        slipstream.load(str(tmp_path))
+    with pytest.raises(slipstream.ModelError, match="dtype 'float33' is unknown"):
+        slipstream.load(dtype="float33")
+
+
+def test_a_gguf_file_loads(smol, tmp_path):
+    """Written here from a tiny model of the same architecture, so that it takes no half minute."""
+    import gguf
+    import numpy as np
+
+    path = tmp_path / "tiny.gguf"
+    write_tiny_gguf(gguf, np, path)
+    llm = slipstream.load(str(path), drafter="pld")
+    assert llm.generate([1, 2, 3, 1, 2], max_new_tokens=5, ignore_eos=True).stats.new_tokens == 5
+    assert llm.target.exact
+
+
+def write_tiny_gguf(gguf, np, path):
+    hidden, inner, vocabulary = 32, 64, 300
+    writer = gguf.GGUFWriter(str(path), "llama")
+    writer.add_context_length(128)
+    writer.add_embedding_length(hidden)
+    writer.add_block_count(1)
+    writer.add_feed_forward_length(inner)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_vocab_size(vocabulary)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list([f"t{i}" for i in range(vocabulary)])
+    writer.add_token_merges([])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    rng = np.random.default_rng(0)
+    shapes = {
+        "token_embd.weight": (vocabulary, hidden),
+        "output_norm.weight": (hidden,),
+        "output.weight": (vocabulary, hidden),
+        "blk.0.attn_norm.weight": (hidden,),
+        "blk.0.ffn_norm.weight": (hidden,),
+        "blk.0.attn_q.weight": (hidden, hidden),
+        "blk.0.attn_k.weight": (hidden // 2, hidden),
+        "blk.0.attn_v.weight": (hidden // 2, hidden),
+        "blk.0.attn_output.weight": (hidden, hidden),
+        "blk.0.ffn_gate.weight": (inner, hidden),
+        "blk.0.ffn_up.weight": (inner, hidden),
+        "blk.0.ffn_down.weight": (hidden, inner),
+    }
+    for name, shape in shapes.items():
+        writer.add_tensor(name, rng.normal(0, 0.2, shape).astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+# ---- text, piece by piece
+
+
+def test_pieces_of_any_unicode_add_up(smol):
+    text = "naïve 日本語 🏳️‍🌈 עברית e\u0301 \ufffd end"
+    tokens = smol.tokenizer(text, add_special_tokens=False)["input_ids"]
+    pieces = Detokenizer(smol.tokenizer)
+    shown = []
+    for token in tokens:
+        assert pieces(token) is None
+        shown.append(pieces.visible())
+        assert text.startswith(shown[-1])
+    assert pieces.finish() == text
+
+
+def test_half_a_character_comes_out_at_the_end(smol):
+    tokens = smol.tokenizer("🏳", add_special_tokens=False)["input_ids"]
+    assert len(tokens) > 1
+    pieces = Detokenizer(smol.tokenizer)
+    pieces(tokens[0])
+    assert pieces.visible() == ""
+    assert pieces.finish() == "\ufffd"

@@ -1,0 +1,162 @@
+"""Noise, filters and penalties; each against its definition or against transformers' own processor."""
+
+import numpy as np
+import pytest
+import torch
+from transformers.generation.logits_process import (
+    MinPLogitsWarper,
+    NoBadWordsLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from slipstream.errors import NumericalError, OptionError
+from slipstream.sampling import Sampler, Sampling, gumbel, noise_bits, noise_key, nucleus, uniform
+
+HISTORY = [3, 1, 4, 1, 5, 9, 2, 6]
+
+
+def row(seed=0, size=1000):
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+def warped(**options):
+    return Sampler(Sampling(**options), HISTORY).warped(row())
+
+
+def by_transformers(*processors):
+    ids, scores = torch.tensor([HISTORY]), row()[None]
+    for processor in processors:
+        scores = processor(ids, scores)
+    return scores[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "processors"),
+    [
+        ({"temperature": 0.7}, [TemperatureLogitsWarper(0.7)]),
+        ({"temperature": 1.0, "top_k": 20}, [TopKLogitsWarper(20)]),
+        ({"temperature": 1.0, "top_p": 0.8}, [TopPLogitsWarper(0.8)]),
+        ({"temperature": 3.0, "top_p": 0.999}, [TemperatureLogitsWarper(3.0), TopPLogitsWarper(0.999)]),
+        ({"temperature": 1.0, "min_p": 0.1}, [MinPLogitsWarper(0.1)]),
+        ({"repetition_penalty": 1.3}, [RepetitionPenaltyLogitsProcessor(1.3)]),
+        ({"bad_words": ((7,), (2, 6, 8), (6, 9))}, [NoBadWordsLogitsProcessor([[7], [2, 6, 8], [6, 9]])]),
+        (
+            {"temperature": 0.8, "top_k": 50, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 1.1},
+            [
+                RepetitionPenaltyLogitsProcessor(1.1),
+                TemperatureLogitsWarper(0.8),
+                TopKLogitsWarper(50),
+                TopPLogitsWarper(0.9),
+                MinPLogitsWarper(0.05),
+            ],
+        ),
+    ],
+)
+def test_filters_agree_with_transformers(options, processors):
+    torch.testing.assert_close(warped(**options), by_transformers(*processors))
+
+
+def test_penalties_count_the_output_alone():
+    sampler = Sampler(Sampling(presence_penalty=0.5, frequency_penalty=0.25), HISTORY)
+    for token in (3, 3, 8):
+        sampler.push(token)
+    change = sampler.warped(row()) - row()
+    assert change[[3, 8, 1]].tolist() == pytest.approx([-1.0, -0.75, 0.0], abs=1e-6)
+
+
+def test_logit_bias_adds():
+    change = warped(logit_bias={5: 2.0, 6: -1.0}) - row()
+    assert change[[5, 6, 7]].tolist() == pytest.approx([2.0, -1.0, 0.0], abs=1e-6)
+
+
+def test_the_targets_row_is_never_written_to():
+    logits = row()
+    before = logits.clone()
+    everything = Sampling(temperature=0.5, top_p=0.9, repetition_penalty=2.0, logit_bias={1: 1.0}, bad_words=((7,),))
+    Sampler(everything, HISTORY).sample(logits)
+    assert torch.equal(logits, before)
+
+
+def test_nucleus_is_the_smallest_set_that_reaches_the_mass():
+    p = torch.tensor([0.1, 0.4, 0.05, 0.25, 0.2])
+    assert nucleus(p, 0.5).tolist() == [1, 3]
+    assert nucleus(p, 0.41).tolist() == [1, 3]
+    assert nucleus(p, 0.39).tolist() == [1]
+    assert sorted(nucleus(p, 0.999).tolist()) == [0, 1, 2, 3, 4]
+    flat = torch.full((50_000,), 1 / 50_000)  # nothing is likely: the tail is needed after all
+    assert len(nucleus(flat, 0.5)) == pytest.approx(25_000, abs=5)
+
+
+# ---- noise
+
+
+def test_noise_is_a_function_of_its_key_and_the_token_alone():
+    key = noise_key(seed=1, sample=2, position=3)
+    whole = gumbel(key, torch.arange(1000))
+    assert torch.equal(gumbel(key, torch.tensor([7, 500])), whole[[7, 500]])
+    others = [noise_key(0, 2, 3), noise_key(1, 0, 3), noise_key(1, 2, 4), noise_key(1, 2, 3, "flip")]
+    assert len({key, *others}) == 5
+
+
+def test_noise_bits_are_pinned():
+    """The same bits everywhere and for ever: a changed mixer would silently change every sampled text."""
+    assert noise_key(0, 0, 0) == 0x238275BC38FCBE91
+    assert noise_key(1, 2, 3, "flip") == 0x77FF4FDB7F063395
+    assert noise_bits(0x0123456789ABCDEF, torch.arange(4)).tolist() == [3833571298, 1012024772, 3633280870, 2119860556]
+
+
+def test_noise_is_gumbel_distributed():
+    """Mean and variance over a million draws, and no correlation between neighbouring tokens or positions."""
+    draws = torch.stack([gumbel(noise_key(5, 0, p), torch.arange(2000)) for p in range(500)])
+    assert float(draws.mean()) == pytest.approx(0.5772, abs=0.006)
+    assert float(draws.var()) == pytest.approx(np.pi**2 / 6, abs=0.02)
+    centred = draws - draws.mean()
+    for shifted in (centred[1:] * centred[:-1], centred[:, 1:] * centred[:, :-1]):
+        assert abs(float(shifted.mean())) < 0.007
+    coins = np.array([uniform(noise_key(5, 0, p, "flip"), 0) for p in range(20_000)])
+    assert abs((coins < 0.3).mean() - 0.3) < 0.015
+
+
+def test_samples_follow_the_softmax():
+    logits = torch.tensor([1.0, 0.0, -1.0, 2.0])
+    p = torch.softmax(logits, -1).numpy()
+    counts = np.zeros(4)
+    for position in range(20_000):
+        sampler = Sampler(Sampling(temperature=1.0), [], seed=3)
+        sampler.position = position
+        counts[sampler.sample(logits)] += 1
+    assert np.abs(counts / counts.sum() - p).max() < 0.015
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"temperature": -1},
+        {"top_p": 0},
+        {"top_p": 1.5},
+        {"top_k": -1},
+        {"min_p": 2},
+        {"repetition_penalty": 0},
+        {"bad_words": ((),)},
+    ],
+)
+def test_values_out_of_range_are_refused_by_name(option):
+    with pytest.raises(OptionError, match=next(iter(option))):
+        Sampling(**option)
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.8}, {"temperature": 0.8, "top_p": 0.9}])
+def test_nan_and_impossible_rows_are_refused(options):
+    sampler = Sampler(Sampling(logit_bias={0: 0.0}, **options), HISTORY)
+    broken = row()
+    broken[3] = torch.nan
+    with pytest.raises(NumericalError, match="position 8 contain NaN"):
+        sampler.sample(broken)
+    with pytest.raises(NumericalError, match="no token is possible at position 8"):
+        sampler.sample(torch.full((10,), -torch.inf))

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 import torch
+
 from families import VOCABULARY, tiny_model
 from oracle import Oracle
-
 from slipstream import LLM, DraftSession, Proposal, TokenTree, drafters
 from slipstream.drafters.base import Drafter
 from slipstream.errors import (
@@ -275,7 +275,10 @@ def test_a_draft_past_every_limit_is_cut(tiny):
         (lambda root: TokenTree.build([root, 1, 2], [-1, 2, 0]), "before their children"),
         (
             lambda root: TokenTree.build(
-                [root, *range(40)], [-1] + [0] * 40, q=torch.full((1, VOCABULARY), 1 / VOCABULARY), q_row=[0] + [-1] * 40
+                [root, *range(40)],
+                [-1] + [0] * 40,
+                q=torch.full((1, VOCABULARY), 1 / VOCABULARY),
+                q_row=[0] + [-1] * 40,
             ),
             "sampled draft of 40 nodes exceeds its budget of 16",
         ),

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 import torch
-from families import tiny_model
 from transformers import LogitsProcessor, StoppingCriteria
 
 import slipstream
+from families import tiny_model
 
 PROMPTS = [[5, 6, 7, 8, 9, 5, 6, 7], [40, 41, 40], [11, 12, 11, 12, 11, 13]]
 
@@ -35,7 +35,9 @@ def test_greedy_tokens_are_the_same(tiny, family, prompts, options):
     model = tiny(family)
     options = {"max_new_tokens": 16, "do_sample": False, **options}
     expected = model.generate(**batch(prompts), **options)
-    assert torch.equal(model.generate(**batch(prompts), **options, custom_generate=slipstream.speculate("pld")), expected)
+    assert torch.equal(
+        model.generate(**batch(prompts), **options, custom_generate=slipstream.speculate("pld")), expected
+    )
 
 
 def test_one_object_serves_many_calls_and_models(tiny):
@@ -57,12 +59,17 @@ class StopAt(StoppingCriteria):
 
 class Favour(LogitsProcessor):
     def __call__(self, input_ids, scores):
-        scores[:, (input_ids[:, -1] + 1) % scores.shape[1]] += 50.0
+        scores[torch.arange(len(scores)), (input_ids[:, -1] + 1) % scores.shape[1]] += 50.0  # in place, as many do
         return scores
 
 
 def test_criteria_and_processors_are_honoured(tiny):
-    options = {"max_new_tokens": 16, "do_sample": False, "stopping_criteria": [StopAt(13)], "logits_processor": [Favour()]}
+    options = {
+        "max_new_tokens": 16,
+        "do_sample": False,
+        "stopping_criteria": [StopAt(13)],
+        "logits_processor": [Favour()],
+    }
     expected = tiny("llama").generate(**batch(PROMPTS), **options)
     out = tiny("llama").generate(**batch(PROMPTS), **options, custom_generate=slipstream.speculate("pld"))
     assert torch.equal(out, expected)

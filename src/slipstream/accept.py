@@ -10,14 +10,16 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from slipstream.errors import OptionError
 from slipstream.sampling import Probabilities, Sampler
-from slipstream.target.base import Scores
-from slipstream.tree import TokenTree
+
+if TYPE_CHECKING:
+    from slipstream.target.base import Scores
+    from slipstream.tree import TokenTree
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import numpy as np
 import torch
 
 from slipstream.errors import OptionError
@@ -21,20 +22,16 @@ class GrammarProcessor:
         self._read: int | None = None  # length of the history already read
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        import llguidance.torch as llg
-
         length = input_ids.shape[1]
         if self._read is not None:
             for token in input_ids[0, self._read :].tolist():
                 self._matcher.consume_token(token)
         self._read = length
-        mask = llg.allocate_token_bitmask(1, self._vocabulary)
-        llg.fill_next_token_bitmask(self._matcher, mask, 0)
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         if error := self._matcher.get_error():
             raise OptionError(f"the grammar can't be followed: {error}")
-        scores = scores.clone()
-        llg.apply_token_bitmask_inplace(scores, mask.to(scores.device))
-        return scores
+        allowed = np.unpackbits(bits, count=self._vocabulary, bitorder="little").astype(np.bool_)
+        return scores.masked_fill(~torch.from_numpy(allowed).to(scores.device), -torch.inf)
 
     def fresh(self) -> GrammarProcessor:
         """The same grammar at its beginning, for another answer."""

@@ -146,9 +146,9 @@ class Sampler:
         return ids, logits
 
     def _adjusted(self, logits: torch.Tensor) -> torch.Tensor:
-        """With biases, penalties and bad words; the target's own row is never written to."""
+        """With biases, penalties and bad words. A copy wherever anyone may write: the row is the target's own."""
         s = self.sampling
-        if not (s.logit_bias or s.penalises or s.bad_words):
+        if not (s.logit_bias or s.penalises or s.bad_words or s.processors):
             return logits
         logits = logits.clone()
         if s.logit_bias:

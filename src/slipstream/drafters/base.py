@@ -5,14 +5,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
-from slipstream.budget import Budget
-from slipstream.request import Request
-from slipstream.target.base import Target
-from slipstream.tree import TokenTree
+    from slipstream.budget import Budget
+    from slipstream.request import Request
+    from slipstream.target.base import Target
+    from slipstream.tree import TokenTree
 
 
 @dataclass(frozen=True)

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from slipstream.budget import Budget
 from slipstream.drafters.base import Drafter, DraftSession, Proposal, Seen
 from slipstream.errors import DrafterError, OptionError
-from slipstream.request import Request
 from slipstream.sampling import Sampler, gumbel, noise_key
-from slipstream.target.base import Target, Want
 from slipstream.tree import TokenTree
+
+if TYPE_CHECKING:
+    from slipstream.budget import Budget
+    from slipstream.request import Request
+    from slipstream.target import Target
 
 MODES = ("greedy", "sample", "beam")
 RIDE_ALONG = 16  # unread tokens up to this many are read together with the root
@@ -75,9 +77,11 @@ class DraftModel(Drafter):
 
 class DraftModelSession(DraftSession):
     def __init__(self, drafter: DraftModel, request: Request) -> None:
+        from slipstream.target import Want
+
         self.draft, self.options = drafter.draft, drafter.options
         self.vocabulary = drafter.target.vocabulary
-        self.slot = self.draft.open()
+        self.slot, self._want = self.draft.open(), Want()
         self._unread: list[int] = []  # part of the text, not yet of the draft model's cache
         self._lead = 0  # unread tokens that stand before the root in the slot's tree
         self._scored = 0  # nodes of the slot's tree with cached keys
@@ -117,7 +121,7 @@ class DraftModelSession(DraftSession):
         if depth < 1 or budget.nodes < 1:
             return Proposal(TokenTree.root(root))
         if len(self._unread) > RIDE_ALONG:
-            for _ in self.draft.prefill(self.slot, self._unread, Want()):
+            for _ in self.draft.prefill(self.slot, self._unread, self._want):
                 pass
             self._unread = []
         self._lead = len(self._unread)
@@ -141,7 +145,7 @@ class DraftModelSession(DraftSession):
     def _score(self, growing: Growing) -> torch.Tensor:
         """(new nodes, V) logits, over the target's vocabulary."""
         known = growing.scored
-        (scores,) = self.draft.score([self.slot], [growing.tree()], Want(), known=known)
+        (scores,) = self.draft.score([self.slot], [growing.tree()], self._want, known=known)
         growing.scored = self._scored = len(growing.tokens)
         rows = torch.stack([scores.logits(i) for i in range(known, growing.scored)]).float()
         return rows[:, : self.vocabulary]

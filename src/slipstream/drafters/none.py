@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from slipstream.budget import Budget
+from typing import TYPE_CHECKING
+
 from slipstream.drafters.base import Drafter, DraftSession, Proposal
-from slipstream.request import Request
 from slipstream.tree import TokenTree
+
+if TYPE_CHECKING:
+    from slipstream.budget import Budget
+    from slipstream.request import Request
 
 
 class NoDrafter(Drafter):

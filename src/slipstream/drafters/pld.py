@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numba import njit
 
-from slipstream.budget import Budget
 from slipstream.drafters.base import Drafter, DraftSession, Proposal, Seen
 from slipstream.errors import OptionError
-from slipstream.request import Request
 from slipstream.tree import TokenTree
+
+if TYPE_CHECKING:
+    from slipstream.budget import Budget
+    from slipstream.request import Request
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,8 @@ from transformers.utils import logging as transformers_logging
 
 from slipstream import embedded
 from slipstream.errors import ModelError
+
+log = logging.getLogger("slipstream")
 
 
 def load_model(
@@ -48,15 +51,23 @@ def load_model(
         place["device_map"] = device_map
     try:
         with quiet_transformers():
-            tokenizer = transformers.AutoTokenizer.from_pretrained(
-                source, **{k: v for k, v in place.items() if k != "device_map"}
-            )
             model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=to_dtype(dtype), **place, **options)
     except Exception as error:
         raise ModelError(_explain(str(source), error)) from error
+    place.pop("device_map", None)
+    tokenizer = _load_tokenizer(source, place)
     if device_map is None and not getattr(model, "is_quantized", False):
         model = model.to(device)
     return model.eval(), tokenizer
+
+
+def _load_tokenizer(source: str | Path, place: dict[str, Any]) -> Any:
+    try:
+        with quiet_transformers():
+            return transformers.AutoTokenizer.from_pretrained(source, **place)
+    except Exception as error:  # a model without one still continues token ids
+        log.warning("%s came without a usable tokenizer, so prompts must be token ids: %s", source, error)
+        return None
 
 
 def to_dtype(dtype: str | torch.dtype) -> str | torch.dtype:

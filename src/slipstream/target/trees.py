@@ -218,6 +218,8 @@ def is_exact(model: Any) -> bool:
     if model.dtype not in (torch.float32, torch.float64):
         return False
     method = getattr(getattr(model.config, "quantization_config", None), "quant_method", None)
-    if getattr(model, "is_quantized", False) and str(method) != "gguf":  # GGUF weights were dequantised on loading
+    if (
+        getattr(model, "is_quantized", False) and getattr(method, "value", method) != "gguf"
+    ):  # GGUF weights were dequantised on loading
         return False
     return not any("quantized" in type(module).__module__ for module in model.modules())

@@ -35,9 +35,9 @@ format: setup
 bench: setup
 	HF_HUB_OFFLINE=1 $(BIN)/python bench/overhead.py
 
-# Runs in the current Python, since a GPU machine brings its own torch.
+# Runs in the current Python, since a GPU machine brings its own torch. `make test` leaves these tests out.
 test-gpu:
-	PYTHONPATH=src HF_HUB_OFFLINE=1 $(PYTHON) -m pytest -m gpu tests/test_gpu.py
+	PYTHONPATH=src HF_HUB_OFFLINE=1 $(PYTHON) -m pytest --override-ini addopts="-q" tests/test_gpu.py
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache src/*.egg-info

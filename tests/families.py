@@ -79,5 +79,5 @@ def tiny_model(family: str, seed: int = 0, dtype: torch.dtype = torch.float32, *
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim >= 2:
-                parameter.normal_(0, 0.15 if parameter.shape[0] != VOCABULARY else 0.5)
+                parameter.normal_(0, 0.3 if parameter.shape[0] != VOCABULARY else 0.5)
     return model

@@ -183,6 +183,11 @@ def test_another_vocabulary_is_noticed_token_by_token(smol):
         LLM(smol.model, smol.tokenizer, "model", draft_model=smol.model, draft_tokenizer=other)
 
 
+def test_the_embedded_models_hub_id_works_without_a_hub(smol):
+    llm = slipstream.load("HuggingFaceTB/SmolLM2-135M-Instruct", drafter="none")
+    assert llm.generate(STORY, max_new_tokens=8).tokens == smol.generate(STORY, max_new_tokens=8).tokens
+
+
 @pytest.mark.parametrize(
     ("model", "says"),
     [

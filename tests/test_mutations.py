@@ -5,11 +5,11 @@ import pytest
 from oracle import Oracle
 
 import slipstream.engine
-from slipstream import LLM
+from slipstream import LLM, drafters
 from slipstream.accept import Verdict, verify
 from slipstream.target import masks, trees
 
-PROMPT = [5, 6, 7, 8, 9, 5, 6, 7, 8, 9, 5, 6]
+PROMPTS = [[5, 6, 7, 8, 9, 5, 6, 7, 8, 9, 5, 6], [40, 41], [11, 12, 11, 12, 11, 13, 50]]
 
 
 def one_token_too_many(rule, tree, scores, sampler, over):
@@ -21,12 +21,12 @@ def one_token_too_many(rule, tree, scores, sampler, over):
     return verdict
 
 
-def wrong_mask_bit(*args):
-    """Every node but the first sees its left neighbour, ancestor or not."""
+def wrong_mask_bits(*args):
+    """Every node sees the two nodes to its left, ancestors or not."""
     see = masks.visible(*args)
     (length, *_), (tree, *_) = args[0], args[1]
     for i in range(1, min(len(tree), see.shape[1])):
-        see[0, i, length + i - 1] = True
+        see[0, i, length + max(0, i - 2) : length + i] = True
     return see
 
 
@@ -37,16 +37,20 @@ def wrong_position(self):
 
 MUTATIONS = {
     "accept one token too many": (slipstream.engine, "verify", one_token_too_many),
-    "wrong mask bit": (trees, "visible", wrong_mask_bit),
+    "wrong mask bits": (trees, "visible", wrong_mask_bits),
     "wrong position id": (slipstream.TokenTree, "depths", property(wrong_position)),
 }
 
 
 def texts(model):
     llm = LLM(model, drafter="none")
-    plain = llm.generate(PROMPT, max_new_tokens=30, ignore_eos=True)
-    llm.engine.drafter = Oracle(llm.target, [PROMPT + plain.tokens + [1] * 20])
-    return plain.tokens, llm.generate(PROMPT, max_new_tokens=30, ignore_eos=True).tokens
+    plain, fast = [], []
+    for prompt in PROMPTS:
+        llm.engine.drafter = drafters.make("none", llm.target)
+        plain.append(llm.generate(prompt, max_new_tokens=30, ignore_eos=True).tokens)
+        llm.engine.drafter = Oracle(llm.target, [prompt + plain[-1] + [1] * 20])
+        fast.append(llm.generate(prompt, max_new_tokens=30, ignore_eos=True).tokens)
+    return plain, fast
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS)

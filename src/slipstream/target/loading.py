@@ -34,7 +34,7 @@ def load_model(
     options go to transformers' `from_pretrained` (revision, quantization_config, attn_implementation, …).
     """
     place: dict[str, Any] = {"trust_remote_code": trust_remote_code}
-    if source is None or str(source) == embedded.NAME:
+    if source is None:
         source = embedded.ensure()
     path = Path(source)
     if path.suffix == ".gguf":
@@ -53,6 +53,9 @@ def load_model(
         with quiet_transformers():
             model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=to_dtype(dtype), **place, **options)
     except Exception as error:
+        if str(source) == embedded.NAME:
+            log.warning("the model hub did not give %s: using the embedded copy, whose weights are 4-bit", source)
+            return load_model(None, dtype=dtype, device=device, device_map=device_map, **options)
         raise ModelError(_explain(str(source), error)) from error
     place.pop("device_map", None)
     tokenizer = _load_tokenizer(source, place)

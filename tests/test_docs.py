@@ -1,0 +1,65 @@
+"""The README and the guides are run as they stand there."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def blocks(text, language):
+    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
+
+
+@pytest.mark.parametrize("code", blocks(README, "python"), ids=["api", "hook"])
+def test_the_readmes_python_runs(code):
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "line", [w for b in blocks(README, "console") for w in re.findall(r"^\$ (.*)$", b, re.MULTILINE)]
+)
+def test_the_readmes_commands_run(line):
+    program, *words = shlex.split(line)
+    assert program == "slipstream"
+    done = subprocess.run(
+        [sys.executable, "-m", "slipstream", *words], input="Hi!\n\n", capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_readme_names_every_drafter_and_rule():
+    from slipstream import drafters
+    from slipstream.accept import RULES
+
+    for name in (*drafters.names(), *RULES):
+        assert f"| `{name}`" in README
+
+
+def test_every_make_target_in_the_docs_exists():
+    makefile = (ROOT / "Makefile").read_text()
+    for text in (README, (ROOT / "CONTRIBUTING.md").read_text()):
+        for target in re.findall(r"make ([a-z][a-z-]+)\b", text):
+            assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+def test_the_guides_drafter_obeys_the_law(tiny):
+    """The example of docs/add-a-drafter.md, as it stands there."""
+    from slipstream import LLM
+
+    (code,) = blocks((ROOT / "docs" / "add-a-drafter.md").read_text(), "python")
+    module = {"__name__": "echo"}
+    exec(code, module)  # noqa: S102
+    llm = LLM(tiny("llama"), drafter="none")
+    prompt = [5, 6, 7]
+    plain = llm.generate(prompt, max_new_tokens=20)
+    llm.engine.drafter = module["Echo"](llm.target, None, module["EchoOptions"]())
+    result = llm.generate(prompt, max_new_tokens=20)
+    assert result.tokens == plain.tokens
+    assert result.stats.by_source["echo"]["proposed"] > 0

@@ -55,7 +55,7 @@ def test_the_guides_drafter_obeys_the_law(tiny):
 
     (code,) = blocks((ROOT / "docs" / "add-a-drafter.md").read_text(), "python")
     module = {"__name__": "echo"}
-    exec(code, module)  # noqa: S102
+    exec(code, module)
     llm = LLM(tiny("llama"), drafter="none")
     prompt = [5, 6, 7]
     plain = llm.generate(prompt, max_new_tokens=20)

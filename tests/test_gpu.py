@@ -4,9 +4,9 @@ import copy
 
 import pytest
 import torch
+
 from families import FAMILIES
 from oracle import Oracle
-
 from slipstream import LLM, drafters
 
 if not torch.cuda.is_available():

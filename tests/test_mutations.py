@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
-from oracle import Oracle
 
 import slipstream.engine
+from oracle import Oracle
 from slipstream import LLM, drafters
 from slipstream.accept import Verdict, verify
 from slipstream.target import masks, trees

@@ -1,4 +1,4 @@
-"""The laws on a GPU: `make test-gpu`. In float32 a text is the same with and without drafts, and the same as on a CPU."""
+"""The laws on a GPU (`make test-gpu`): in float32 a text is the same with and without drafts, and the CPU's."""
 
 import copy
 

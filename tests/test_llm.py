@@ -47,7 +47,9 @@ def test_a_batch_gives_each_prompt_its_own_text(smol):
 def test_messages_strings_and_tokens_are_prompts(smol):
     text = smol.generate(STORY, max_new_tokens=8).text
     assert smol.generate([{"role": "user", "content": STORY}], max_new_tokens=8).text == text
-    assert smol.generate(smol.request(STORY).tokens, max_new_tokens=8).text == text
+    tokens = smol.request(STORY).tokens
+    assert smol.generate(tokens, max_new_tokens=8).text == text
+    assert smol.generate(torch.tensor([tokens]), max_new_tokens=8)[0].text == text
     assert smol.generate(STORY, max_new_tokens=8, template=False).text != text
 
 

@@ -14,11 +14,12 @@ Prompt = str | Sequence[int] | Messages
 def split_batch(prompt: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
     """The prompts, and whether they were given as a list of several.
 
-    One prompt is a string, a list of token ids, or a list of chat messages; a list of these is a batch.
+    One prompt is a string, token ids (a list, or a row of a tensor), or a list of chat messages; a list of these is a
+    batch.
     """
     if isinstance(prompt, str):
         return [prompt], False
-    items: list[Any] = list(prompt)
+    items: list[Any] = prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)
     if not items:
         raise PromptError("the prompt is empty: give a string, token ids, chat messages, or a list of these")
     if all(isinstance(i, int) for i in items) or all(isinstance(i, Mapping) for i in items):

@@ -55,6 +55,11 @@ FAMILIES = {
 
 # Models that can't take trees, or not by our means: they get chains, or plain decoding, and a note.
 STATEFUL = {
+    "gpt_neo": {  # its local layers look back by place in the cache, not by position
+        "num_hidden_layers": 2,
+        "attention_types": [[["global", "local"], 1]],
+        "window_size": 8,
+    },
     "mamba": {"state_size": 8, "intermediate_size": 64, "conv_kernel": 4, "time_step_rank": 4},
     "falcon-alibi": {"alibi": True, "new_decoder_architecture": False, "multi_query": True},
     "qwen3_next": {

@@ -14,7 +14,7 @@ P = np.array([0.5, 0.3, 0.15, 0.05])
 
 
 def scores(tree, p=P):
-    return Scores(torch.from_numpy(np.log(np.tile(p, (len(tree), 1)))).float(), {}, 0)
+    return Scores(torch.from_numpy(np.log(np.tile(p, (len(tree), 1)))).float(), {}, tree.depths)
 
 
 def sampler(seed=0, temperature=1.0):

@@ -101,6 +101,7 @@ def test_drafters_are_listed_with_their_options():
         (["generate", "x", "-o", "speed=3"], "this drafter's options are max_ngram"),
         (["generate", "x", "-o", "length=long"], "length must be a int"),
         (["generate", "x", "--model", "no/such"], "no folder or file 'no/such'"),
+        (["generate", "x", "-o", "[/x]=1"], "[/x]=1"),
         (["generate", ""], "the prompt is empty"),
         (["generate", "x", "-t", "-1"], "temperature=-1.0"),
         (["generate", "x", "--json-schema", "/no/file"], "neither JSON nor a readable file"),

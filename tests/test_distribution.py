@@ -226,14 +226,16 @@ class Remembered(Target):
 
     def prefill(self, slot, tokens, want):  # noqa: ARG002
         slot.tokens += tokens
-        yield Scores(self.row(tuple(slot.tokens))[None], {}, slot.length - 1)
+        yield Scores(self.row(tuple(slot.tokens))[None], {}, np.array([slot.length - 1]))
 
     def score(self, slots, trees, want, known=0):  # noqa: ARG002
         found = []
         for slot, tree in zip(slots, trees, strict=True):
             slot.tree = tree
             texts = [(*slot.tokens, *tree.tokens[tree.path_to(i)].tolist()) for i in range(known, len(tree))]
-            found.append(Scores(torch.stack([self.row(t) for t in texts]), {}, slot.length, known))
+            found.append(
+                Scores(torch.stack([self.row(t) for t in texts]), {}, slot.length + tree.depths[known:], known)
+            )
         return found
 
 

@@ -184,6 +184,8 @@ def test_an_error_frees_the_slots(llm):
         ([5, 99], {}, PromptError, r"0..63, found \[99\]"),
         ([5] * 256, {}, ContextError, "256 tokens, the model reads 256"),
         (PROMPT, {"max_new_tokens": 0}, PromptError, "max_new_tokens=0"),
+        (PROMPT, {"logit_bias": {64: 1.0}}, OptionError, r"name \[64\]"),
+        ({"role": "user"}, {}, PromptError, "mapping"),
         (PROMPT, {"max_draft": -1}, OptionError, "max_draft=-1"),
         (PROMPT, {"n": 0}, OptionError, "n=0"),
         (PROMPT, {"temprature": 1.0}, OptionError, "no option temprature"),
@@ -223,6 +225,24 @@ def test_a_smaller_vocabulary_cannot_draft(tiny):
     small = tiny_model("llama", vocab_size=VOCABULARY - 8)
     with pytest.raises(DrafterError, match="56 token ids, the target 64"):
         LLM(tiny("llama"), drafter="model", draft_model=small)
+
+
+@pytest.mark.parametrize("accept", ["match", "rejection"])
+def test_a_draft_with_fewer_padded_logits_still_drafts(tiny, accept):
+    class Tokenizer:
+        chat_template = None
+
+        def __len__(self):
+            return VOCABULARY - 8
+
+        def get_vocab(self):
+            return {str(i): i for i in range(VOCABULARY - 8)}
+
+    small = tiny_model("llama", vocab_size=VOCABULARY - 8)
+    llm = LLM(tiny("llama"), Tokenizer(), "model", draft_model=small, draft_tokenizer=Tokenizer(), mode="sample")
+    llm.tokenizer = None
+    result = llm.generate(PROMPT, max_new_tokens=40, ignore_eos=True, temperature=1.0, seed=1, accept=accept)
+    assert result.stats.new_tokens == 40
 
 
 def test_a_larger_padded_vocabulary_drafts_only_what_the_target_knows(tiny):
@@ -273,6 +293,11 @@ def test_a_draft_past_every_limit_is_cut(tiny):
     [
         (lambda root: TokenTree.chain(root, [VOCABULARY]), "0..63"),
         (lambda root: TokenTree.build([root, 1, 2], [-1, 2, 0]), "before their children"),
+        (lambda root: TokenTree.chain((root + 1) % VOCABULARY, [1, 2]), "start with the root it was asked about"),
+        (
+            lambda root: TokenTree.build([root, 1], [-1, 0], q=torch.full((1, 8), 1 / 8), q_row=[0, -1]),
+            "q must have 64 columns",
+        ),
         (
             lambda root: TokenTree.build(
                 [root, *range(40)],
@@ -289,6 +314,71 @@ def test_a_drafters_mistake_is_an_error_not_a_wrong_text(tiny, draft, says):
     llm.engine.drafter = Reckless(llm.target, draft)
     with pytest.raises(DrafterError, match=says):
         llm.generate(PROMPT)
+
+
+def test_a_drafter_sees_the_hidden_states_it_asked_for(tiny):
+    model, shown = tiny("llama"), []
+
+    class Watcher(Reckless):
+        layers = (1, 3)
+
+        def begin(self, request):  # noqa: ARG002
+            session = RecklessSession(self.draft)
+            session.observe = shown.append
+            return session
+
+    llm = LLM(model, drafter="none")
+    llm.engine.drafter = Watcher(llm.target, lambda root: TokenTree.chain(root, [9, 9]))
+    result = llm.generate(PROMPT, max_new_tokens=6, ignore_eos=True)
+    text = PROMPT + result.tokens
+    assert [t for seen in shown for t in seen.tokens] == text[:-1]  # the last token is not read any more
+    with torch.no_grad():
+        states = model(input_ids=torch.tensor([text]), output_hidden_states=True).hidden_states
+    for seen in shown:
+        for layer in (1, 3):
+            expected = states[layer][0, seen.position : seen.position + len(seen.tokens)]
+            torch.testing.assert_close(seen.hidden[layer], expected, rtol=0, atol=1e-4)
+
+
+def test_long_and_short_texts_share_a_batch_near_the_end_of_the_context(tiny):
+    llm = LLM(tiny("llama"), drafter="none")
+    prompts = [(PROMPT * 40)[: llm.target.context - 3], [40, 41]]
+    plain = [llm.generate(p, max_new_tokens=20, ignore_eos=True).tokens for p in prompts]
+    llm.engine.drafter = Oracle(llm.target, [p + t + [1] * 20 for p, t in zip(prompts, plain, strict=True)])
+    assert [r.tokens for r in llm.generate(prompts, max_new_tokens=20, ignore_eos=True)] == plain
+
+
+@pytest.mark.parametrize("family", ["mamba", "qwen3_next", "falcon-alibi"])
+def test_a_slot_outlives_an_interrupted_step(family, tiny):
+    """As in a chat whose answer was stopped by Ctrl-C inside a forward."""
+    llm = LLM(tiny(family), drafter="pld")
+    slot = llm.target.open()
+    calls = []
+
+    def broken(input_ids, scores):
+        calls.append(input_ids)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return scores
+
+    with pytest.raises(KeyboardInterrupt):
+        list(llm.engine.run([llm.request(PROMPT, processors=[broken])], slot))
+    llm.target.truncate(slot, 4)
+    *_, again = llm.engine.run([llm.request(PROMPT, max_new_tokens=8)], slot)
+    assert again.tokens == llm.generate(PROMPT, max_new_tokens=8).tokens
+
+
+def test_one_bad_prompt_is_refused_before_any_is_answered(llm):
+    seen = []
+    with pytest.raises(ContextError):
+        llm.generate([PROMPT, [5] * 300], processors=[lambda ids, scores: seen.append(ids) or scores])
+    assert seen == []
+
+
+def test_answers_can_be_drawn_again_one_by_one(llm):
+    options = {"temperature": 1.0, "max_new_tokens": 8}
+    for result in llm.generate(PROMPT, n=3, seed=5, **options):
+        assert llm.generate(PROMPT, seed=result.seed, sample=result.sample, **options).tokens == result.tokens
 
 
 def test_every_error_is_a_slipstream_error():

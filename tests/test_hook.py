@@ -112,6 +112,33 @@ def test_what_cannot_be_served_is_refused_by_name(tiny):
     assert out.sequences.shape == (3, 12)
 
 
+def test_padding_must_be_on_the_left(tiny):
+    ids, mask = torch.tensor([[1, 2, 3, 0, 0]]), torch.tensor([[1, 1, 1, 0, 0]])
+    with pytest.raises(slipstream.OptionError, match="pad prompts on the left"):
+        tiny("llama").generate(
+            input_ids=ids, attention_mask=mask, max_new_tokens=4, custom_generate=slipstream.speculate("pld")
+        )
+
+
+def test_each_row_of_a_batch_has_its_own_constraint(tiny):
+    def allowed(row, tokens):
+        return [10 + row, 20 + (int(tokens[-1]) % 7), 30 + row]
+
+    options = {"max_new_tokens": 10, "do_sample": False, "prefix_allowed_tokens_fn": allowed}
+    expected = tiny("llama").generate(**batch(PROMPTS), **options)
+    out = tiny("llama").generate(**batch(PROMPTS), **options, custom_generate=slipstream.speculate("pld"))
+    assert torch.equal(out, expected)
+
+
+def test_a_model_that_was_cast_gets_a_new_engine():
+    model, fast = tiny_model("llama"), slipstream.speculate("pld")
+    model.generate(**batch(PROMPTS), max_new_tokens=4, do_sample=False, custom_generate=fast)
+    model.double()
+    expected = model.generate(**batch(PROMPTS), max_new_tokens=8, do_sample=False)
+    out = model.generate(**batch(PROMPTS), max_new_tokens=8, do_sample=False, custom_generate=fast)
+    assert torch.equal(out, expected)
+
+
 def test_the_model_is_left_as_it_was(tiny):
     model = tiny("llama")
     attention = model.config._attn_implementation

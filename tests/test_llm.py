@@ -60,6 +60,17 @@ def test_a_stream_is_the_text_in_pieces(smol):
     assert "".join(pieces) == stream.result.text == smol.generate(FRUIT, max_new_tokens=32).text
 
 
+def test_looking_at_the_result_does_not_disturb_a_stream(smol):
+    prompt = "Say: 日本語 🏳️‍🌈 naïve"
+    expected = smol.generate(prompt, max_new_tokens=24).text
+    stream = smol.stream(prompt, max_new_tokens=24)
+    pieces = []
+    for piece in stream:
+        pieces.append(piece)
+        assert expected.startswith(stream.result.text.rstrip("\ufffd"))
+    assert "".join(pieces) == expected
+
+
 def test_stop_strings_cut_where_plain_decoding_would(smol):
     whole = smol.generate(FRUIT, max_new_tokens=40)
     for stop in ("bananas", "ana", ", pears, gr", "z" * 9):
@@ -128,6 +139,9 @@ def test_a_chat_reads_only_what_is_new(smol):
     ]
     assert second.tokens == smol.generate(history, max_new_tokens=1).tokens
     assert chat.messages == [*history, {"role": "assistant", "content": second.text}]
+    with pytest.raises(slipstream.ContextError):
+        chat.send("word " * 9000)
+    assert chat.messages[-1]["role"] == "assistant"  # a turn that can't be answered leaves no trace
     chat.close()
 
 

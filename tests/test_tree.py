@@ -119,7 +119,7 @@ def test_fuse_of_random_trees_is_the_union_of_their_paths():
     for _ in range(50):
         trees = [TokenTree.from_continuations(9, list(rng.integers(0, 3, (3, 4)))) for _ in range(3)]
         tree = fuse(trees)
-        tree.check(10)
+        tree.check(10, 9)
         assert {tuple(tree.tokens[tree.path_to(i)]) for i in range(len(tree))} == {
             tuple(t.tokens[t.path_to(i)]) for t in trees for i in range(len(t))
         }
@@ -141,6 +141,7 @@ def test_best_chain_follows_the_most_promising_branch():
     ("tokens", "parents", "says"),
     [
         ([0, 1], [0, 0], "root"),
+        ([5, 1], [-1, 0], "asked about, 0"),
         ([0, 1, 2], [-1, 2, 0], "before their children"),
         ([0, 99], [-1, 0], "99"),
         ([0, -1], [-1, 0], "-1"),
@@ -148,4 +149,4 @@ def test_best_chain_follows_the_most_promising_branch():
 )
 def test_a_malformed_draft_is_refused(tokens, parents, says):
     with pytest.raises(DrafterError, match=says):
-        TokenTree.build(tokens, parents).check(10)
+        TokenTree.build(tokens, parents).check(10, 0)

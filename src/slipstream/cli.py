@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from slipstream.errors import OptionError, SlipstreamError
 
@@ -43,7 +44,7 @@ Temperature = Annotated[float, typer.Option("--temperature", "-t", help="0 is gr
 TopK = Annotated[int, typer.Option(help="Sample among the k most probable tokens; 0: all.")]
 TopP = Annotated[float, typer.Option(help="Sample among the fewest tokens that together have this probability.")]
 MinP = Annotated[float, typer.Option(help="Leave out tokens below this share of the best one's probability.")]
-Seed = Annotated[int | None, typer.Option(help="The same seed gives the same text, with any drafter.")]
+Seed = Annotated[int | None, typer.Option(help="The same seed gives the same text; under match, with any drafter.")]
 MaxDraft = Annotated[int, typer.Option(help="Drafted tokens to verify per step at most; 0 turns speculation off.")]
 Accept = Annotated[str, typer.Option(help="match and rejection are exact; typical and lenient are LOSSY.")]
 Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")]
@@ -141,7 +142,7 @@ def chat(
             )
             _say(stream)
         except SlipstreamError as error:  # a turn that can't be answered must not end the conversation
-            err.print(f"[red]{error}[/red]")
+            err.print(f"[red]{escape(str(error))}[/red]")
             continue
         if stream.stats:
             err.print(f"[dim]{_status(stream.stats, accept)}[/dim]")
@@ -158,7 +159,7 @@ def drafters() -> None:
         out.print(f"[bold]{name}[/bold]  {(kind.__doc__ or '').strip().splitlines()[0]}")
         comments = _comments(kind.Options)
         for field in fields(kind.Options):
-            out.print(f"    {field.name}={field.default}  [dim]{comments.get(field.name, '')}[/dim]")
+            out.print(f"    {field.name}={field.default}  [dim]{escape(comments.get(field.name, ''))}[/dim]")
 
 
 @app.command()
@@ -315,7 +316,7 @@ def main() -> None:
     try:
         app()
     except SlipstreamError as error:
-        err.print(f"[red]error:[/red] {error}", markup=True)
+        err.print(f"[red]error:[/red] {escape(str(error))}")
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)

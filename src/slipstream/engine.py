@@ -15,7 +15,7 @@ import torch
 from slipstream.accept import Verdict, verify
 from slipstream.budget import Budget, step_budget
 from slipstream.drafters.base import Drafter, DraftSession, Seen
-from slipstream.errors import ContextError, PromptError
+from slipstream.errors import ContextError, OptionError, PromptError
 from slipstream.request import Request
 from slipstream.sampling import Sampler
 from slipstream.stats import Stats
@@ -63,6 +63,8 @@ class Sequence:
 
 class Engine:
     def __init__(self, target: Target, drafter: Drafter, name: str = "", max_batch: int = 16) -> None:
+        if max_batch < 1:
+            raise OptionError(f"max_batch={max_batch}: at least one sequence must run at a time")
         self.target, self.drafter, self.name = target, drafter, name
         self.max_batch = max_batch
 
@@ -106,20 +108,22 @@ class Engine:
         check_prompt(request, self.target)
         sampler = Sampler(request.sampling, request.tokens, request.seed, request.sample)
         stats = Stats(self.name, request.accept.lossless and self.target.exact, prompt_tokens=len(request.tokens))
-        own = slot or self._fork(request, running) or self.target.open()
-        sequence = Sequence(request, own, self.drafter.begin(request), sampler, stats)
+        session = self.drafter.begin(request)
+        own = slot
         try:
-            return self._read_prompt(sequence)
+            own = own or self._fork(request, running) or self.target.open()
+            return self._read_prompt(Sequence(request, own, session, sampler, stats))
         except BaseException:
-            sequence.session.close()
-            if slot is None:
-                self.target.close(sequence.slot)
+            session.close()
+            if own is not None and own is not slot:
+                self.target.close(own)
             raise
 
     def _read_prompt(self, sequence: Sequence) -> Sequence:
         request, read = sequence.request, sequence.slot.length
         want = Want(self.drafter.layers, argmax=request.sampling.plain)
-        sequence.session.observe(Seen(request.tokens[:read], 0))
+        if read:
+            sequence.session.observe(Seen(request.tokens[:read], 0))
         for score in self.target.prefill(sequence.slot, request.tokens[read:], want):
             count = sequence.slot.length - read
             sequence.session.observe(Seen(request.tokens[read : read + count], read, score.hidden))
@@ -147,8 +151,8 @@ class Engine:
         budgets = [s.budget(self.target) for s in running]
         proposals = self.drafter.propose([s.session for s in running], [s.root for s in running], budgets)
         trees = []
-        for proposal, budget in zip(proposals, budgets, strict=True):
-            proposal.tree.check(self.target.vocabulary)
+        for sequence, proposal, budget in zip(running, proposals, budgets, strict=True):
+            proposal.tree.check(self.target.vocabulary, sequence.root)
             tree = budget.limit(proposal.tree)
             trees.append(tree if self.target.trees else tree.best_chain())
         return trees

@@ -7,15 +7,15 @@ transformers prepares everything as ever (prompt, logits processors, stopping cr
 
 from __future__ import annotations
 
-import weakref
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from transformers.generation.configuration_utils import GenerationMode
+from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from slipstream.accept import Match
 from slipstream.drafters import make
 from slipstream.engine import Engine
 from slipstream.errors import OptionError
@@ -26,14 +26,15 @@ from slipstream.target import open_target
 
 def speculate(drafter: str = "pld", *, max_draft: int = 16, **options: Any) -> Speculate:
     """A decoding method for transformers' `generate`: the same tokens when greedy, the same distribution when
-    sampling."""
+    sampling. transformers hands no `streamer` to such methods: to stream, use `slipstream.load(model=…).stream`."""
     return Speculate(drafter, max_draft, options)
 
 
 class Speculate:
     def __init__(self, drafter: str, max_draft: int, options: dict[str, Any]) -> None:
         self.drafter, self.max_draft, self.options = drafter, max_draft, options
-        self._engines: weakref.WeakKeyDictionary[Any, Engine] = weakref.WeakKeyDictionary()
+        self._made: tuple[Any, ...] = ()  # for which model, in which state, the engine was made
+        self._engine: Engine | None = None
 
     def __call__(
         self,
@@ -45,26 +46,24 @@ class Speculate:
         **model_kwargs: Any,
     ) -> Any:
         refuse_what_cannot_be(generation_config, model_kwargs)
-        if model not in self._engines:
-            target = open_target(model)
-            self._engines[model] = Engine(target, make(self.drafter, target, **self.options), self.drafter)
-        engine = self._engines[model]
+        engine = self._engine_for(model)
         # transformers draws from torch's global generator; one seed from there keeps `torch.manual_seed` meaningful.
         seed = int(torch.randint(2**62, ()).item()) if generation_config.do_sample else 0
         mask = model_kwargs.get("attention_mask")
         requests = []
         for i, row in enumerate(input_ids):
-            padding = 0 if mask is None else int((mask[i] == 0).sum())
+            padding = 0 if mask is None else left_padding(mask[i])
+            # A stateful processor follows one text: each row of a batch gets its own.
+            own = logits_processor if len(input_ids) == 1 else [for_row(p, i) for p in logits_processor]
             sampling = Sampling(
                 temperature=1.0 if generation_config.do_sample else 0.0,
-                processors=tuple(Padded(p, row[:padding]) for p in logits_processor),
+                processors=tuple(Padded(p, row[:padding]) for p in own),
             )
             requests.append(
                 Request(
                     tokens=row[padding:].tolist(),
                     max_new_tokens=max(1, generation_config.max_length - len(row)),
                     sampling=sampling,
-                    accept=Match(),
                     seed=seed,
                     sample=i,
                     stop=Criteria(stopping_criteria, row),
@@ -76,6 +75,14 @@ class Speculate:
         if generation_config.return_dict_in_generate:
             return GenerateDecoderOnlyOutput(sequences=sequences)
         return sequences
+
+    def _engine_for(self, model: Any) -> Engine:
+        """One engine is kept, and made anew for another model, or for this one moved, cast or reconfigured."""
+        state = (model, model.device, model.dtype, model.config.get_text_config()._attn_implementation)
+        if self._engine is None or self._made[0] is not model or self._made[1:] != state[1:]:
+            target = open_target(model)
+            self._engine, self._made = Engine(target, make(self.drafter, target, **self.options), self.drafter), state
+        return self._engine
 
     @staticmethod
     def _padded(input_ids: torch.Tensor, answers: list[list[int]], generation_config: Any) -> torch.Tensor:
@@ -110,6 +117,25 @@ class Criteria:
         return "stop" if bool(self._criteria(self._ids, None).all()) else None
 
 
+def left_padding(mask: torch.Tensor) -> int:
+    """How many tokens of a row are padding."""
+    padding = int((mask == 0).sum())
+    if bool((mask[padding:] == 0).any()):
+        raise OptionError("the attention mask has holes or padding on the right: pad prompts on the left")
+    return padding
+
+
+def for_row(processor: Any, row: int) -> Any:
+    """A processor for one row of a batch, which it will see as row 0."""
+    if type(processor).__name__.startswith("Encoder"):
+        raise OptionError(f"{type(processor).__name__} needs all rows of a batch at once: generate them one by one")
+    own = copy.deepcopy(processor)
+    if isinstance(own, PrefixConstrainedLogitsProcessor):
+        allowed = processor._prefix_allowed_tokens_fn
+        own._prefix_allowed_tokens_fn = lambda _, tokens: allowed(row, tokens)
+    return own
+
+
 def refuse_what_cannot_be(generation_config: Any, model_kwargs: dict[str, Any]) -> None:
     mode = generation_config.get_generation_mode()
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
@@ -117,6 +143,10 @@ def refuse_what_cannot_be(generation_config: Any, model_kwargs: dict[str, Any]) 
     for name in ("output_scores", "output_logits", "output_attentions", "output_hidden_states"):
         if getattr(generation_config, name, False):
             raise OptionError(f"{name}=True can't be served while speculating: leave it out")
+    known = ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "token_type_ids")
+    given = sorted(k for k, v in model_kwargs.items() if v is not None and k not in known)
+    if given:
+        raise OptionError(f"{', '.join(given)} can't be passed on while speculating: only text is continued")
     cache = model_kwargs.get("past_key_values")
     if cache is not None and cache.get_seq_length() > 0:
         raise OptionError("slipstream keeps its own cache: don't pass past_key_values that hold a text")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import secrets
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from slipstream import drafters
 from slipstream.accept import Rule, make_rule
 from slipstream.drafters.base import Drafter
-from slipstream.engine import Engine, TokenLogprobs
+from slipstream.engine import Engine, TokenLogprobs, check_prompt
 from slipstream.engine import Sequence as Running
 from slipstream.errors import OptionError, PromptError
 from slipstream.grammar import GrammarProcessor, grammar_processor
@@ -33,7 +33,8 @@ class Result:
     tokens: list[int]  # every emitted token, the one that ended it included
     finish_reason: str  # stop, length, cancelled
     stats: Stats
-    seed: int  # what it was drawn with: pass it again to draw it again
+    seed: int  # what it was drawn with: pass seed and sample again to draw it again
+    sample: int = 0
     logprobs: list[TokenLogprobs] | None = None
 
     def as_dict(self) -> dict[str, Any]:
@@ -42,6 +43,8 @@ class Result:
             "tokens": self.tokens,
             "finish_reason": self.finish_reason,
             "seed": self.seed,
+            "sample": self.sample,
+            **({} if self.logprobs is None else {"logprobs": [asdict(entry) for entry in self.logprobs]}),
             "stats": self.stats.as_dict(),
         }
 
@@ -96,9 +99,13 @@ class LLM:
         name = drafter if isinstance(drafter, str) else type(drafter).__name__
         self.engine = Engine(self.target, made, name, max_batch)
         self.eos = end_tokens(model, tokenizer)
+        # Greedy decoding by transformers applies this default of the model's, so ours does.
+        default = getattr(getattr(model, "generation_config", None), "repetition_penalty", None)
+        self._repetition_penalty = 1.0 if default is None else float(default)
 
-    def generate(self, prompt: Prompt | Sequence[Prompt], *, n: int = 1, **options: Any) -> Any:
+    def generate(self, prompt: Prompt | Sequence[Prompt], *, n: int = 1, sample: int = 0, **options: Any) -> Any:
         """Answer. A Result for one prompt, a list of them for n > 1, and for a list of prompts a list of either.
+        The i-th of n answers has the sample index sample + i.
 
         Options: max_new_tokens (256), temperature (0: greedy), top_k, top_p, min_p, repetition_penalty,
         presence_penalty, frequency_penalty, logit_bias, bad_words, processors (transformers' LogitsProcessor objects),
@@ -110,12 +117,15 @@ class LLM:
         if n < 1:
             raise OptionError(f"n={n}: ask for at least one answer")
         seeds = spread(options.pop("seed", None), len(prompts))
+        options = self._with_grammar(options)
         alone = len(prompts) * n == 1
         requests = [
-            self.request(p, sample=i, seed=seed, shared=not alone, **options)
+            self.request(p, sample=sample + i, seed=seed, shared=not alone, **options)
             for p, seed in zip(prompts, seeds, strict=True)
             for i in range(n)
         ]
+        for request in requests:  # a mistake in the last one must not cost the answers of the first
+            check_prompt(request, self.target)
         ended: dict[int, Running] = {}
         for sequence in self.engine.run(requests):
             if sequence.finish is not None:
@@ -132,7 +142,7 @@ class LLM:
         if many:
             raise PromptError(f"stream takes one prompt, found {len(prompts)}: call it once for each, or use generate")
         (seed,) = spread(options.pop("seed", None), 1)
-        return Stream(self.engine, self.request(prompts[0], seed=seed, **options))
+        return Stream(self.engine, self.request(prompts[0], seed=seed, **self._with_grammar(options)))
 
     def chat(self, system: str | None = None) -> Chat:
         """A conversation that keeps its cache: each turn reads only what is new."""
@@ -145,7 +155,7 @@ class LLM:
         max_new_tokens: int = 256,
         seed: int = 0,
         sample: int = 0,
-        stop: str | Sequence[str] = (),
+        stop: str | Sequence[str] | None = (),
         stop_tokens: Sequence[int] = (),
         ignore_eos: bool = False,
         logprobs: int | None = None,
@@ -153,8 +163,6 @@ class LLM:
         accept_options: dict[str, Any] | None = None,
         max_draft: int = 16,
         template: bool = True,
-        json_schema: Any = None,
-        regex: str | None = None,
         processors: Sequence[Any] = (),
         bad_words: Sequence[str | Sequence[int]] = (),
         shared: bool = False,
@@ -169,27 +177,39 @@ class LLM:
             )
         if max_draft < 0:
             raise OptionError(f"max_draft={max_draft} is out of range: 0 turns speculation off, 16 is usual")
-        if (stop or json_schema is not None or regex is not None) and self.tokenizer is None:
-            raise OptionError("stop strings and grammars need a tokenizer: load the model with tokenizer=…")
+        stop = (stop,) if isinstance(stop, str) else stop or ()
+        if stop and self.tokenizer is None:
+            raise OptionError("stop strings need a tokenizer: load the model with tokenizer=…")
         tokens = encode(prompt, self.tokenizer, template)
         eos = frozenset(stop_tokens) | (frozenset() if ignore_eos else self.eos)
-        if json_schema is not None or regex is not None:
-            made = grammar_processor(self.tokenizer, self.target.vocabulary, self.eos, json_schema, regex)
-            processors = (*processors, made)
         if shared:  # a stateful processor follows one answer
             processors = [p.fresh() if isinstance(p, GrammarProcessor) else copy.deepcopy(p) for p in processors]
         words = tuple(tuple(self._word(w)) for w in bad_words)
+        bias = {int(token): float(value) for token, value in (sampling.pop("logit_bias", None) or {}).items()}
+        if bad := sorted({*bias, *(t for w in words for t in w)} - set(range(self.target.vocabulary))):
+            raise OptionError(f"logit_bias and bad_words name {bad[:5]}: ids lie in 0..{self.target.vocabulary - 1}")
+        sampling.setdefault("repetition_penalty", self._repetition_penalty)
         return Request(
             tokens=tokens,
             max_new_tokens=max_new_tokens,
-            sampling=Sampling(processors=tuple(processors), bad_words=words, **sampling),
+            sampling=Sampling(processors=tuple(processors), bad_words=words, logit_bias=bias, **sampling),
             accept=make_rule(accept, **accept_options or {}),
             seed=seed,
             sample=sample,
-            stop=Detokenizer(self.tokenizer, (stop,) if isinstance(stop, str) else stop, eos),
+            stop=Detokenizer(self.tokenizer, stop, eos),
             max_draft=max_draft,
             logprobs=logprobs,
         )
+
+    def _with_grammar(self, options: dict[str, Any]) -> dict[str, Any]:
+        """json_schema and regex turned into the processor that enforces them, made once for all answers."""
+        schema, regex = options.pop("json_schema", None), options.pop("regex", None)
+        if schema is None and regex is None:
+            return options
+        if self.tokenizer is None:
+            raise OptionError("a grammar needs a tokenizer: load the model with tokenizer=…")
+        made = grammar_processor(self.tokenizer, self.target.vocabulary, self.eos, schema, regex)
+        return {**options, "processors": (*options.get("processors", ()), made)}
 
     def _word(self, word: str | Sequence[int]) -> Sequence[int]:
         if not isinstance(word, str):
@@ -239,12 +259,18 @@ class Stream:
 
 
 class Chat:
-    """A conversation: the messages so far, and a slot that has already read them."""
+    """A conversation: the messages so far, and a slot that has already read them. Close it, or use it in a `with`."""
 
     def __init__(self, llm: LLM, system: str | None = None) -> None:
         self.llm = llm
         self.messages: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
-        self._slot = llm.target.open()
+        self._slot: Slot | None = None
+
+    def __enter__(self) -> Chat:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def send(self, content: str, **options: Any) -> Result:
         stream = self.stream(content, **options)
@@ -253,38 +279,43 @@ class Chat:
         return stream.result
 
     def stream(self, content: str, **options: Any) -> Stream:
-        """Say something and stream the answer. It joins the conversation even if it is cut short."""
+        """Say something and stream the answer. Both join the conversation as soon as there is an answer, even one that
+        is cut short."""
         (seed,) = spread(options.pop("seed", None), 1)
-        messages = [*self.messages, {"role": "user", "content": content}]
-        request = self.llm.request(messages, seed=seed, **options)
-        self.messages = messages
-        self._rewind(request.tokens)
-        return ChatStream(self, self.llm.engine, request, self._slot)
+        said = {"role": "user", "content": content}
+        request = self.llm.request([*self.messages, said], seed=seed, **self.llm._with_grammar(options))
+        check_prompt(request, self.llm.target)
+        return ChatStream(self, said, request, self._rewound(request.tokens))
 
     def close(self) -> None:
-        self.llm.target.close(self._slot)
+        """Give the cache back. The conversation can go on: the next turn reads all of it again."""
+        if self._slot is not None:
+            self.llm.target.close(self._slot)
+            self._slot = None
 
-    def _rewind(self, tokens: list[int]) -> None:
-        """Keep what the new prompt begins with; a drafter that reads hidden states must see the prompt again."""
+    def _rewound(self, tokens: list[int]) -> Slot:
+        """The slot with what the new prompt begins with; a drafter that reads hidden states must see it all again."""
+        self._slot = self._slot or self.llm.target.open()
         read = self._slot.tokens
         common = 0
         if not self.llm.engine.drafter.layers:
             while common < min(len(read), len(tokens) - 1) and read[common] == tokens[common]:
                 common += 1
         self.llm.target.truncate(self._slot, common)
+        return self._slot
 
 
 class ChatStream(Stream):
-    def __init__(self, chat: Chat, engine: Engine, request: Request, slot: Slot) -> None:
-        super().__init__(engine, request, slot)
-        self._chat = chat
+    def __init__(self, chat: Chat, said: dict[str, str], request: Request, slot: Slot) -> None:
+        super().__init__(chat.llm.engine, request, slot)
+        self._chat, self._said = chat, said
 
     def __iter__(self) -> Iterator[str]:
         try:
             yield from super().__iter__()
         finally:
             if self._running is not None:
-                self._chat.messages.append({"role": "assistant", "content": self.result.text})
+                self._chat.messages += [self._said, {"role": "assistant", "content": self.result.text}]
 
 
 def result(sequence: Running) -> Result:
@@ -295,6 +326,7 @@ def result(sequence: Running) -> Result:
         finish_reason=sequence.finish or "cancelled",
         stats=sequence.stats,
         seed=sequence.request.seed,
+        sample=sequence.request.sample,
         logprobs=list(sequence.logprobs) if sequence.request.logprobs is not None else None,
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 from slipstream.errors import PromptError
@@ -19,10 +20,12 @@ def split_batch(prompt: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
     """
     if isinstance(prompt, str):
         return [prompt], False
+    if isinstance(prompt, Mapping):
+        raise PromptError(f"a mapping with {list(prompt)} is no prompt: give a list of messages, or its 'input_ids'")
     items: list[Any] = prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)
     if not items:
         raise PromptError("the prompt is empty: give a string, token ids, chat messages, or a list of these")
-    if all(isinstance(i, int) for i in items) or all(isinstance(i, Mapping) for i in items):
+    if all(isinstance(i, Integral) for i in items) or all(isinstance(i, Mapping) for i in items):
         return [items], False
     if all(isinstance(i, str | Sequence) for i in items):
         return items, True
@@ -32,7 +35,7 @@ def split_batch(prompt: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
 
 def encode(prompt: Prompt, tokenizer: Any, template: bool = True) -> list[int]:
     """Token ids. A string is one user message to a model with a chat template, unless template is False."""
-    if not isinstance(prompt, str) and all(isinstance(i, int) for i in prompt):
+    if not isinstance(prompt, str) and all(isinstance(i, Integral) for i in prompt):
         return [int(i) for i in prompt]  # type: ignore[arg-type]
     if tokenizer is None:
         raise PromptError("this model came without a tokenizer: give token ids, or load it with tokenizer=…")
@@ -85,12 +88,10 @@ class Detokenizer:
         return self.text
 
     def finish(self) -> str:
-        """No token follows: half characters come out as they are."""
-        if self._tokenizer is not None and not self._stopped:
-            self.text += self._decode(self._base)[len(self._before) :]
-            self._base = self._shown = len(self._tokens)
-            self._before = ""
-        return self.text
+        """The text if no token follows: half characters come out as they are."""
+        if self._tokenizer is None or self._stopped:
+            return self.text
+        return self.text + self._decode(self._base)[len(self._before) :]
 
     def _extend(self) -> None:
         after = self._decode(self._base)

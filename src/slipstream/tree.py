@@ -156,10 +156,11 @@ class TokenTree:
             path.append(node)
         return path[::-1]
 
-    def check(self, vocabulary: int) -> None:
-        """Raise if this isn't a tree over the vocabulary: a drafter's mistake must not become a wrong answer."""
-        if len(self) == 0 or self.parents[0] != -1:
-            raise DrafterError("a draft must start with its root, whose parent is -1")
+    def check(self, vocabulary: int, root: int) -> None:
+        """Raise if this isn't a tree over the vocabulary that starts from `root`: a drafter's mistake must not become a
+        wrong answer."""
+        if len(self) == 0 or self.parents[0] != -1 or self.tokens[0] != root:
+            raise DrafterError(f"a draft must start with the root it was asked about, {root}, whose parent is -1")
         if not _is_topological(self.parents):
             raise DrafterError(
                 f"parents must stand before their children, found {self.parents.tolist()}: order the nodes so"
@@ -167,6 +168,8 @@ class TokenTree:
         if self.tokens.min() < 0 or self.tokens.max() >= vocabulary:
             bad = self.tokens[(self.tokens < 0) | (self.tokens >= vocabulary)]
             raise DrafterError(f"draft tokens must lie in 0..{vocabulary - 1}, found {bad.tolist()}")
+        if self.q is not None and self.q.shape[1] != vocabulary:
+            raise DrafterError(f"q must have {vocabulary} columns, the target's vocabulary; found {self.q.shape[1]}")
 
     # ---- changing one
 

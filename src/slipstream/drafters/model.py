@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 
 from slipstream.drafters.base import Drafter, DraftSession, Proposal, Seen
 from slipstream.errors import DrafterError, OptionError
-from slipstream.sampling import Sampler, gumbel, noise_key
+from slipstream.sampling import Sampler, gumbel
 from slipstream.tree import TokenTree
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ class DraftModelOptions:
     mode: str = "greedy"  # greedy: its best tokens; sample: drawn as the request draws; beam: its best paths
     depth: int = 5  # tokens ahead
     width: int = 4  # beams, or alternatives drawn for the first token
-    confidence: float = 0.0  # stop where the draft model gives its best token less than this
+    confidence: float = 0.0  # leave out tokens to which the draft model gives less than this
     draft_dtype: str | None = None  # as in load()
 
     def __post_init__(self) -> None:
@@ -52,7 +53,7 @@ class DraftModel(Drafter):
 
         super().__init__(target, tokenizer, options)
         model, draft_tokenizer = options.draft_model, options.draft_tokenizer
-        if isinstance(model, str):
+        if isinstance(model, str | Path):
             model, draft_tokenizer = load_model(model, dtype=options.draft_dtype, device=target.device)
         self.draft = open_target(model)
         if not self.draft.trees:
@@ -84,7 +85,6 @@ class DraftModelSession(DraftSession):
         self.slot, self._want = self.draft.open(), Want()
         self._unread: list[int] = []  # part of the text, not yet of the draft model's cache
         self._lead = 0  # unread tokens that stand before the root in the slot's tree
-        self._scored = 0  # nodes of the slot's tree with cached keys
 
         # Under `match` the draft uses the target's own noise: both then tend to draw the same token.
         # Rejection sampling needs draws that know nothing of the coins that will judge them.
@@ -107,7 +107,7 @@ class DraftModelSession(DraftSession):
             # Keep the keys of what was drafted right; the tokens before the root are right by now.
             path = list(range(self._lead))
             node: int | None = self._lead if accepted and tree.tokens[self._lead] == accepted[0] else None
-            while node is not None and node < self._scored:
+            while node is not None:
                 path.append(node)
                 accepted.pop(0)
                 node = tree.child(node, accepted[0]) if accepted else None
@@ -116,10 +116,10 @@ class DraftModelSession(DraftSession):
         self._unread += accepted
 
     def propose(self, root: int, budget: Budget) -> Proposal:
-        room = self.draft.context - 1 - self.slot.length - len(self._unread)
-        depth = min(budget.depth, self.options.depth, room)
-        if depth < 1 or budget.nodes < 1:
-            return Proposal(TokenTree.root(root))
+        positions = self.draft.context - 1 - self.slot.length - len(self._unread)
+        depth = min(budget.depth, self.options.depth, positions)
+        if depth < 1 or budget.nodes < 1 or max([root, *self._unread]) >= self.draft.vocabulary:
+            return Proposal(TokenTree.root(root))  # nothing asked for, or a text it can't read
         if len(self._unread) > RIDE_ALONG:
             for _ in self.draft.prefill(self.slot, self._unread, self._want):
                 pass
@@ -146,9 +146,10 @@ class DraftModelSession(DraftSession):
         """(new nodes, V) logits, over the target's vocabulary."""
         known = growing.scored
         (scores,) = self.draft.score([self.slot], [growing.tree()], self._want, known=known)
-        growing.scored = self._scored = len(growing.tokens)
+        growing.scored = len(growing.tokens)
         rows = torch.stack([scores.logits(i) for i in range(known, growing.scored)]).float()
-        return rows[:, : self.vocabulary]
+        missing = self.vocabulary - rows.shape[1]  # padded sizes may differ either way
+        return torch.nn.functional.pad(rows, (0, missing), value=-torch.inf) if missing else rows
 
     def _grow(
         self,
@@ -164,18 +165,14 @@ class DraftModelSession(DraftSession):
         mode = self.options.mode
         if mode == "beam":
             return self._grow_beam(growing, frontier, value, rows, room)
+        self._sampler.position = position
         values = []
         for node, row, above in zip(frontier, rows, value, strict=True):
             logits = self._sampler.warped(row)
             logp = torch.log_softmax(logits.double(), -1)
             if mode == "sample" and not self._sampler.sampling.greedy:
                 many = self.options.width if node == self._lead else 1
-                key = noise_key(
-                    self._sampler.seed,
-                    self._sampler.sample_index,
-                    position,
-                    "" if self._shared_noise else "draft",
-                )
+                key = self._sampler.key("" if self._shared_noise else "draft")
                 noisy = logits + gumbel(key, torch.arange(len(logits), device=logits.device))
                 # The k largest, in order, are k draws without replacement.
                 drawn = torch.topk(noisy, min(many, room, int(torch.isfinite(logp).sum())))
@@ -200,10 +197,14 @@ class DraftModelSession(DraftSession):
         logp = torch.log_softmax(rows, -1)
         paths = value.to(logp)[:, None] + logp  # (f, V)
         best = torch.topk(paths.flatten(), min(self.options.width, room, paths.numel()))
-        for flat in best.indices.tolist():
+        kept = []
+        for place, flat in enumerate(best.indices.tolist()):
             beam, token = divmod(flat, logp.shape[1])
-            growing.add(token, frontier[beam], float(logp[beam, token].exp()))
-        return best.values
+            p = float(logp[beam, token].exp())
+            if p > 0 and p >= self.options.confidence:
+                growing.add(token, frontier[beam], p)
+                kept.append(place)
+        return best.values[kept]
 
 
 class Growing:

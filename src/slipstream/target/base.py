@@ -39,12 +39,15 @@ class Slot:
 class Scores:
     """What the target says about one tree. Logits and hidden states are valid until the next forward."""
 
-    def __init__(self, logits: torch.Tensor, hidden: dict[int, torch.Tensor], position: int, first: int = 0) -> None:
+    def __init__(
+        self, logits: torch.Tensor, hidden: dict[int, torch.Tensor], positions: NDArray[np.int64], first: int = 0
+    ) -> None:
         self._logits = logits  # (n - first, V)
         self._first = first  # the node of row 0
-        self._position = position  # of node 0
+        self._positions = positions  # (n - first,) absolute
         self.hidden = hidden  # {layer: (n - first, H)} on the device
         self._best: NDArray[np.int64] | None = None
+        self._value: NDArray[np.float32] | None = None
 
     def logits(self, node: int) -> torch.Tensor:
         """(V,) the logits of what follows `node`."""
@@ -55,13 +58,16 @@ class Scores:
 
     def argmax(self, node: int) -> int:
         """The most probable token after `node`."""
-        if self._best is None:  # not brought along: on a CPU it is cheaper to look at the visited nodes alone
+        i = node - self._first
+        if (
+            self._best is None or self._value is None
+        ):  # not brought along: on a CPU it is cheaper to look at the visited nodes alone
             row = self.logits(node)
             best = int(row.argmax())
             value = float(row[best])
         else:
-            best, value = int(self._best[node - self._first]), float(self._value[node - self._first])
-        check_choice(value, self._position + 1)
+            best, value = int(self._best[i]), float(self._value[i])
+        check_choice(value, int(self._positions[i]) + 1)
         return best
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
@@ -29,6 +30,7 @@ class ChainSlot(Slot):
     cache: Any = None  # the model's own
     read: int = 0  # how many of `tokens` the cache has read
     trial: Any = None  # a cache that has also read the chain scored last
+    reading: bool = False  # inside a forward: if it never came back, the cache can't be trusted
 
 
 class ChainTarget(Target):
@@ -66,13 +68,14 @@ class ChainTarget(Target):
 
     def truncate(self, slot: Slot, length: int) -> None:
         assert isinstance(slot, ChainSlot)
+        interrupted = slot.reading or slot.tree is not None
         del slot.tokens[length:]
-        if slot.read > length:
-            if self._can_crop(slot.cache):
-                slot.cache.crop(length - slot.read)
-                slot.read = length
-            else:
-                slot.cache, slot.read = self._new_cache(), 0
+        slot.trial, slot.tree = None, None
+        if interrupted or (slot.read > length and not self._can_crop(slot.cache)):
+            slot.cache, slot.read, slot.reading = self._new_cache(), 0, False
+        elif slot.read > length:
+            slot.cache.crop(length - slot.read)
+            slot.read = length
 
     def commit(self, slot: Slot, path: Sequence[int]) -> None:
         assert isinstance(slot, ChainSlot)
@@ -94,9 +97,9 @@ class ChainTarget(Target):
         for start in range(0, len(tokens), self.chunk):
             part = list(tokens[start : start + self.chunk])
             slot.tokens.extend(part)
-            unread = slot.tokens[slot.read :]
-            scores = self._read(slot.cache, unread, want, slot.length - 1, keep=len(part), logits=1)
-            slot.read = slot.length
+            if not self.chains and slot.length - slot.read > 1:
+                slot.cache, slot.read = self._new_cache(), 0  # several tokens need a state that has read nothing
+            scores = self._read_unread(slot, want, keep=len(part))
             yield scores
 
     def score(self, slots: Sequence[Slot], trees: Sequence[TokenTree], want: Want, known: int = 0) -> list[Scores]:
@@ -106,13 +109,19 @@ class ChainTarget(Target):
     def _score(self, slot: Slot, tree: TokenTree, want: Want) -> Scores:
         assert isinstance(slot, ChainSlot)
         if slot.length - slot.read > CATCH_UP:
-            self._read(slot.cache, slot.tokens[slot.read :], Want(), 0, keep=1, logits=1)
-            slot.read = slot.length
+            self._read_unread(slot, Want(), keep=1)
         whole = len(tree) == 1 or self._can_crop(slot.cache)  # nothing to roll back, or easily rolled back
         slot.trial = slot.cache if whole else copy.deepcopy(slot.cache)
         slot.tree = tree
         unread = slot.tokens[slot.read :] + tree.tokens.tolist()
         return self._read(slot.trial, unread, want, slot.length, keep=len(tree), logits=len(tree))
+
+    def _read_unread(self, slot: ChainSlot, want: Want, keep: int) -> Scores:
+        """Bring the cache up to the committed text."""
+        slot.reading = True
+        scores = self._read(slot.cache, slot.tokens[slot.read :], want, slot.length - 1, keep, logits=1)
+        slot.read, slot.reading = slot.length, False
+        return scores
 
     @torch.inference_mode()
     def _read(self, cache: Any, tokens: list[int], want: Want, position: int, keep: int, logits: int) -> Scores:
@@ -125,7 +134,7 @@ class ChainTarget(Target):
             inputs["output_hidden_states"] = True
         out = self.model(**inputs)
         hidden = {layer: out.hidden_states[layer][0, -keep:] for layer in want.layers}
-        scores = Scores(out.logits[0, -logits:], hidden, position)
+        scores = Scores(out.logits[0, -logits:], hidden, np.arange(position, position + logits))
         if want.argmax and self.device.type != "cpu":
             top = out.logits[0, -logits:].max(-1)
             scores.take_argmax(top.indices.cpu().numpy(), top.values.float().cpu().numpy())

@@ -27,7 +27,7 @@ PROVEN = {
 
 
 def open_target(model: Any, *, chunk: int = 512) -> Target:
-    """A Target for a transformers causal language model. The model itself is left as it is."""
+    """A Target for a causal language model of transformers. It is put into evaluation mode and not changed further."""
     config = check_model(model)
     vocabulary, shapes = _probe(model)
     kinds = mask_kinds(config)
@@ -102,26 +102,32 @@ def _probe(model: Any) -> tuple[int, list[Shape | None] | None]:
 
 @torch.inference_mode()
 def scores_trees(target: TreeTarget) -> bool:
-    """Whether a small tree behind a short text gets the logits of its paths."""
-    text, tree = [1, 2, 3], TokenTree.build([4, 5, 6, 7, 8], [-1, 0, 0, 1, 2])
-    slot = target.open()
+    """Whether a small tree gets the logits of its paths: behind a short text, and in the same batch behind one that is
+    longer than any window the config mentions."""
+    windows = [v for k, v in target.model.config.to_dict().items() if "window" in k and isinstance(v, int)]
+    long = min(target.context - 8, 600, max([24, *(w + 8 for w in windows)]))
+    texts = [[1, 2, 3], [1 + i % 7 for i in range(long)]]
+    tree = TokenTree.build([4, 5, 6, 7, 8], [-1, 0, 0, 1, 2])
+    slots = [target.open() for _ in texts]
     try:
-        for _ in target.prefill(slot, text, Want()):
-            pass
-        (scores,) = target.score([slot], [tree], Want())
-        for node in (3, 4):
-            path = text + tree.tokens[tree.path_to(node)].tolist()
-            ids = torch.tensor([path], device=target.device)
-            alone = target.model(input_ids=ids).logits[0, -1].float()
-            # Half precision wanders by some percent of the spread; a wrong mask by about the spread itself.
-            allowed = (1e-3 if target.exact else 0.2) * alone.std()
-            if not torch.allclose(scores.logits(node).float(), alone, rtol=0, atol=float(allowed)):
-                return False
+        for slot, text in zip(slots, texts, strict=True):
+            for _ in target.prefill(slot, text, Want()):
+                pass
+        for scores, text in zip(target.score(slots, [tree, tree], Want()), texts, strict=True):
+            for node in (3, 4):
+                path = text + tree.tokens[tree.path_to(node)].tolist()
+                ids = torch.tensor([path], device=target.device)
+                alone = target.model(input_ids=ids).logits[0, -1].float()
+                # Half precision wanders by some percent of the spread; a wrong mask by about the spread itself.
+                allowed = (1e-3 if target.exact else 0.2) * alone.std()
+                if not torch.allclose(scores.logits(node).float(), alone, rtol=0, atol=float(allowed)):
+                    return False
     except Exception as error:  # an unknown model may fail in any way: then it gets chains
         log.debug("tree probe failed", exc_info=error)
         return False
     finally:
-        target.close(slot)
+        for slot in slots:
+            target.close(slot)
     return True
 
 

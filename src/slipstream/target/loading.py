@@ -45,20 +45,22 @@ def load_model(
         raise ModelError(f"{path} holds no config.json: name the folder that `save_pretrained` wrote, or a .gguf file")
 
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if dtype is None:
-        dtype = torch.float32 if device.type == "cpu" else "auto"
+    dtype = to_dtype(dtype or (torch.float32 if device.type == "cpu" else "auto"))
     if device_map is not None:
         place["device_map"] = device_map
     try:
         with quiet_transformers():
-            model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=to_dtype(dtype), **place, **options)
+            model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **place, **options)
     except Exception as error:
         if str(source) == embedded.NAME:
             log.warning("the model hub did not give %s: using the embedded copy, whose weights are 4-bit", source)
             return load_model(None, dtype=dtype, device=device, device_map=device_map, **options)
         raise ModelError(_explain(str(source), error)) from error
     place.pop("device_map", None)
-    tokenizer = _load_tokenizer(source, place)
+    shared = {
+        k: v for k, v in options.items() if k in ("revision", "token", "cache_dir", "subfolder", "local_files_only")
+    }
+    tokenizer = _load_tokenizer(source, {**place, **shared})
     if device_map is None and not getattr(model, "is_quantized", False):
         model = model.to(device)
     return model.eval(), tokenizer

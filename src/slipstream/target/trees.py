@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from slipstream.errors import ModelError
 from slipstream.target.alibi import alibi_by_position
@@ -109,7 +110,7 @@ class TreeTarget(Target):
         lengths = [slot.length for slot in slots]
         rows = max(len(tree) for tree in trees) - known
         width = max(length + known for length in lengths) + rows
-        if max(lengths) + max(tree.depth for tree in trees) >= self.context:
+        if any(length + tree.depth >= self.context for length, tree in zip(lengths, trees, strict=True)):
             raise ModelError(f"a draft reaches past the model's {self.context} positions: the engine must cut it")
         self._pool.reserve(len(self._slots), width)
         for slot, tree in zip(slots, trees, strict=True):
@@ -140,14 +141,14 @@ class TreeTarget(Target):
             inputs["output_hidden_states"] = True
         with our_attention(self._config), alibi_by_position(self.model, key):
             out = self.model(**inputs)
-        return self._scores(out, trees, want, lengths, known, last_only)
+        return self._scores(out, trees, want, query, known, last_only)
 
     def _scores(
         self,
         out: Any,
         trees: Sequence[TokenTree],
         want: Want,
-        lengths: list[int],
+        query: NDArray[np.int64],
         known: int,
         last_only: bool,
     ) -> list[Scores]:
@@ -160,8 +161,8 @@ class TreeTarget(Target):
         for i, tree in enumerate(trees):
             n = len(tree) - known
             hidden = {layer: out.hidden_states[layer][i, :n] for layer in want.layers}
-            position = lengths[i] + (n - 1 if last_only else 0)
-            scores = Scores(logits[i, : 1 if last_only else n], hidden, position, known)
+            rows = slice(n - 1, n) if last_only else slice(0, n)
+            scores = Scores(logits[i, :1] if last_only else logits[i, :n], hidden, query[i, rows], known)
             if bring:
                 scores.take_argmax(best[i], value[i])
             found.append(scores)

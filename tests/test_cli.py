@@ -127,3 +127,14 @@ def test_the_exported_names_are_what_was_meant():
     assert set(slipstream.__all__) <= set(dir(slipstream))
     with pytest.raises(AttributeError, match="no attribute 'nope'"):
         slipstream.nope  # noqa: B018
+
+
+def test_trace_writes_a_page_and_its_lines(tmp_path):
+    page, lines = tmp_path / "t.html", tmp_path / "t.jsonl"
+    done = run("trace", FRUIT, "-n", "16", "--html", str(page), "--jsonl", str(lines))
+    assert done.returncode == 0, done.stderr
+    assert "bananas" in page.read_text()
+    again = tmp_path / "again.html"
+    assert run("trace", "--from", str(lines), "--html", str(again)).returncode == 0
+    assert again.read_text() == page.read_text()
+    assert "one of them" in " ".join(run("trace").stderr.split())

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -150,6 +151,74 @@ def chat(
 
 
 @app.command()
+def trace(
+    prompt: Annotated[str | None, typer.Argument(help="What to answer; - reads it from standard input.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write the page here. Default: trace.html.")] = None,
+    jsonl: Annotated[Path | None, typer.Option(help="Write the trace itself here, line by line.")] = None,
+    source: Annotated[Path | None, typer.Option("--from", help="Show a trace that was recorded before.")] = None,
+    model: Model = None,
+    drafter: DrafterName = "pld",
+    option: DrafterOption = None,
+    dtype: Dtype = None,
+    device: Device = None,
+    max_new_tokens: MaxNew = 256,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    seed: Seed = None,
+    max_draft: MaxDraft = 16,
+    accept: Accept = "match",
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
+    trust_remote_code: Trust = False,
+) -> None:
+    """Answer a prompt and show what happened: one page, each token coloured by who drafted it."""
+    from slipstream.trace.page import read, write_page
+
+    if (prompt is None) == (source is None):
+        raise OptionError("give a prompt to answer, or --from a trace to show: one of them")
+    if source is not None:
+        lines = read(source)
+    else:
+        llm = _load(model, drafter, option, dtype, device, trust_remote_code)
+        with _line_writer(jsonl) as write:
+            stream = llm.stream(
+                sys.stdin.read() if prompt == "-" else prompt or "",
+                max_new_tokens=max_new_tokens,
+                temperature=temperature,
+                top_p=top_p,
+                seed=seed,
+                max_draft=max_draft,
+                accept=accept,
+                template=not raw,
+                trace=write or True,
+            )
+            _say(stream)
+            if stream.stats is None:
+                raise typer.Exit(130)
+            err.print(f"[dim]{_status(stream.stats, accept)}[/dim]")
+            lines = stream.result.trace or []
+    if html is not None or jsonl is None:
+        html = html or Path("trace.html")
+        write_page(lines, html)
+        err.print(f"wrote {html}")
+
+
+@contextmanager
+def _line_writer(path: Path | None) -> Iterator[Any]:
+    """A function that appends JSON lines to a new file, each on the disk before the next; None without a path."""
+    if path is None:
+        yield None
+        return
+    with path.open("w", encoding="utf-8") as file:
+
+        def write(line: dict[str, Any]) -> None:
+            file.write(json.dumps(line, ensure_ascii=False) + "\n")
+            file.flush()
+
+        yield write
+    err.print(f"wrote {path}")
+
+
+@app.command()
 def drafters() -> None:
     """What can draft, and its options."""
     from slipstream import drafters as registry
@@ -283,8 +352,6 @@ def _status(stats: Stats, accept: str) -> str:
 
 
 def _schema(given: str | None) -> str | None:
-    from pathlib import Path
-
     if given and not given.lstrip().startswith(("{", "[")):
         try:
             return Path(given).read_text()

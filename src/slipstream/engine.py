@@ -32,6 +32,17 @@ class TokenLogprobs:
     top: dict[int, float]
 
 
+@dataclass(frozen=True)
+class Step:
+    """What one forward did for one sequence, for whoever watches. In a batch the times are those of all."""
+
+    tree: TokenTree
+    verdict: Verdict
+    draft_seconds: float
+    verify_seconds: float
+    host_seconds: float  # deciding, committing, observing
+
+
 @dataclass(eq=False)
 class Sequence:
     """One request while it is being continued."""
@@ -95,12 +106,15 @@ class Engine:
         want = Want(self.drafter.layers, argmax=any(s.request.sampling.plain for s in running))
         scores = self.target.score([s.slot for s in running], trees, want)
         scored = perf_counter()
+        verdicts = []
         for sequence, tree, score in zip(running, trees, scores, strict=True):
             verdict = verify(sequence.request.accept, tree, score, sequence.sampler, sequence.over)
             self.target.commit(sequence.slot, verdict.path)
-            self._advance(sequence, tree, score, verdict)
-            sequence.stats.draft_seconds += drafted - clock
-            sequence.stats.verify_seconds += scored - drafted
+            self._observe(sequence, tree, score, verdict)
+            verdicts.append(verdict)
+        times = drafted - clock, scored - drafted, perf_counter() - scored
+        for sequence, tree, verdict in zip(running, trees, verdicts, strict=True):
+            self._advance(sequence, Step(tree, verdict, *times))
 
     def start(self, request: Request, slot: Slot | None = None, running: Iterable[Sequence] = ()) -> Sequence:
         """Read the prompt; its last row decides the first token. What a running sequence begins with, as in several
@@ -124,15 +138,17 @@ class Engine:
         want = Want(self.drafter.layers, argmax=request.sampling.plain)
         if read:
             sequence.session.observe(Seen(request.tokens[:read], 0))
+        clock = perf_counter()
         for score in self.target.prefill(sequence.slot, request.tokens[read:], want):
             count = sequence.slot.length - read
             sequence.session.observe(Seen(request.tokens[read : read + count], read, score.hidden))
             read += count
+        read_at = perf_counter()
         tree = TokenTree.root(request.tokens[-1])
         verdict = verify(request.accept, tree, score, sequence.sampler, sequence.over)
+        self._report(sequence, tree, score, verdict)
         sequence.stats.first_token_seconds = perf_counter() - sequence.started
-        sequence.stats.verify_seconds = sequence.stats.first_token_seconds
-        self._advance(sequence, tree, score, verdict, seen=True)
+        self._advance(sequence, Step(tree, verdict, 0.0, read_at - clock, perf_counter() - read_at))
         return sequence
 
     def _fork(self, request: Request, running: Iterable[Sequence]) -> Slot | None:
@@ -157,26 +173,35 @@ class Engine:
             trees.append(tree if self.target.trees else tree.best_chain())
         return trees
 
-    def _advance(
-        self, sequence: Sequence, tree: TokenTree, score: Scores, verdict: Verdict, seen: bool = False
-    ) -> None:
-        """Take the verdict over into the sequence, and show its drafter what was accepted."""
+    def _observe(self, sequence: Sequence, tree: TokenTree, score: Scores, verdict: Verdict) -> None:
+        """Show the drafter what was accepted."""
+        self._report(sequence, tree, score, verdict)
+        position = sequence.slot.length - len(verdict.path)
+        hidden = {layer: h[verdict.path] for layer, h in score.hidden.items()}
+        sequence.session.observe(Seen(tree.tokens[verdict.path].tolist(), position, hidden))
+
+    def _report(self, sequence: Sequence, tree: TokenTree, score: Scores, verdict: Verdict) -> None:
+        """Log probabilities, where they are asked for, while the logits are there."""
         if sequence.request.logprobs is not None:
             emitted = [*tree.tokens[verdict.path[1:]].tolist(), verdict.bonus]
             for node, token in zip(verdict.path, emitted, strict=True):
                 sequence.logprobs.append(logprobs(score.logits(node), token, sequence.request.logprobs))
-        if not seen:
-            position = sequence.slot.length - len(verdict.path)
-            hidden = {layer: h[verdict.path] for layer, h in score.hidden.items()}
-            sequence.session.observe(Seen(tree.tokens[verdict.path].tolist(), position, hidden))
-        sequence.root = verdict.bonus
-        sequence.stats.count(tree, verdict.path)
+
+    def _advance(self, sequence: Sequence, step: Step) -> None:
+        """Take a step over into the sequence and its statistics."""
+        sequence.root = step.verdict.bonus
+        sequence.stats.count(step.tree, step.verdict.path)
         sequence.stats.new_tokens = len(sequence.tokens)
+        sequence.stats.draft_seconds += step.draft_seconds
+        sequence.stats.verify_seconds += step.verify_seconds
+        sequence.stats.host_seconds += step.host_seconds
         sequence.stats.seconds = perf_counter() - sequence.started
         if sequence.finish is None and sequence.slot.length >= self.target.context:
             sequence.finish = "length"  # the context is full: the root can't be read any more
         if sequence.finish is None and sequence.request.cancelled:
             sequence.finish = "cancelled"
+        if sequence.request.watch is not None:
+            sequence.request.watch(step)
 
     def _retire(self, running: list[Sequence], keep: Slot | None) -> None:
         for sequence in [s for s in running if s.finish is not None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from slipstream.sampling import Sampling
 from slipstream.stats import Stats
 from slipstream.target import Slot, load_model, open_target
 from slipstream.text import Detokenizer, Prompt, encode, split_batch
+from slipstream.trace.record import Recorder
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class Result:
     seed: int  # what it was drawn with: pass seed and sample again to draw it again
     sample: int = 0
     logprobs: list[TokenLogprobs] | None = None
+    trace: list[dict[str, Any]] | None = None  # the lines of a trace file: see docs/trace-format.md
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -94,6 +96,7 @@ class LLM:
         **options: Any,
     ) -> None:
         self.model, self.tokenizer = model, tokenizer
+        self.name = str(getattr(model.config, "_name_or_path", "") or type(model).__name__)
         self.target = open_target(model)
         made = drafters.make(drafter, self.target, tokenizer, **options)
         name = drafter if isinstance(drafter, str) else type(drafter).__name__
@@ -111,7 +114,8 @@ class LLM:
         presence_penalty, frequency_penalty, logit_bias, bad_words, processors (transformers' LogitsProcessor objects),
         json_schema, regex, seed (one, or one per prompt), stop (strings), stop_tokens (ids, besides the model's own),
         ignore_eos, logprobs (alternatives to report), accept (match, rejection, typical, lenient), accept_options,
-        max_draft (nodes per step; 0 turns speculation off), template (False continues a string as it is).
+        max_draft (nodes per step; 0 turns speculation off), template (False continues a string as it is), trace (record
+        what happened at each step).
         """
         prompts, many = split_batch(prompt)
         if n < 1:
@@ -165,10 +169,12 @@ class LLM:
         template: bool = True,
         processors: Sequence[Any] = (),
         bad_words: Sequence[str | Sequence[int]] = (),
+        trace: bool | Callable[[dict[str, Any]], None] = False,
         shared: bool = False,
         **sampling: Any,
     ) -> Request:
-        """What `generate` asks the engine for. shared: other answers use the same processor objects."""
+        """What `generate` asks the engine for. shared: other answers use the same processor objects. trace: may be a
+        function that receives each line of the trace as soon as it is final."""
         known = {f.name for f in fields(Sampling)}
         if unknown := set(sampling) - known:
             raise OptionError(
@@ -189,7 +195,7 @@ class LLM:
         if bad := sorted({*bias, *(t for w in words for t in w)} - set(range(self.target.vocabulary))):
             raise OptionError(f"logit_bias and bad_words name {bad[:5]}: ids lie in 0..{self.target.vocabulary - 1}")
         sampling.setdefault("repetition_penalty", self._repetition_penalty)
-        return Request(
+        request = Request(
             tokens=tokens,
             max_new_tokens=max_new_tokens,
             sampling=Sampling(processors=tuple(processors), bad_words=words, logit_bias=bias, **sampling),
@@ -200,6 +206,23 @@ class LLM:
             max_draft=max_draft,
             logprobs=logprobs,
         )
+        if trace:
+            request.watch = self._recorder(prompt, request, None if trace is True else trace)
+        return request
+
+    def _recorder(self, prompt: Prompt, request: Request, sink: Callable[[dict[str, Any]], None] | None) -> Recorder:
+        if not isinstance(prompt, str):
+            prompt = self.tokenizer.decode(request.tokens) if self.tokenizer else " ".join(map(str, request.tokens))
+        header = {
+            "model": self.name,
+            "drafter": self.engine.name,
+            "accept": request.accept.name,
+            "exact": request.accept.lossless and self.target.exact,
+            "prompt": prompt,
+            "prompt_tokens": len(request.tokens),
+        }
+        assert isinstance(request.stop, Detokenizer)
+        return Recorder(header, request.stop, self.tokenizer, sink)
 
     def _with_grammar(self, options: dict[str, Any]) -> dict[str, Any]:
         """json_schema and regex turned into the processor that enforces them, made once for all answers."""
@@ -319,7 +342,7 @@ class ChatStream(Stream):
 
 
 def result(sequence: Running) -> Result:
-    text = sequence.request.stop
+    text, watch = sequence.request.stop, sequence.request.watch
     return Result(
         text=text.finish() if isinstance(text, Detokenizer) else "",
         tokens=list(sequence.tokens),
@@ -328,6 +351,7 @@ def result(sequence: Running) -> Result:
         seed=sequence.request.seed,
         sample=sequence.request.sample,
         logprobs=list(sequence.logprobs) if sequence.request.logprobs is not None else None,
+        trace=watch.end(sequence) if isinstance(watch, Recorder) and sequence.finish else None,
     )
 
 

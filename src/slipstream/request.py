@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from slipstream.accept import Match, Rule
 from slipstream.sampling import Sampling
+
+if TYPE_CHECKING:
+    from slipstream.engine import Step
 
 Stop = Callable[[int], str | None]
 
@@ -23,6 +27,7 @@ class Request:
     stop: Stop | None = None
     max_draft: int = 16  # drafted nodes per step at most; 0 turns speculation off
     logprobs: int | None = None  # report this many alternatives per emitted token
+    watch: Callable[[Step], None] | None = None  # shown every step
     cancelled: bool = False
 
     def cancel(self) -> None:

@@ -22,12 +22,15 @@ class Stats:
     first_token_seconds: float = 0.0
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
+    host_seconds: float = 0.0  # deciding, committing, observing
+    accepted_lengths: dict[int, int] = field(default_factory=dict)  # {drafted tokens kept: steps}
     by_source: dict[str, dict[str, int]] = field(default_factory=dict)
 
     def count(self, tree: TokenTree, path: list[int]) -> None:
         """One verified step."""
         self.steps += 1
         self.accepted += len(path) - 1
+        self.accepted_lengths[len(path) - 1] = self.accepted_lengths.get(len(path) - 1, 0) + 1
         self.drafted_depth += tree.depth
         self.nodes_verified += len(tree) - 1
         for name, proposed in tree.proposed_by().items():
@@ -69,6 +72,8 @@ class Stats:
             "nodes_verified": self.nodes_verified,
             "draft_seconds": round(self.draft_seconds, 6),
             "verify_seconds": round(self.verify_seconds, 6),
+            "host_seconds": round(self.host_seconds, 6),
             "exact": self.exact,
+            "accepted_lengths": {str(k): v for k, v in sorted(self.accepted_lengths.items())},
             "by_source": self.by_source,
         }

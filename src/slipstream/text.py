@@ -65,18 +65,19 @@ class Detokenizer:
         # left neighbour (spaces, and characters of several tokens).
         self._base = self._shown = 0
         self._before = ""  # decode(tokens[base:shown])
-        self.text = ""  # complete characters only, until `finish`
+        self.text = ""  # complete characters only
+        self.lengths: list[int] = []  # after each token: how much of the text nothing can take back
         self._stopped = False
 
     def __call__(self, token: int) -> str | None:
-        if token in self._eos:
-            return "stop"
-        if self._tokenizer is None:
-            return None
-        self._tokens.append(token)
-        known = len(self.text)
-        self._extend()
-        return "stop" if self._cut(known) else None
+        over = token in self._eos
+        if not over and self._tokenizer is not None:
+            self._tokens.append(token)
+            known = len(self.text)
+            self._extend()
+            over = self._cut(known)
+        self.lengths.append(len(self.visible()))
+        return "stop" if over else None
 
     def visible(self) -> str:
         """The text that nothing can take back: not the beginning of a stop string."""

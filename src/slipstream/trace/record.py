@@ -1,0 +1,137 @@
+"""Recorder: a generation's steps as the lines of a trace, while they happen."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from slipstream.trace.page import FORMAT, VERSION, Line
+
+if TYPE_CHECKING:
+    from slipstream.engine import Sequence, Step
+    from slipstream.text import Detokenizer
+    from slipstream.tree import TokenTree
+
+
+class Recorder:
+    """It watches one request. A line goes to the sink as soon as nothing can change it any more."""
+
+    def __init__(
+        self, header: dict[str, Any], text: Detokenizer, tokenizer: Any, sink: Callable[[Line], None] | None = None
+    ) -> None:
+        self.lines: list[Line] = []
+        self._text, self._tokenizer, self._sink = text, tokenizer, sink
+        self._readable: dict[int, str] = {}
+        self._steps = self._emitted = 0
+        self._shown = 0  # characters of the answer that are in earlier pieces
+        self._held: Line | None = None  # the last step: its last piece may still grow at the end
+        self._write({"format": FORMAT, "version": VERSION, **header})
+
+    def __call__(self, step: Step) -> None:
+        """One step of the engine."""
+        path, tree = step.verdict.path, step.tree
+        credit = self._credit(tree)
+        emitted = []
+        for node in path[1:]:
+            emitted.append({"token": int(tree.tokens[node]), "text": self._piece(), "source": "+".join(credit[node])})
+        emitted.append({"token": step.verdict.bonus, "text": self._piece(), "source": None})
+        self._release()
+        self._held = {
+            "step": self._steps,
+            "first": self._emitted - len(emitted),
+            "nodes": [self._node(tree, i) for i in range(len(tree))],
+            "path": [int(i) for i in path],
+            "emitted": emitted,
+            "draft_ms": round(1e3 * step.draft_seconds, 4),
+            "verify_ms": round(1e3 * step.verify_seconds, 4),
+            "host_ms": round(1e3 * step.host_seconds, 4),
+        }
+        self._steps += 1
+
+    def end(self, sequence: Sequence) -> list[Line]:
+        """The generation is over: all its lines."""
+        if self._held is not None:
+            text = self._text.finish()
+            self._held["emitted"][-1]["text"] += text[self._shown :]
+            self._shown = len(text)
+            self._release()
+            stats = sequence.stats.as_dict()
+            self._write({"end": True, "finish": sequence.finish or "cancelled", "text": text, "stats": stats})
+        return self.lines
+
+    def _piece(self) -> str:
+        """What the next emitted token added to the answer."""
+        end = self._text.lengths[self._emitted]
+        piece = self._text.text[self._shown : end]
+        self._shown = max(self._shown, end)
+        self._emitted += 1
+        return piece
+
+    def _credit(self, tree: TokenTree) -> list[list[str]]:
+        proposed = tree.proposed_by()
+        return [[name for name, by in proposed.items() if by[i]] for i in range(len(tree))]
+
+    def _node(self, tree: TokenTree, i: int) -> dict[str, Any]:
+        scores = {name: float(tree.raw[i, s]) for s, name in enumerate(tree.sources) if not np.isnan(tree.raw[i, s])}
+        return {
+            "token": int(tree.tokens[i]),
+            "text": self._read(int(tree.tokens[i])),
+            "parent": int(tree.parents[i]),
+            "score": round(float(tree.score[i]), 6) if i else None,
+            "sources": {name: round(score, 6) for name, score in scores.items()},
+        }
+
+    def _read(self, token: int) -> str:
+        if token not in self._readable:
+            self._readable[token] = readable(self._tokenizer, token)
+        return self._readable[token]
+
+    def _release(self) -> None:
+        if self._held is not None:
+            self._write(self._held)
+            self._held = None
+
+    def _write(self, line: Line) -> None:
+        self.lines.append(line)
+        if self._sink is not None:
+            self._sink(line)
+
+
+def readable(tokenizer: Any, token: int) -> str:
+    """One token as text; bytes that are no complete character as ⟨F0⟩."""
+    if tokenizer is None:
+        return f"⟨{token}⟩"
+    text = tokenizer.decode([token])
+    if "\ufffd" not in text:
+        return text
+    piece = tokenizer.convert_ids_to_tokens(token)
+    if byte := re.fullmatch(r"<0x([0-9A-F]{2})>", piece):  # SentencePiece's byte tokens
+        return f"⟨{byte[1]}⟩"
+    if not all(c in _BYTES for c in piece):
+        return text
+    raw, out = bytes(_BYTES[c] for c in piece), ""
+    while raw:
+        for size in (1, 2, 3, 4):
+            try:
+                out += raw[:size].decode()
+            except UnicodeDecodeError:
+                continue
+            raw = raw[size:]
+            break
+        else:
+            out += f"⟨{raw[0]:02X}⟩"
+            raw = raw[1:]
+    return out
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """Byte-level BPE writes printable bytes as themselves and the others as characters from 256 on, in order."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [b for b in range(256) if b not in printable]
+    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
+
+
+_BYTES = _byte_level_alphabet()

@@ -34,8 +34,8 @@ def load_model(
     options go to transformers' `from_pretrained` (revision, quantization_config, attn_implementation, …).
     """
     place: dict[str, Any] = {"trust_remote_code": trust_remote_code}
-    if source is None:
-        source = embedded.ensure()
+    ours = source is None
+    source = source if source is not None else embedded.ensure()
     path = Path(source)
     if path.suffix == ".gguf":
         if not path.is_file():
@@ -56,6 +56,8 @@ def load_model(
             log.warning("the model hub did not give %s: using the embedded copy, whose weights are 4-bit", source)
             return load_model(None, dtype=dtype, device=device, device_map=device_map, **options)
         raise ModelError(_explain(str(source), error)) from error
+    if ours:
+        model.config._name_or_path = embedded.NAME  # not the cache folder it came from
     place.pop("device_map", None)
     shared = {
         k: v for k, v in options.items() if k in ("revision", "token", "cache_dir", "subfolder", "local_files_only")

@@ -1,5 +1,6 @@
 """The README and the guides are run as they stand there."""
 
+import importlib
 import re
 import shlex
 import subprocess
@@ -49,17 +50,18 @@ def test_every_make_target_in_the_docs_exists():
             assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
 
 
-def test_the_guides_drafter_obeys_the_law(tiny):
+def test_the_guides_drafter_obeys_the_law(tiny, tmp_path, monkeypatch):
     """The example of docs/add-a-drafter.md, as it stands there."""
     from slipstream import LLM
 
     (code,) = blocks((ROOT / "docs" / "add-a-drafter.md").read_text(), "python")
-    module = {"__name__": "echo"}
-    exec(code, module)
+    (tmp_path / "echo.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    echo = importlib.import_module("echo")
     llm = LLM(tiny("llama"), drafter="none")
     prompt = [5, 6, 7]
     plain = llm.generate(prompt, max_new_tokens=20)
-    llm.engine.drafter = module["Echo"](llm.target, None, module["EchoOptions"]())
+    llm.engine.drafter = echo.Echo(llm.target, None, echo.EchoOptions())
     result = llm.generate(prompt, max_new_tokens=20)
     assert result.tokens == plain.tokens
     assert result.stats.by_source["echo"]["proposed"] > 0

@@ -5,7 +5,7 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 
-.PHONY: setup demo test check format bench test-gpu clean
+.PHONY: setup demo test check format bench bench-overhead test-gpu clean
 
 setup: $(VENV)/.ready
 
@@ -32,7 +32,11 @@ format: setup
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+# Under 10 minutes on 2 cores. For the whole set: slipstream bench --html report.html
 bench: setup
+	HF_HUB_OFFLINE=1 $(BIN)/slipstream bench --limit 16 --max-new-tokens 64 --repeats 2 --html report.html
+
+bench-overhead: setup
 	HF_HUB_OFFLINE=1 $(BIN)/python bench/overhead.py
 
 # Runs in the current Python, since a GPU machine brings its own torch. `make test` leaves these tests out.

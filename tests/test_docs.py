@@ -26,11 +26,16 @@ def test_the_readmes_python_runs(code):
 @pytest.mark.parametrize(
     "line", [w for b in blocks(README, "console") for w in re.findall(r"^\$ (.*)$", b, re.MULTILINE)]
 )
-def test_the_readmes_commands_run(line):
+def test_the_readmes_commands_run(line, tmp_path):
     program, *words = shlex.split(line)
     assert program == "slipstream"
     done = subprocess.run(
-        [sys.executable, "-m", "slipstream", *words], input="Hi!\n\n", capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", "slipstream", *words],
+        input="Hi!\n\n",
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=tmp_path,
     )
     assert done.returncode == 0, done.stderr
 

@@ -34,7 +34,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True)
 class Step:
-    """What one forward did for one sequence, for whoever watches. In a batch the times are those of all."""
+    """What one forward did for one sequence, for whoever watches. In a batch the times are its share of all."""
 
     tree: TokenTree
     verdict: Verdict
@@ -112,7 +112,7 @@ class Engine:
             self.target.commit(sequence.slot, verdict.path)
             self._observe(sequence, tree, score, verdict)
             verdicts.append(verdict)
-        times = drafted - clock, scored - drafted, perf_counter() - scored
+        times = [t / len(running) for t in (drafted - clock, scored - drafted, perf_counter() - scored)]
         for sequence, tree, verdict in zip(running, trees, verdicts, strict=True):
             self._advance(sequence, Step(tree, verdict, *times))
 

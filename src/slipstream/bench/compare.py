@@ -1,0 +1,58 @@
+"""Two benchmark documents side by side: what got faster or slower beyond noise."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from slipstream.errors import OptionError
+
+# What must be alike for two runs to be comparable at all.
+SAME = ("model", "dtype", "device", "threads")
+
+
+def compare_files(before: Path, after: Path) -> Iterator[str]:
+    """Sentences: warnings first, then one per contestant and category."""
+    one, other = load(before), load(after)
+    for key in SAME:
+        a, b = one["provenance"].get(key), other["provenance"].get(key)
+        if a != b:
+            yield f"not the same {key}: {a} and {b}"
+    if one["decoding"] != other["decoding"]:
+        yield f"not the same decoding: {one['decoding']} and {other['decoding']}"
+    for document, path in ((one, before), (other, after)):
+        if document["missing"]:
+            yield f"{path} is not complete: {document['missing']}"
+    found = {(r["contestant"], r["category"]): r for r in one["rows"]}
+    for row in other["rows"]:
+        if (old := found.get((row["contestant"], row["category"]))) is not None:
+            yield f"{row['category']:20} {row['contestant']:20} {verdict(old, row)}"
+
+
+def verdict(old: dict[str, Any], new: dict[str, Any]) -> str:
+    """Rates of two runs are compared through each run's own plain decoding where both have it: a machine that was
+    busier the second time is then no news. Without it, the spreads of the repeats decide."""
+    a, b = old["speedup"].get("none"), new["speedup"].get("none")
+    if new["contestant"] != "none" and a and b and None not in (a["value"], b["value"]):
+        change = f"{a['value']:.2f} → {b['value']:.2f} × plain"
+        faster, slower = b["low"] > a["high"], b["high"] < a["low"]
+    else:
+        change = f"{old['tokens_per_second']:.1f} → {new['tokens_per_second']:.1f} tokens/s"
+        faster, slower = new["spread"][0] > old["spread"][1], new["spread"][1] < old["spread"][0]
+    word = "FASTER" if faster else "SLOWER" if slower else "no difference beyond noise"
+    return f"{change}: {word}"
+
+
+def load(path: Path) -> dict[str, Any]:
+    try:
+        lines = path.read_text(encoding="utf-8").strip().splitlines()
+        document = json.loads(lines[-1]) if lines else None  # a saved output ends with the document
+    except OSError as error:
+        raise OptionError(f"{path} can't be read: {error.strerror}") from error
+    except ValueError as error:
+        raise OptionError(f"{path} does not end with a benchmark's JSON line: {error}") from error
+    if not isinstance(document, dict) or document.get("benchmark") != "slipstream":
+        raise OptionError(f"{path} is not a benchmark's document: give what `slipstream bench --json FILE` wrote")
+    return document

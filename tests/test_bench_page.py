@@ -1,0 +1,314 @@
+"""The benchmark's page in a real browser: what it draws of the document, and that no name can break out of it."""
+
+import json
+import math
+import re
+from random import Random
+
+import pytest
+
+from browser import CHROMIUM, Browser
+from slipstream.bench.charts import ticks
+from slipstream.bench.metrics import Ratio, Row
+from slipstream.bench.page import write_page
+
+if CHROMIUM is None:
+    pytest.skip("NO BROWSER: the benchmark's page is not tested; install chromium", allow_module_level=True)
+
+SCRIPT = "</svg></style><script>document.title='hacked'</script>"
+IMAGE = '"><img src=x onerror="document.title=\'hacked\'">'
+CATEGORIES = ["writing", "roleplay", "reasoning", "math", "coding", "summarization", "rag", "translation"]
+CONTESTANTS = ["none", "pld", "model", "hf", "hf-pld"]
+GAINS = {"none": 1.0, "pld": 1.45, "model": 1.25, "hf": 0.93, "hf-pld": 1.12}  # over plain decoding
+
+
+def make_document(contestants=CONTESTANTS, categories=CATEGORIES, seed=0, **change):
+    """A run on a small machine: speculation pays where the answer repeats the question."""
+    rng = Random(seed)
+    rows = [
+        make_row(rng, name, category, share, [b for b in ("none", "hf") if b in contestants])
+        for category, share in [("all", 0.5), *((c, rng.random()) for c in categories if len(categories) > 1)]
+        for name in contestants
+    ]
+    return {
+        "benchmark": "slipstream",
+        "version": 1,
+        "provenance": {
+            "slipstream": "0.1.0",
+            "torch": "2.11.0+cpu",
+            "transformers": "5.17.0",
+            "python": "3.12.3",
+            "model": "SmolLM2-135M-Instruct",
+            "dtype": "float32",
+            "device": "Intel(R) Xeon(R) Processor @ 2.90GHz",
+            "threads": 2,
+            "commit": "1a2b3c4",
+            "options": {"contestants": list(contestants), "limit": 6, "draft_model": None, "offline": True},
+        },
+        "decoding": {"max_new_tokens": 128, "temperature": 0.0, "top_p": 1.0, "seed": 0},
+        "items": 48,
+        "repeats": 3,
+        "complete": True,
+        "missing": None,
+        "peak_memory_mb": 1413.5,
+        "rows": [json.loads(json.dumps(row.as_dict())) for row in rows],
+    } | change
+
+
+def make_row(rng, name, category, repeats, baselines):
+    plain_ms = 27 + 2 * rng.random()
+    gain = GAINS.get(name, 1 + rng.random()) * (0.75 + 0.5 * repeats if name not in ("none", "hf") else 1)
+    rate = 1e3 / plain_ms * gain
+    half = 0.02 + 0.08 * rng.random() if name != "none" else 0.0
+    bases = {"none": gain, "hf": gain / GAINS["hf"]}
+    engine = {}
+    if not name.startswith("hf"):
+        drafts = name != "none"
+        kept = gain * 1.25 if drafts else 1.0  # tokens per step
+        counts = {0: 900} | ({k: int(700 * (1 - 1 / kept) ** k) + 3 for k in range(1, 11)} if drafts else {})
+        step = 1e3 * kept / rate
+        parts = {"draft": 0.08 * step if drafts else 0.0, "host": 0.05 * step, "unaccounted": 0.03 * step}
+        parts = {"draft": parts["draft"], "verify": step - sum(parts.values()), **parts}
+        engine = {"tokens_per_step": kept, "accepted_lengths": counts, "ms_per_step": parts, "unaccounted": 0.03}
+        engine |= {"acceptance_rate": 0.3, "node_yield": 0.12} if drafts else {}
+    return Row(
+        contestant=name,
+        category=category,
+        answers=144 if category == "all" else 18,
+        tokens=17011 if category == "all" else 2120,
+        tokens_per_second=rate,
+        spread=(rate * 0.98, rate * 1.03),
+        speedup={b: Ratio(v, v * (1 - half), v * (1 + half)) for b, v in bases.items() if b in baselines},
+        first_token_ms=61 + 9 * rng.random(),
+        texts_equal=48,
+        texts_compared=48,
+        **engine,
+    )
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    browser = Browser(tmp_path_factory.mktemp("profile"))
+    yield browser
+    browser.close()
+
+
+@pytest.fixture
+def show(browser, tmp_path):
+    """show(document) -> the browser with its page open. However a test goes, the page may neither complain, nor run a
+    script, nor ask for anything but itself."""
+    page = tmp_path / "page.html"
+    browser.complaints.clear()
+    browser.requests.clear()
+
+    def show(document, **size):
+        write_page(document, page)
+        browser.open(page, **size)
+        assert browser.run("document.querySelectorAll('script, img, iframe, link').length") == 0
+        return browser
+
+    yield show
+    assert browser.complaints == []
+    assert set(browser.requests) == {page.as_uri()}
+
+
+def count(browser, selector):
+    return browser.run(
+        f"[...document.querySelectorAll({json.dumps(selector)})].filter(e => e.checkVisibility()).length"
+    )
+
+
+def words(browser, selector="body"):
+    return browser.run(f"document.querySelector({json.dumps(selector)})?.textContent ?? ''")
+
+
+def middles(browser, selector, axis="x"):
+    size = {"x": "width", "y": "height"}[axis]
+    return browser.run(
+        f"[...document.querySelectorAll({json.dumps(selector)})].map(e => e.getBoundingClientRect())"
+        f".map(box => box.{axis} + box.{size} / 2)"
+    )
+
+
+# ---- what is drawn
+
+
+@pytest.mark.parametrize("width", [390, 800, 1280])
+def test_every_number_has_its_mark_at_every_width(show, width):
+    document = make_document()
+    browser = show(document, width=width)
+    rows, ours = document["rows"], [r for r in document["rows"] if r["tokens_per_step"]]
+    compared = [r for r in rows if r["contestant"] != "none"]
+    assert count(browser, "#speedups .mark") == count(browser, "#speedups .whisker") == len(compared)
+    assert count(browser, "#speedups .one") == 1
+    assert count(browser, "#steps .mark") == len(ours)
+    assert count(browser, "#steps path.iso") >= 2
+    whole = [r for r in ours if r["category"] == "all"]
+    drafting = [r for r in whole if r["contestant"] != "none"]
+    assert count(browser, "#lengths .bar") == sum(len(r["accepted_lengths"]) for r in drafting)
+    assert count(browser, "#times .part") == 4 * len(whole)
+    assert count(browser, "tr.row") == len(rows)
+    assert browser.run("document.documentElement.scrollWidth") <= width
+
+
+def test_marks_stand_where_their_numbers_are(show):
+    document = make_document()
+    browser = show(document)
+    values = [r["speedup"]["none"]["value"] for r in document["rows"] if r["contestant"] != "none"]
+    places = middles(browser, "#speedups .wide .mark")
+    (one,) = middles(browser, "#speedups .wide .one")
+    per_unit = (max(places) - one) / (max(values) - 1)
+    assert per_unit > 0
+    assert places == pytest.approx([one + per_unit * (value - 1) for value in values], abs=0.2)
+    parts = browser.run("[...document.querySelectorAll('#times .wide .part')].map(e => e.getBBox().width)")
+    spent = [ms for r in document["rows"] if r["category"] == "all" for ms in r["ms_per_step"].values()]
+    assert [p / max(parts) for p in parts] == pytest.approx([ms / max(spent) for ms in spent], abs=0.01)
+
+
+def test_no_label_of_a_chart_covers_another_or_leaves_it(show):
+    contestants = [*CONTESTANTS, *(f"pld length={n}" for n in (2, 4, 8, 16, 32))]
+    for width in (390, 1280):
+        browser = show(make_document(contestants), width=width)
+        boxes = browser.run(
+            "[...document.querySelectorAll('figure svg')].filter(s => s.checkVisibility()).map(s =>"
+            " [s.getBoundingClientRect().toJSON(), ...[...s.querySelectorAll('text')].map(t =>"
+            " Object.assign(t.getBoundingClientRect().toJSON(), {text: t.textContent}))])"
+        )
+        for frame, *labels in boxes:
+            for i, a in enumerate(labels):
+                assert a["left"] >= frame["left"] - 1, a
+                assert a["right"] <= frame["right"] + 12, a
+                for b in labels[:i]:
+                    across = min(a["right"], b["right"]) - max(a["left"], b["left"])
+                    down = min(a["bottom"], b["bottom"]) - max(a["top"], b["top"])
+                    assert across < 2 or down < 5, (a, b)
+
+
+def test_the_head_and_the_table_say_what_the_document_says(show):
+    document = make_document()
+    browser = show(document)
+    best = document["rows"][1]
+    assert f"{best['speedup']['none']['value']:.2f}×" in words(browser, "header")
+    for text in ("SmolLM2-135M-Instruct", "48 questions", "3 times", "128 new tokens", "greedily"):
+        assert text in words(browser, "header")
+    for text in ("2.11.0+cpu", "float32", "Intel(R) Xeon(R) Processor @ 2.90GHz", "1a2b3c4", "limit: 6", "1,414 MB"):
+        assert text in words(browser, ".provenance")
+    row = browser.run("[...document.querySelectorAll('tr.row')[1].cells].map(c => c.innerText)")
+    ratios = [best["speedup"][name] for name in ("none", "hf")]
+    assert row[0] == "pld"
+    assert row[4:6] == [f"{r['value']:.2f} {r['low']:.2f}–{r['high']:.2f}" for r in ratios]
+    assert row[-1] == "48/48"
+    assert words(browser, ".notes") == ""
+
+
+def test_sampling_is_said(show):
+    decoding = {"max_new_tokens": 64, "temperature": 0.8, "top_p": 0.9, "seed": 7}
+    browser = show(make_document(decoding=decoding, items=1, repeats=1))
+    assert "temperature 0.8, top-p 0.9, seed 7" in words(browser, "header")
+    assert "1 question, each answered once" in words(browser, "header")
+
+
+def test_an_incomplete_run_and_differing_texts_are_said(show):
+    document = make_document(complete=False, missing="interrupted after 80 of 720 answers")
+    next(r for r in document["rows"] if r["contestant"] == "hf-pld")["texts_equal"] = 45
+    browser = show(document)
+    assert count(browser, ".warning") == 1
+    assert "interrupted after 80 of 720 answers" in words(browser, ".warning")
+    assert count(browser, ".differs") == 1
+    assert words(browser, ".differs") == "hf-pld: 3 of 48 texts differ from plain decoding."
+
+
+# ---- what can't break it
+
+
+def test_hostile_names_stay_text(show):
+    document = make_document([SCRIPT, IMAGE, "none", "\ud800\0"], [SCRIPT, IMAGE, "a" * 300])
+    document["provenance"] |= {"model": SCRIPT, IMAGE: {SCRIPT: [IMAGE]}}
+    document |= {"missing": IMAGE, "complete": False, "items": IMAGE}
+    for row in document["rows"]:
+        row |= {"texts_equal": 1}
+        row["speedup"] |= {SCRIPT: {"value": 1.0, "low": 1.0, "high": 1.0}}
+    browser = show(document, width=390)
+    assert browser.run("document.title") == f"{SCRIPT} · slipstream benchmark"
+    for place in ("table", ".provenance", ".notes", "#steps .legend"):
+        assert IMAGE in words(browser, place)
+    assert browser.run("document.documentElement.scrollWidth") <= 390
+    assert count(browser, "#speedups .mark") == 12
+
+
+@pytest.mark.parametrize("unknown", [None, math.nan])
+def test_what_is_not_known_is_a_dash(show, unknown):
+    document = make_document()
+    rows = document["rows"]
+    rows[1]["speedup"]["none"] = dict.fromkeys(("value", "low", "high"), unknown)
+    rows[2]["speedup"] = {}
+    rows[3]["speedup"]["none"] |= {"low": unknown, "high": unknown}
+    rows[1] |= {"tokens_per_step": unknown, "node_yield": unknown, "tokens_per_second": unknown}
+    rows[2] |= {"ms_per_step": dict.fromkeys(rows[2]["ms_per_step"], unknown), "spread": [unknown, unknown]}
+    browser = show(document)
+    compared, ours = sum(r["contestant"] != "none" for r in rows), sum(bool(r["accepted_lengths"]) for r in rows)
+    assert count(browser, "#speedups .mark") == compared - 2
+    assert count(browser, "#speedups .whisker") == compared - 3
+    assert count(browser, "#steps .mark") == ours - 2
+    assert not re.search(r"nan|None|null|inf\b", words(browser, "main"))
+
+
+@pytest.mark.parametrize("name", ["none", "pld", "hf"])
+def test_one_contestant_and_one_category(show, name):
+    browser = show(make_document([name], ["coding"]))
+    assert count(browser, "tr.row") == 1
+    # Only what was measured is drawn: nothing to compare with, nothing drafted, no steps of transformers.
+    assert count(browser, "#speedups") == 0
+    assert ("Plain decoding was not measured" in words(browser, ".notes")) == (name != "none")
+    assert count(browser, "#lengths .bar") == (11 if name == "pld" else 0)
+    assert count(browser, "#steps .mark") == (name != "hf")
+    assert count(browser, "#times .part") == (0 if name == "hf" else 4)
+
+
+def test_a_run_stopped_before_it_measured_anything(show):
+    browser = show(make_document(rows=[], items=0, complete=False, missing="interrupted after 0 of 720 answers"))
+    assert "Nothing was measured" in words(browser, ".notes")
+    assert count(browser, "figure, table") == 0
+
+
+def test_the_page_forbids_itself_script_and_network(tmp_path):
+    write_page(make_document(), tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    policy = "default-src 'none'; style-src 'unsafe-inline'"
+    assert f'<meta http-equiv="Content-Security-Policy" content="{policy}">' in page
+    assert not re.search(r"https?:|@import|<script|\son\w+=", page)
+
+
+# ---- how it is read
+
+
+def test_dark_is_dark_and_paper_is_white(show):
+    browser = show(make_document())
+    try:
+        for media, dark in [("", False), ("", True), ("print", True)]:
+            browser.media(media, dark)
+            paper, ink = browser.run(
+                "['backgroundColor', 'color'].map(k => getComputedStyle(document.body)[k].match(/\\d+/g).map(Number))"
+            )
+            assert (sum(paper) < sum(ink)) == (dark and media != "print")
+            label = browser.run(
+                "getComputedStyle(document.querySelector('text.strong')).fill.match(/\\d+/g).map(Number)"
+            )
+            assert label == ink
+    finally:
+        browser.media()
+
+
+def test_the_table_fits_on_paper(show):
+    browser = show(make_document(), width=688)  # A4 without its margins
+    browser.media("print")
+    wide = browser.run("document.documentElement.scrollWidth")
+    browser.media()
+    assert wide <= 688
+
+
+def test_ticks_are_round_and_within():
+    assert ticks(0.9, 2.1, 6) == [1.0, 1.2, 1.4, 1.6, 1.8, 2.0]
+    assert ticks(0.93, 1.71, 6, around=True) == [0.8, 1.0, 1.2, 1.4, 1.6, 1.8]
+    assert ticks(1.0, 1.0, 6, around=True) == [1.0, 1.2]
+    assert ticks(0, 10, 5) == [0, 2, 4, 6, 8, 10]

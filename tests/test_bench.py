@@ -15,7 +15,7 @@ from slipstream.bench.metrics import speedup, summarise
 from slipstream.bench.replay import Recording, Replayed, record
 from slipstream.bench.run import Plan, benchmark, make_recording, replay
 from slipstream.bench.workloads import Prompt
-from slipstream.cli import sweep_contestants
+from slipstream.cli.options import sweep_contestants
 from slipstream.drafters.base import Drafter
 from slipstream.engine import Engine
 from slipstream.request import Request

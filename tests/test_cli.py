@@ -10,7 +10,7 @@ import time
 import pytest
 
 import slipstream
-from slipstream import cli
+from slipstream.cli import options
 
 FRUIT = "Repeat this list twice: apples, oranges, bananas, pears, grapes, lemons, cherries, plums."
 
@@ -118,7 +118,7 @@ def test_options_take_the_types_of_their_fields():
     from dataclasses import make_dataclass
 
     kind = make_dataclass("O", [("a", int, 1), ("b", float, 0.5), ("c", bool, False), ("d", str, "x")])
-    assert cli.parse_options(kind, ["a=3", "b=1", "c=true", "d=y"]) == {"a": 3, "b": 1.0, "c": True, "d": "y"}
+    assert options.parse_options(kind, ["a=3", "b=1", "c=true", "d=y"]) == {"a": 3, "b": 1.0, "c": True, "d": "y"}
 
 
 def test_the_exported_names_are_what_was_meant():

@@ -1,0 +1,33 @@
+"""The command line: parses, calls, prints. Heavy imports happen inside the commands, so that --help is instant."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+from rich.markup import escape
+
+from slipstream.cli.answer import chat, generate, trace
+from slipstream.cli.bench import bench
+from slipstream.cli.inform import demo, drafters, models
+from slipstream.cli.terminal import err
+from slipstream.errors import SlipstreamError
+
+app = typer.Typer(
+    help="Lossless speculative decoding: the same answers, sooner.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+for command in (generate, chat, trace, bench, drafters, models, demo):
+    app.command()(command)
+
+
+def main() -> None:
+    try:
+        app()
+    except SlipstreamError as error:
+        err.print(f"[red]error:[/red] {escape(str(error))}")
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)

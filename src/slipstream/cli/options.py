@@ -1,0 +1,90 @@
+"""Options that several commands share, and words on the command line as the types a drafter's options have."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from slipstream.errors import OptionError
+
+Model = Annotated[
+    str | None,
+    typer.Option("--model", "-m", help="A hub id, a folder or a .gguf file. Default: the embedded model."),
+]
+DrafterName = Annotated[str, typer.Option("--drafter", "-d", help="Who drafts: see `slipstream drafters`.")]
+DrafterOption = Annotated[
+    list[str] | None,
+    typer.Option("--option", "-o", metavar="NAME=VALUE", help="An option of the drafter. Repeatable."),
+]
+Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16, float16 or auto. Default: float32 on a CPU.")]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda, … Default: a GPU if there is one.")]
+MaxNew = Annotated[int, typer.Option("--max-new-tokens", "-n", help="The longest answer.")]
+Temperature = Annotated[float, typer.Option("--temperature", "-t", help="0 is greedy.")]
+TopK = Annotated[int, typer.Option(help="Sample among the k most probable tokens; 0: all.")]
+TopP = Annotated[float, typer.Option(help="Sample among the fewest tokens that together have this probability.")]
+MinP = Annotated[float, typer.Option(help="Leave out tokens below this share of the best one's probability.")]
+Seed = Annotated[int | None, typer.Option(help="The same seed gives the same text; under match, with any drafter.")]
+MaxDraft = Annotated[int, typer.Option(help="Drafted tokens to verify per step at most; 0 turns speculation off.")]
+Accept = Annotated[str, typer.Option(help="match and rejection are exact; typical and lenient are LOSSY.")]
+Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")]
+
+
+def parse_options(kind: type, given: list[str]) -> dict[str, Any]:
+    """NAME=VALUE words as the types that a drafter's options have."""
+    known = {f.name: f for f in fields(kind)}
+    options: dict[str, Any] = {}
+    for word in given:
+        name, equals, value = word.partition("=")
+        name = name.replace("-", "_")
+        if not equals or name not in known:
+            has = ", ".join(known) or "none"
+            raise OptionError(f"--option {word!r}: give NAME=VALUE; this drafter's options are {has}")
+        default = known[name].default
+        try:
+            if isinstance(default, bool):
+                options[name] = {"true": True, "1": True, "false": False, "0": False}[value.lower()]
+            elif isinstance(default, int | float):
+                options[name] = type(default)(value)
+            else:
+                options[name] = value
+        except (ValueError, KeyError) as error:
+            raise OptionError(f"--option {word!r}: {name} must be a {type(default).__name__}") from error
+    return options
+
+
+def schema_text(given: str | None) -> str | None:
+    if given and not given.lstrip().startswith(("{", "[")):
+        try:
+            return Path(given).read_text()
+        except OSError as error:
+            raise OptionError(f"--json-schema {given!r} is neither JSON nor a readable file: {error}") from error
+    return given
+
+
+def sweep_contestants(names: list[str], sweeps: list[str]) -> tuple[list[str], dict[str, dict[str, Any]]]:
+    """Each drafter once per value of the swept options it has; others as they are."""
+    from slipstream import drafters as registry
+
+    swept: list[str] = []
+    options: dict[str, dict[str, Any]] = {}
+    used = set()
+    for name in names:
+        variants = [""]
+        if name in registry.names():
+            known = {f.name for f in fields(registry.find(name).Options)}
+            for word in sweeps:
+                option, _, values = word.partition("=")
+                if option in known:
+                    used.add(word)
+                    variants = [f"{v} {option}={value}".strip() for v in variants for value in values.split(",")]
+        for variant in variants:
+            full = f"{name} {variant}".strip()
+            swept.append(full)
+            if variant:
+                options[full] = parse_options(registry.find(name).Options, variant.split())
+    if unused := set(sweeps) - used:
+        raise OptionError(f"--sweep {', '.join(sorted(unused))}: none of {', '.join(names)} has such an option")
+    return swept, options

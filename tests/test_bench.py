@@ -227,6 +227,10 @@ def test_batches_give_the_same_texts_and_share_the_time(tiny):
     assert sum(a.seconds for a in together) == pytest.approx(seconds, rel=0.05)
     stages = sum(a.stats.draft_seconds + a.stats.verify_seconds + a.stats.host_seconds for a in together)
     assert 0.5 * seconds < stages <= seconds
+    for peer in (Peer("hf-pld", tiny("llama")), Peer("hf-assisted", tiny("llama"), tiny("llama"))):
+        found = [peer.answer(p, decoding) for p in prompts]
+        assert [a.tokens for a in found] == alone
+        assert all(0 < a.first_token_seconds < a.seconds for a in found)
     with pytest.raises(OptionError, match="one prompt at a time"):
         Peer("hf-pld", tiny("llama")).answers(prompts, decoding)
     assert until_end([5, 2, 0, 0], frozenset({2})) == [5, 2]

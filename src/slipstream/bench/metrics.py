@@ -66,32 +66,33 @@ def summarise(runs: Sequence[Run], baselines: Sequence[str] = ("none", "hf")) ->
 
 
 def speedup(runs: Sequence[Run], baseline: Sequence[Run]) -> Ratio:
-    """Seconds per token of the baseline over ours, on the items both answered. The interval is a bootstrap over items
-    with their repeats kept together, since an item's repeats are alike."""
-    ours, theirs = _per_item(runs), _per_item(baseline)
-    both = np.array([(*ours[i], *theirs[i]) for i in ours if i in theirs])  # (items, 4)
-    if len(both) == 0:
+    """Seconds per token of the baseline over ours, paired by item and repeat. An item counts with the median of its
+    repeats: one hiccup of the machine must not. The interval is a bootstrap over items and over each item's repeats."""
+    pairs = _pairs(runs, baseline)
+    if not pairs:
         return Ratio(float("nan"), float("nan"), float("nan"))
+    most = max(map(len, pairs))
+    both = np.array([[pair[i % len(pair)] for i in range(most)] for pair in pairs])  # (items, repeats, 4)
 
     def ratio(sums: np.ndarray) -> Any:
         seconds, tokens, base_seconds, base_tokens = np.moveaxis(sums, -1, 0)
         return (base_seconds / base_tokens) / (seconds / tokens)
 
     rng = np.random.default_rng(0)
-    picks = rng.integers(0, len(both), (BOOTSTRAPS, len(both)))
-    low, high = np.quantile(ratio(both[picks].sum(1)), [0.025, 0.975])
-    return Ratio(float(ratio(both.sum(0))), float(low), float(high))
+    items = rng.integers(0, len(both), (BOOTSTRAPS, len(both)))
+    low, high = np.quantile(ratio(both[items, rng.integers(0, most, items.shape)].sum(1)), [0.025, 0.975])
+    typical = np.array([np.median(np.array(pair), axis=0) for pair in pairs])
+    return Ratio(float(ratio(typical.sum(0))), float(low), float(high))
 
 
-def _per_item(runs: Sequence[Run]) -> dict[str, tuple[float, int]]:
-    found: dict[str, list[Run]] = defaultdict(list)
+def _pairs(runs: Sequence[Run], baseline: Sequence[Run]) -> list[list[tuple[float, int, float, int]]]:
+    """Per item both answered: seconds and tokens, ours and the baseline's, of each repeat."""
+    theirs = {(r.item, r.repeat): r.answer for r in baseline}
+    found: dict[str, list[tuple[float, int, float, int]]] = defaultdict(list)
     for run in runs:
-        found[run.item].append(run)
-    # The median repeat stands for the item: one hiccup of the machine must not.
-    return {
-        item: (statistics.median(r.answer.seconds for r in group), len(group[0].answer.tokens))
-        for item, group in found.items()
-    }
+        if (other := theirs.get((run.item, run.repeat))) is not None:
+            found[run.item].append((run.answer.seconds, len(run.answer.tokens), other.seconds, len(other.tokens)))
+    return list(found.values())
 
 
 def _row(name: str, category: str, runs: Sequence[Run], over: dict[str, Ratio]) -> Row:

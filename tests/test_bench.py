@@ -12,14 +12,14 @@ from slipstream.bench.compare import compare_files
 from slipstream.bench.contestants import Answer, Contestant, Decoding, Ours, Peer, until_end
 from slipstream.bench.measure import Item, Run, measure
 from slipstream.bench.metrics import speedup, summarise
-from slipstream.bench.replay import Recording, Replayed, record
+from slipstream.bench.replay import Recording, Replayed, TextTarget, record
 from slipstream.bench.run import Plan, benchmark, make_recording, replay
 from slipstream.bench.workloads import Prompt
 from slipstream.cli.options import sweep_contestants
 from slipstream.drafters.base import Drafter
 from slipstream.engine import Engine
 from slipstream.request import Request
-from slipstream.target import Scores, Slot, Target, open_target
+from slipstream.target import Scores, open_target
 
 V = 100
 PATTERN = [2, 0, 3]  # how many drafted tokens are right, step after step
@@ -30,28 +30,13 @@ def truth(position):
     return position * 7 % 97
 
 
-class Clockwork(Target):
+class Clockwork(TextTarget):
     """Says truth(position) at every position, in exactly known time."""
 
-    vocabulary, context, device, dtype = V, 10_000, torch.device("cpu"), torch.float32
+    vocabulary, context = V, 10_000
 
     def __init__(self, seconds=0.002):
         self.seconds, self.calls = seconds, []
-
-    def open(self):
-        return Slot()
-
-    def close(self, slot):
-        pass
-
-    def fork(self, slot):
-        return Slot(tokens=list(slot.tokens))
-
-    def truncate(self, slot, length):
-        del slot.tokens[length:]
-
-    def commit(self, slot, path):
-        slot.tokens += slot.tree.tokens[list(path)].tolist()
 
     def prefill(self, slot, tokens, want):  # noqa: ARG002
         slot.tokens += tokens

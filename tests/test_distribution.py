@@ -12,8 +12,9 @@ from scipy.stats import chi2, ncx2
 from families import tiny_model
 from slipstream import LLM
 from slipstream.accept import Match, Rejection, verify
+from slipstream.bench.replay import TextTarget
 from slipstream.sampling import Sampler, Sampling
-from slipstream.target import Scores, Slot, Target, Want
+from slipstream.target import Scores, Want
 from slipstream.tree import TokenTree, fuse
 
 V = 4
@@ -194,12 +195,12 @@ CELLS = 27  # texts of three tokens over a vocabulary of three
 LEVEL, POWER, DISTANCE = 0.01, 0.99, 0.02
 
 
-class Remembered(Target):
+class Remembered(TextTarget):
     """A real target that answers a text it has scored before from memory: it is a function of the text."""
 
     def __init__(self, target):
         self.target, self.rows = target, {}
-        self.vocabulary, self.context, self.device = target.vocabulary, target.context, target.device
+        self.vocabulary, self.context = target.vocabulary, target.context
 
     def row(self, text):
         if text not in self.rows:
@@ -208,21 +209,6 @@ class Remembered(Target):
             self.rows[text] = last.logits(0).clone()
             self.target.close(slot)
         return self.rows[text]
-
-    def open(self):
-        return Slot()
-
-    def close(self, slot):
-        pass
-
-    def fork(self, slot):
-        return Slot(tokens=list(slot.tokens))
-
-    def truncate(self, slot, length):
-        del slot.tokens[length:]
-
-    def commit(self, slot, path):
-        slot.tokens += slot.tree.tokens[list(path)].tolist()
 
     def prefill(self, slot, tokens, want):  # noqa: ARG002
         slot.tokens += tokens

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 
 from slipstream.errors import DrafterError
 from slipstream.tree import TokenTree, fuse, prefix_match
@@ -91,7 +92,6 @@ def test_prune_takes_descendants_along():
 
 
 def test_cut_keeps_q_and_prune_drops_it():
-    torch = pytest.importorskip("torch")
     q = torch.full((2, 4), 0.25)
     tree = TokenTree.build([0, 1, 2], [-1, 0, 1], q=q, q_row=[0, 1, -1])
     assert tree.cut(1).q is q

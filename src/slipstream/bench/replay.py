@@ -123,24 +123,12 @@ class Recited(Rule):
         return scores.argmax(node)
 
 
-class ReplayTarget(Target):
-    """A target that recites. Nodes off the recorded text get an answer too, which nobody ever looks at."""
+class TextTarget(Target):
+    """A target whose only state is the text. What it says is up to `prefill` and `score`."""
 
     exact = True
     device = torch.device("cpu")
     dtype = torch.float32
-
-    def __init__(self, recording: Recording) -> None:
-        self.vocabulary, self.context = recording.vocabulary, recording.context
-        self._recording = recording
-        self._text: list[int] = []
-        self._number = 0
-
-    def play(self, number: int) -> Item:
-        """Which item is recited from now on."""
-        item = self._recording.items[number]
-        self._number, self._text = number, item.tokens + item.plain
-        return item
 
     def open(self) -> Slot:
         return Slot()
@@ -155,8 +143,24 @@ class ReplayTarget(Target):
         del slot.tokens[length:]
 
     def commit(self, slot: Slot, path: Sequence[int]) -> None:
-        assert slot.tree is not None
+        assert slot.tree is not None, "commit follows score"
         slot.tokens.extend(slot.tree.tokens[list(path)].tolist())
+
+
+class ReplayTarget(TextTarget):
+    """A target that recites. Nodes off the recorded text get an answer too, which nobody ever looks at."""
+
+    def __init__(self, recording: Recording) -> None:
+        self.vocabulary, self.context = recording.vocabulary, recording.context
+        self._recording = recording
+        self._text: list[int] = []
+        self._number = 0
+
+    def play(self, number: int) -> Item:
+        """Which item is recited from now on."""
+        item = self._recording.items[number]
+        self._number, self._text = number, item.tokens + item.plain
+        return item
 
     def prefill(self, slot: Slot, tokens: Sequence[int], want: Want) -> Iterator[Scores]:
         start = slot.length

@@ -138,3 +138,20 @@ def test_trace_writes_a_page_and_its_lines(tmp_path):
     assert run("trace", "--from", str(lines), "--html", str(again)).returncode == 0
     assert again.read_text() == page.read_text()
     assert "one of them" in " ".join(run("trace").stderr.split())
+
+
+def test_bench_measures_records_and_replays(tmp_path):
+    page, saved, kept = tmp_path / "r.html", tmp_path / "r.json", tmp_path / "kept"
+    few = ("--categories", "translation", "--limit", "1", "-n", "8", "--repeats", "1")
+    done = run("bench", *few, "-c", "none,pld,hf", "--html", str(page), "--json", str(saved))
+    assert done.returncode == 0, done.stderr
+    assert "unaccounted" in done.stdout
+    document = json.loads(done.stdout.strip().splitlines()[-1])
+    assert document == json.loads(saved.read_text())
+    assert {r["contestant"] for r in document["rows"]} == {"none", "pld", "hf"}
+    assert "translation" in page.read_text()
+    assert run("bench", *few, "--record", str(kept)).returncode == 0
+    again = run("bench", "--replay", str(kept), "-c", "none,pld", "--sweep", "length=2,8", "--repeats", "1")
+    rows = json.loads(again.stdout.strip().splitlines()[-1])["rows"]
+    assert [r["contestant"] for r in rows] == ["none", "pld length=2", "pld length=8"]
+    assert "no difference beyond noise" in run("bench", "--compare", str(saved), str(saved)).stdout

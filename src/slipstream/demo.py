@@ -64,7 +64,7 @@ def race(llm: LLM, prompt: str, drafter: str, max_new_tokens: int, console: Cons
     ]
     console.print(Panel(Text(prompt), title="prompt"))
     if console.is_terminal:
-        width, height = console.width // 2 - 1, max(8, console.height - 6)
+        width, height = console.width // 2 - 1, min(18, max(8, console.height - 6))
         with Live(console=console, refresh_per_second=12, transient=True) as live:
             while not all(r.done for r in runners):
                 # Whoever has used less time goes next: on the screen both clocks run alike.

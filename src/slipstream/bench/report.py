@@ -18,7 +18,7 @@ from rich.table import Table
 
 import slipstream
 from slipstream.bench.contestants import Decoding
-from slipstream.bench.metrics import Ratio, Row
+from slipstream.bench.metrics import ALL, Ratio, Row
 from slipstream.target import Target
 
 VERSION = 1
@@ -116,6 +116,16 @@ def table(rows: Sequence[Row]) -> Table:
         )
         last = row.category
     return shown
+
+
+def stages(rows: Sequence[Row]) -> list[str]:
+    """Where a step's time went, for each contestant that has clocks."""
+    said = []
+    for row in rows:
+        if row.category == ALL and row.unaccounted is not None:
+            parts = ", ".join(f"{name} {ms:.2f}" for name, ms in row.ms_per_step.items())
+            said.append(f"{row.contestant}: ms per step: {parts} ({row.unaccounted:.1%})")
+    return said
 
 
 def _times(ratio: Ratio | None) -> str:

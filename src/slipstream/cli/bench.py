@@ -99,10 +99,12 @@ def bench(
 def tell(rows: Any, document: dict[str, Any], html: Path | None, out_json: Path | None) -> None:
     """A benchmark's results: the table, the files asked for, and the JSON line last."""
     from slipstream.bench.page import write_page
-    from slipstream.bench.report import line, table
+    from slipstream.bench.report import line, stages, table
 
     wide = out if out.is_terminal else Console(width=140, highlight=False)  # a file has no edge to cut columns at
     wide.print(table(rows))
+    for said in stages(rows):
+        wide.print(said, markup=False)
     if document["missing"]:
         err.print(f"[yellow]{document['missing']}[/yellow]")
     if html is not None:

@@ -12,22 +12,11 @@ from rich.text import Text
 
 from slipstream.llm import LLM, Stream
 
-PROMPT = """Add a docstring to each function of this file and return the whole file.
+PROMPT = """Copy this text and correct the spelling.
 
-```python
-def mean(values):
-    total = 0.0
-    for value in values:
-        total = total + value
-    return total / len(values)
-
-def variance(values):
-    center = mean(values)
-    total = 0.0
-    for value in values:
-        total = total + (value - center) ** 2
-    return total / len(values)
-```"""
+The old lighthouse stood on a rocky cliff above the sea. Every evening the keeper climed the two hundred steps to light \
+the lamp. One stormy night a small fishing boat lost its way. The keeper saw its faint light and rang the great bell \
+until morning. When the sun rose, the boat was safe in the harbor, and the fisherman came to thank him."""
 
 
 class Runner:

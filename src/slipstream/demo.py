@@ -14,9 +14,9 @@ from slipstream.llm import LLM, Stream
 
 PROMPT = """Copy this text and correct the spelling.
 
-The old lighthouse stood on a rocky cliff above the sea. Every evening the keeper climed the two hundred steps to light \
-the lamp. One stormy night a small fishing boat lost its way. The keeper saw its faint light and rang the great bell \
-until morning. When the sun rose, the boat was safe in the harbor, and the fisherman came to thank him."""
+The old lighthouse stood on a rocky cliff above the sea. Every evening the keeper climed the two hundred steps to \
+light the lamp. One stormy night a small fishing boat lost its way. The keeper saw its faint light and rang the \
+great bell until morning. When the sun rose, the boat was safe in the harbor, and the fisherman came to thank him."""
 
 
 class Runner:
@@ -51,7 +51,7 @@ def race(llm: LLM, prompt: str, drafter: str, max_new_tokens: int, console: Cons
         Runner("plain", llm.stream(prompt, max_new_tokens=max_new_tokens, max_draft=0)),
         Runner(f"slipstream ({drafter})", llm.stream(prompt, max_new_tokens=max_new_tokens)),
     ]
-    console.print(Panel(Text(prompt), title="prompt"))
+    console.print(Panel(Text(prompt), title="prompt"), soft_wrap=False)
     if console.is_terminal:
         width, height = console.width // 2 - 1, min(18, max(8, console.height - 6))
         with Live(console=console, refresh_per_second=12, transient=True) as live:
@@ -62,7 +62,7 @@ def race(llm: LLM, prompt: str, drafter: str, max_new_tokens: int, console: Cons
     while not all(r.done for r in runners):
         min((r for r in runners if not r.done), key=lambda r: r.seconds).advance()
     plain, fast = runners
-    console.print(Panel(Text(fast.text), title=fast.title))
+    console.print(Panel(Text(fast.text), title=fast.title), soft_wrap=False)
     same = plain.stream.result.tokens == fast.stream.result.tokens
     for r in runners:
         stats = r.stream.result.stats

@@ -31,3 +31,13 @@ def smol():
     import slipstream
 
     return slipstream.load(drafter="pld", dtype="float32")
+
+
+@pytest.fixture(scope="session")
+def browser(tmp_path_factory):
+    """A real chromium; only tests that checked for one ask for it."""
+    from browser import Browser
+
+    browser = Browser(tmp_path_factory.mktemp("profile"))
+    yield browser
+    browser.close()

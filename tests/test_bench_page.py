@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from browser import CHROMIUM, Browser
+from browser import CHROMIUM
 from slipstream.bench.charts import ticks
 from slipstream.bench.metrics import Ratio, Row
 from slipstream.bench.page import write_page
@@ -84,13 +84,6 @@ def make_row(rng, name, category, repeats, baselines):
         texts_compared=48,
         **engine,
     )
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    browser = Browser(tmp_path_factory.mktemp("profile"))
-    yield browser
-    browser.close()
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from browser import CHROMIUM, Browser
+from browser import CHROMIUM
 from slipstream.errors import OptionError
 from slipstream.trace.page import read, write_page
 
@@ -80,13 +80,6 @@ def make_trace(texts, seed=0, **header):
 
 def rivers():
     return make_trace(re.findall(r" ?\w+|\n+| +|[^\w\s]", ANSWER))
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    browser = Browser(tmp_path_factory.mktemp("profile"))
-    yield browser
-    browser.close()
 
 
 @pytest.fixture

@@ -303,3 +303,12 @@ def test_half_a_character_comes_out_at_the_end(smol):
     pieces(tokens[0])
     assert pieces.visible() == ""
     assert pieces.finish() == "\ufffd"
+
+
+def test_a_late_answer_to_a_running_prompt_copies_a_cache_that_has_grown(tiny, monkeypatch):
+    monkeypatch.setattr("slipstream.target.cache.FIRST_CAPACITY", 16)
+    llm = LLM(tiny("llama"), drafter="none", max_batch=2)
+    lengths = [40, 20, 8]  # the third starts when the second has ended, while the first goes on
+    requests = [llm.request([5, 6, 7, 8], max_new_tokens=n, ignore_eos=True) for n in lengths]
+    ended = {len(s.tokens): s.tokens for s in llm.engine.run(requests) if s.finish}
+    assert [ended[n] for n in lengths] == [ended[40][:n] for n in lengths]

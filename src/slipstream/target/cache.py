@@ -75,6 +75,8 @@ class PoolLayer(CacheLayerMixin):
 
 
 class KeyValuePool(Cache):
+    # Whoever changes the pool does so in inference mode: tensors that a forward made larger can't be changed outside it.
+
     def __init__(self, shapes: Sequence[Shape | None]) -> None:
         """shapes: per layer of the model; None for a layer that keeps nothing of its own."""
         super().__init__(layers=[PoolLayer(self) for _ in shapes])
@@ -93,6 +95,7 @@ class KeyValuePool(Cache):
     def bytes(self) -> int:
         return sum(t.numel() * t.element_size() for pair in self._stores.values() for t in pair)
 
+    @torch.inference_mode()
     def reserve(self, rows: int, length: int) -> None:
         """Make room, by doubling, and keep what is there."""
         if rows <= self.rows and length <= self.capacity:
@@ -130,6 +133,7 @@ class KeyValuePool(Cache):
             self._places[device] = row, column
         return self._places[device]
 
+    @torch.inference_mode()
     def move(self, row: int, start: int, path: Sequence[int]) -> None:
         """Bring the keys at start + path[i] to start + i."""
         still = 0
@@ -143,11 +147,13 @@ class KeyValuePool(Cache):
                 source = torch.tensor(path[still:], device=store.device) + start
                 store[:, row, :, to] = store[:, row, :, source]
 
+    @torch.inference_mode()
     def copy(self, source: int, to: int, length: int) -> None:
         for pair in self._stores.values():
             for store in pair:
                 store[:, to, :, :length] = store[:, source, :, :length]
 
+    @torch.inference_mode()
     def swap(self, one: int, other: int, length: int) -> None:
         for pair in self._stores.values():
             for store in pair:

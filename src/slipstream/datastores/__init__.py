@@ -1,0 +1,1 @@
+"""Datastores: token sequences on disk that a drafter looks continuations up in."""

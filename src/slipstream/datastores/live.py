@@ -1,0 +1,123 @@
+"""Live text: what is being written now, searchable up to its last token, and what earlier requests said.
+
+A position's place in the order depends only on the tokens before it, so a growing text is never sorted again: a new
+token is one insertion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from slipstream.datastores.memory import Memory
+from slipstream.datastores.runs import COUNT, LENGTH, Run, Runs
+from slipstream.datastores.sort import DEPTH, Positions, precedes, separator, sort_positions
+
+SHORT = 1024  # positions that are inserted one by one before they are merged
+
+
+class LiveText:
+    """One text that grows at its end, on top of runs that stay.
+
+    Its positions are two runs over the same tokens: a short one, into which the newest are inserted, and a long one,
+    into which the short one is merged when it is full. So a token's cost does not grow with the text.
+    """
+
+    def __init__(self, dtype: Any = np.uint16) -> None:
+        self.dtype = np.dtype(dtype)
+        self.tokens = np.empty(1024, self.dtype)
+        self.tokens[: DEPTH + 1] = separator(self.tokens)  # there is always one behind the last token too
+        self.end = DEPTH
+        self.long = np.empty(0, np.uint32)
+        self.short, self.count = np.empty(SHORT, np.uint32), 0
+        self._below: Runs | None = None
+        self._runs: Runs | None = None
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        start, end = self.end, self.end + len(tokens)
+        if end + 1 > len(self.tokens):
+            self.tokens = np.resize(self.tokens, 2 * end)
+            self._runs = None
+        self.tokens[start:end] = tokens
+        self.tokens[end] = separator(self.tokens)
+        self.end = end
+        if len(tokens) > SHORT // 2 and len(tokens) > len(self.long) // 8:
+            self._lay(sort_positions(self.tokens[: end + 1]))
+            return
+        at = max(start, DEPTH + 1)  # the first token of a text has nothing before it
+        while at < end:
+            upto = min(end, at + SHORT - self.count)
+            self.count = _insert(self.tokens, self.short, self.count, at, upto)
+            at = upto
+            if self.count == SHORT:
+                self._lay(_merge(self.tokens, self.long, self.short))
+
+    def _lay(self, positions: Positions) -> None:
+        self.long, self.count, self._runs = positions, 0, None
+
+    def runs(self, below: Runs) -> Runs:
+        """This text and the given runs, to be searched until the text grows."""
+        if self._runs is None or below is not self._below:
+            own = (Run(self.tokens, p, "the text so far") for p in (self.long, self.short))
+            self._below, self._runs = below, Runs((*below.runs, *own), self.dtype)
+        self._runs.table[-2:, LENGTH], self._runs.table[-1, COUNT] = self.end + 1, self.count
+        return self._runs
+
+
+class Said:
+    """What earlier requests were answered, by collection. The engine owns it and writes it, from emitted tokens only,
+    when a request ends. The oldest answers leave first."""
+
+    def __init__(self, dtype: Any, limit: int) -> None:
+        self.dtype, self.limit = np.dtype(dtype), limit  # tokens of a collection
+        self._memory: dict[str, Memory] = {}
+        self._views: dict[str, Runs] = {}
+        self._none = Runs((), self.dtype)
+
+    def publish(self, collection: str, tokens: Sequence[int]) -> None:
+        if not tokens:
+            return
+        memory = self._memory.setdefault(collection, Memory(self.dtype))
+        memory.append(np.asarray(tokens, self.dtype)[-self.limit :], "")
+        if memory.size > self.limit + self.limit // 4:  # not at every answer: what stays is sorted anew
+            memory.keep_latest(self.limit)
+        self._views[collection] = Runs(memory.runs(), self.dtype)
+
+    def runs(self, collection: str) -> Runs:
+        return self._views.get(collection, self._none)
+
+
+@njit(cache=True, nogil=True)
+def _insert(tokens, positions, count, start, end):  # type: ignore[no-untyped-def]
+    """Put the positions start..end where they belong among the first `count`; returns the new count."""
+    for p in range(start, end):
+        lo, hi = 0, count
+        while lo < hi:
+            middle = (lo + hi) // 2
+            if precedes(tokens, np.int64(positions[middle]), p, 0):
+                lo = middle + 1
+            else:
+                hi = middle
+        for i in range(count, lo, -1):
+            positions[i] = positions[i - 1]
+        positions[lo] = p
+        count += 1
+    return count
+
+
+@njit(cache=True, nogil=True)
+def _merge(tokens, a, b):  # type: ignore[no-untyped-def]
+    """Two sorted arrays of positions in one text as one."""
+    out = np.empty(len(a) + len(b), np.uint32)
+    i, j = 0, 0
+    for k in range(len(out)):
+        if j == len(b) or (i < len(a) and precedes(tokens, np.int64(a[i]), np.int64(b[j]), 0)):
+            out[k] = a[i]
+            i += 1
+        else:
+            out[k] = b[j]
+            j += 1
+    return out

@@ -1,0 +1,288 @@
+"""Sorting the positions of a text by what precedes them, in bounded memory and on every core.
+
+The order is that of the reversed contexts: of two positions, the one whose previous token is smaller comes first; on a
+tie the token before that decides, and so on for DEPTH tokens; then the smaller position. All positions that follow one
+n-gram are thus neighbours, for every n at once, and the neighbours of a text's end are its longest matches.
+
+A segment of n tokens needs 4n bytes of memory here besides the tokens themselves, and buffers of less than 2n bytes.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from os import sched_getaffinity
+from typing import Any
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+DEPTH = 32  # tokens of context that decide the order
+SMALL = 12  # groups up to this size are sorted by comparing whole contexts
+LARGE = 1 << 14  # larger ones are first spread by a digit
+DIGITS = 1 << 16
+
+Tokens = NDArray[Any]  # (n,) uint16 or uint32
+Positions = NDArray[np.uint32]  # (m,)
+
+
+def separator(tokens: Tokens) -> int:
+    """What stands between documents: the one value of the type that no vocabulary reaches."""
+    return int(np.iinfo(tokens.dtype).max)
+
+
+def cores() -> int:
+    return len(sched_getaffinity(0))
+
+
+def sort_positions(tokens: Tokens, threads: int | None = None) -> Positions:
+    """Every position that has a token before it in its own document, in order of the reversed contexts.
+
+    `tokens` begin with DEPTH separators, so that no context reaches beyond the array.
+    """
+    sep = separator(tokens)
+    if len(tokens) < 1 << 17:  # not worth the buckets and threads
+        return _sort_all(tokens, sep)
+    threads = threads or cores()
+    vocabulary = sep + 1 if sep < 1 << 16 else int(_largest(tokens, sep)) + 2
+    cuts = np.linspace(DEPTH, len(tokens), threads + 1).astype(np.int64)
+    with ThreadPoolExecutor(threads) as pool:
+        parts = list(pairwise(cuts))
+        counts = np.stack(list(pool.map(lambda part: _count(tokens, *part, sep, vocabulary), parts)))
+        # Buckets by previous token; within a bucket, the first thread's positions come first.
+        ends = np.cumsum(counts.sum(axis=0))
+        starts = ends - counts.sum(axis=0)
+        offsets = starts + np.cumsum(counts, axis=0) - counts  # (threads, vocabulary)
+        positions = np.empty(int(ends[-1]), np.uint32)
+        list(pool.map(lambda i: _scatter(tokens, *parts[i], sep, offsets[i], positions), range(threads)))
+        room = max(1 << 16, len(positions) // (12 * threads))
+        tasks = _split(starts, ends, max(1 << 14, len(positions) // (64 * threads)))
+        list(pool.map(lambda task: _sort_buckets(tokens, positions, starts, ends, *task, room), tasks))
+    return positions
+
+
+def _split(starts: NDArray[np.int64], ends: NDArray[np.int64], size: int) -> list[tuple[int, int]]:
+    """Runs of whole buckets of about `size` positions, the largest first, so that no thread is left alone for long."""
+    edges, first = [0], 0
+    for bucket in range(len(starts)):
+        if ends[bucket] - starts[first] >= size:
+            edges.append(bucket + 1)
+            first = min(bucket + 1, len(starts) - 1)
+    if edges[-1] < len(starts):
+        edges.append(len(starts))
+    tasks = list(pairwise(edges))
+    return sorted(tasks, key=lambda task: starts[task[0]] - ends[task[1] - 1])
+
+
+@njit(cache=True, nogil=True)
+def _sort_all(tokens, sep):  # type: ignore[no-untyped-def]
+    positions, n = np.empty(len(tokens), np.uint32), 0
+    for p in range(DEPTH, len(tokens)):
+        if tokens[p] != sep and tokens[p - 1] != sep:
+            positions[n] = p
+            n += 1
+    _sort_group(tokens, positions, 0, n, 0, _buffers(tokens, n))
+    return positions[:n].copy()
+
+
+@njit(cache=True, nogil=True)
+def _largest(tokens, sep):  # type: ignore[no-untyped-def]
+    most = 0
+    for token in tokens:
+        if token != sep and token > most:
+            most = token
+    return most
+
+
+@njit(cache=True, nogil=True)
+def _count(tokens, lo, hi, sep, vocabulary):  # type: ignore[no-untyped-def]
+    counts = np.zeros(vocabulary, np.int64)
+    for p in range(lo, hi):
+        if tokens[p] != sep and tokens[p - 1] != sep:
+            counts[tokens[p - 1]] += 1
+    return counts
+
+
+@njit(cache=True, nogil=True)
+def _scatter(tokens, lo, hi, sep, offsets, positions):  # type: ignore[no-untyped-def]
+    for p in range(lo, hi):
+        if tokens[p] != sep and tokens[p - 1] != sep:
+            bucket = tokens[p - 1]
+            positions[offsets[bucket]] = p
+            offsets[bucket] += 1
+
+
+@njit(cache=True, nogil=True)
+def _sort_buckets(tokens, positions, starts, ends, first, last, room):  # type: ignore[no-untyped-def]
+    buffers = _buffers(tokens, room)
+    for bucket in range(first, last):
+        if ends[bucket] - starts[bucket] > 1:
+            _sort_group(tokens, positions, starts[bucket], ends[bucket], 1, buffers)
+
+
+@njit(cache=True, nogil=True)
+def context_key(tokens, position, depth):  # type: ignore[no-untyped-def]
+    """The next tokens of a reversed context as one number: four of 16 bits or two of 32."""
+    at = position - depth - 1
+    if tokens.itemsize == 2:
+        return (
+            (np.uint64(tokens[at]) << np.uint64(48))
+            | (np.uint64(tokens[at - 1]) << np.uint64(32))
+            | (np.uint64(tokens[at - 2]) << np.uint64(16))
+            | np.uint64(tokens[at - 3])
+        )
+    return (np.uint64(tokens[at]) << np.uint64(32)) | np.uint64(tokens[at - 1])
+
+
+@njit(cache=True, nogil=True)
+def _buffers(tokens, room):  # type: ignore[no-untyped-def]
+    """Keys of a group, and room for a pass over a large one, which needs to know how a key becomes a digit."""
+    large = room if room > LARGE else 0
+    shift = 64 - 8 * tokens.itemsize
+    if tokens.itemsize > 2:
+        most = _largest(tokens, (np.int64(1) << (8 * tokens.itemsize)) - 1)
+        while most >> (shift - 32) >= DIGITS - 1:
+            shift += 1
+    return np.empty(room, np.uint64), np.empty(large, np.uint64), np.empty(large, np.uint32), np.uint64(shift)
+
+
+@njit(cache=True, nogil=True)
+def _sort_group(tokens, positions, start, end, start_depth, buffers):  # type: ignore[no-untyped-def]
+    """Multikey quicksort with cached keys. Positions in [start, end) agree in their first `start_depth` tokens."""
+    keys = buffers[0]
+    step = 8 // tokens.itemsize
+    stack: Any = [(np.int64(start), np.int64(end), np.int64(start_depth))]
+    while len(stack) > 0:
+        lo, hi, depth = stack.pop()
+        if depth >= DEPTH:
+            positions[lo:hi].sort()
+            continue
+        if hi - lo <= SMALL:
+            _insertion(tokens, positions, lo, hi, depth)
+            continue
+        if hi - lo > len(keys):  # too many for the buffer: part them by one token, in place
+            less, more = _part(tokens, positions, lo, hi, depth)
+            if less - lo > 1:
+                stack.append((lo, less, depth))
+            if hi - more > 1:
+                stack.append((more, hi, depth))
+            if more - less > 1:
+                stack.append((less, more, depth + 1))
+            continue
+        # The last key may reach over DEPTH: start it earlier, on tokens that are equal anyway.
+        depth = min(depth, DEPTH - step)
+        for i in range(lo, hi):
+            keys[i - lo] = context_key(tokens, np.int64(positions[i]), depth)
+        if hi - lo > LARGE:
+            _sort_many(keys[: hi - lo], positions[lo:hi], buffers)
+        else:
+            _sort_pairs(keys[: hi - lo], positions[lo:hi])
+        group = lo
+        for i in range(lo + 1, hi + 1):
+            if i == hi or keys[i - lo] != keys[group - lo]:
+                if i - group > 1:
+                    stack.append((group, i, depth + step))
+                group = i
+
+
+@njit(cache=True, nogil=True)
+def precedes(tokens, p, q, depth):  # type: ignore[no-untyped-def]
+    """Whether position p comes before q, when their first `depth` tokens are known to agree."""
+    for d in range(depth + 1, DEPTH + 1):
+        a, b = tokens[p - d], tokens[q - d]
+        if a != b:
+            return a < b
+    return p < q
+
+
+@njit(cache=True, nogil=True)
+def _insertion(tokens, positions, lo, hi, depth):  # type: ignore[no-untyped-def]
+    for i in range(lo + 1, hi):
+        p = np.int64(positions[i])
+        j = i
+        while j > lo and precedes(tokens, p, np.int64(positions[j - 1]), depth):
+            positions[j] = positions[j - 1]
+            j -= 1
+        positions[j] = p
+
+
+@njit(cache=True, nogil=True)
+def _part(tokens, positions, lo, hi, depth):  # type: ignore[no-untyped-def]
+    """Three-way partition by the token at `depth`: returns where the equal ones begin and end."""
+    a = tokens[np.int64(positions[lo + (hi - lo) // 4]) - depth - 1]
+    b = tokens[np.int64(positions[lo + (hi - lo) // 2]) - depth - 1]
+    c = tokens[np.int64(positions[lo + 3 * (hi - lo) // 4]) - depth - 1]
+    pivot = max(min(a, b), min(max(a, b), c))
+    less, i, more = lo, lo, hi
+    while i < more:
+        token = tokens[np.int64(positions[i]) - depth - 1]
+        if token < pivot:
+            positions[less], positions[i] = positions[i], positions[less]
+            less += 1
+            i += 1
+        elif token > pivot:
+            more -= 1
+            positions[more], positions[i] = positions[i], positions[more]
+        else:
+            i += 1
+    return less, more
+
+
+@njit(cache=True, nogil=True)
+def _sort_many(keys, values, buffers):  # type: ignore[no-untyped-def]
+    """Spread a large group by its keys' first digit, which is the first token or nearly so; then sort what is left."""
+    _, spare_keys, spare_values, shift = buffers
+    ends = np.zeros(DIGITS, np.int64)
+    for key in keys:
+        ends[min(key >> shift, np.uint64(DIGITS - 1))] += 1
+    start = 0
+    for digit in range(DIGITS):
+        start, ends[digit] = start + ends[digit], start
+    for i in range(len(keys)):
+        digit = min(keys[i] >> shift, np.uint64(DIGITS - 1))
+        spare_keys[ends[digit]], spare_values[ends[digit]] = keys[i], values[i]
+        ends[digit] += 1
+    keys[:], values[:] = spare_keys[: len(keys)], spare_values[: len(keys)]
+    start = 0
+    for digit in range(DIGITS):
+        if ends[digit] - start > 1:
+            _sort_pairs(keys[start : ends[digit]], values[start : ends[digit]])
+        start = ends[digit]
+
+
+@njit(cache=True, nogil=True)
+def _sort_pairs(keys, values):  # type: ignore[no-untyped-def]
+    """Quicksort of keys, with values following them."""
+    stack: Any = [(np.int64(0), np.int64(len(keys)))]
+    while len(stack) > 0:
+        lo, hi = stack.pop()
+        while hi - lo > 16:
+            a, b, c = keys[lo], keys[(lo + hi) // 2], keys[hi - 1]
+            pivot = max(min(a, b), min(max(a, b), c))
+            i, j = lo, hi - 1
+            while True:
+                while keys[i] < pivot:
+                    i += 1
+                while keys[j] > pivot:
+                    j -= 1
+                if i >= j:
+                    break
+                keys[i], keys[j] = keys[j], keys[i]
+                values[i], values[j] = values[j], values[i]
+                i += 1
+                j -= 1
+            middle = j + 1
+            if middle - lo < hi - middle:  # the smaller side first, so that the stack stays short
+                stack.append((middle, hi))
+                hi = middle
+            else:
+                stack.append((lo, middle))
+                lo = middle
+        for i in range(lo + 1, hi):
+            key, value = keys[i], values[i]
+            j = i
+            while j > lo and keys[j - 1] > key:
+                keys[j], values[j] = keys[j - 1], values[j - 1]
+                j -= 1
+            keys[j], values[j] = key, value

@@ -5,7 +5,7 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 
-.PHONY: setup demo test check format bench bench-overhead test-gpu clean
+.PHONY: setup demo test check format bench bench-overhead bench-retrieval test-gpu clean
 
 setup: $(VENV)/.ready
 
@@ -35,6 +35,10 @@ format: setup
 # Under 10 minutes on 2 cores. For the whole set: slipstream bench --html report.html
 bench: setup
 	HF_HUB_OFFLINE=1 $(BIN)/slipstream bench --limit 16 --max-new-tokens 64 --repeats 2 --html report.html
+
+# The datastore on 100M tokens of code. The first time it fetches 300 MB of packages and tokenises them: some minutes.
+bench-retrieval: setup
+	$(BIN)/python bench/retrieval.py
 
 bench-overhead: setup
 	HF_HUB_OFFLINE=1 $(BIN)/python bench/overhead.py

@@ -1,0 +1,99 @@
+"""Tokens per step of the retrieving drafters: python bench/drafting.py HumanEval.jsonl --alpaca new_codealpaca.json
+
+pld, suffix, rest with a store of other people's code, rest with a store of what the model itself answered to prompts of
+the same kind, and suffix with both stores. The model answers each prompt once; drafters are then tried against the
+recorded text, which gives exactly the tokens per step that decoding would. Prints one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import corpus as code
+import slipstream
+from retrieval import documents, make_store
+from slipstream.bench.contestants import Decoding
+from slipstream.bench.measure import Item
+from slipstream.bench.replay import Recording, Replayed
+from slipstream.bench.workloads import read, select
+from slipstream.datastores.store import Document, Store
+
+
+def answers(llm: Any, path: Path, limit: int | None, most: int) -> list[dict[str, list[int]]]:
+    """What the model says to each prompt's first turn, greedily."""
+    prompts = [[{"role": "user", "content": p.turns[0]}] for p in select(read(path), None, limit)]
+    results = llm.generate(prompts, max_new_tokens=most)
+    asked = [llm.request(p).tokens for p in prompts]
+    return [{"prompt": p, "answer": r.tokens} for p, r in zip(asked, results, strict=True)]
+
+
+def tokens_per_step(recording: Recording, name: str, **options: Any) -> float:
+    contestant = Replayed(name, recording, **options)
+    done = [contestant.answers([item.tokens], recording.decoding)[0] for item in recording.items]
+    return round(sum(a.stats.new_tokens - 1 for a in done) / sum(a.stats.steps - 1 for a in done), 3)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("prompts", type=Path)
+    parser.add_argument("--alpaca", type=Path, required=True, help="prompts whose answers become a store")
+    parser.add_argument("--count", type=int, default=2000, help="of those")
+    parser.add_argument("--most", type=int, default=192, help="tokens of an answer")
+    parser.add_argument("--model")
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--kept", type=Path, default=Path("answers.json"), help="answers, made once")
+    parser.add_argument("--answer-only", action="store_true")
+    given = parser.parse_args()
+    if not given.kept.exists():
+        llm = slipstream.load(given.model, drafter="none", dtype="float32", max_batch=given.batch)
+        told = {
+            "asked": answers(llm, given.prompts, None, given.most),
+            "learned": answers(llm, given.alpaca, given.count, given.most),
+            "vocabulary": llm.target.vocabulary,
+            "context": llm.target.context,
+        }
+        given.kept.write_text(json.dumps(told))
+    if given.answer_only:
+        return
+    told = json.loads(given.kept.read_text())
+    items = [Item(str(i), "humaneval", a["prompt"], a["answer"]) for i, a in enumerate(told["asked"])]
+    decoding = Decoding(max_new_tokens=given.most)
+    recording = Recording(items, {1: 1.0, 64: 1.0}, decoding, told["vocabulary"], told["context"], "", {})
+    with tempfile.TemporaryDirectory() as scratch:
+        theirs, own, both = (Path(scratch) / name for name in ("theirs", "own", "both"))
+        corpus = code.load()
+        make_store(theirs, documents(corpus, 100_000_000))
+        with Store.create(own, told["vocabulary"]) as store:
+            store.extend(Document(np.array(a["answer"])) for a in told["learned"])
+            store.flush()
+        make_store(both, documents(corpus, 100_000_000))
+        with Store.open(both, write=True) as store:
+            store.extend(Document(np.array(a["answer"])) for a in told["learned"])
+        print(
+            json.dumps(
+                {
+                    "part": "drafting",
+                    "prompts": len(items),
+                    "learned_answers": len(told["learned"]),
+                    "learned_tokens": sum(len(a["answer"]) for a in told["learned"]),
+                    "tokens_per_step": {
+                        "pld": tokens_per_step(recording, "pld"),
+                        "suffix": tokens_per_step(recording, "suffix"),
+                        "rest, code": tokens_per_step(recording, "rest", store=theirs),
+                        "rest, own answers": tokens_per_step(recording, "rest", store=own),
+                        "suffix with own answers": tokens_per_step(recording, "suffix", store=own),
+                        "suffix with both": tokens_per_step(recording, "suffix", store=both),
+                    },
+                }
+            )
+        )
+
+
+if __name__ == "__main__":
+    main()

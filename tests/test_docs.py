@@ -23,10 +23,16 @@ def test_the_readmes_python_runs(code):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Where the README's commands run one after the other: some need what others made."""
+    return tmp_path_factory.mktemp("readme")
+
+
 @pytest.mark.parametrize(
     "line", [w for b in blocks(README, "console") for w in re.findall(r"^\$ (.*)$", b, re.MULTILINE)]
 )
-def test_the_readmes_commands_run(line, tmp_path):
+def test_the_readmes_commands_run(line, folder):
     program, *words = shlex.split(line)
     assert program == "slipstream"
     done = subprocess.run(
@@ -35,7 +41,7 @@ def test_the_readmes_commands_run(line, tmp_path):
         capture_output=True,
         text=True,
         timeout=120,
-        cwd=tmp_path,
+        cwd=folder,
     )
     assert done.returncode == 0, done.stderr
 

@@ -16,9 +16,11 @@ from slipstream.errors import (
     OptionError,
     PromptError,
     SlipstreamError,
+    StoreError,
 )
 
 if TYPE_CHECKING:
+    from slipstream.datastores.store import Store
     from slipstream.drafters.base import Drafter, DraftSession, Proposal, Seen
     from slipstream.hook import speculate
     from slipstream.llm import LLM, Chat, Result, Stream, load
@@ -38,6 +40,7 @@ _HOMES = {
     "Sampling": "sampling",
     "Stats": "stats",
     "TokenTree": "tree",
+    "Store": "datastores.store",
     "Drafter": "drafters.base",
     "DraftSession": "drafters.base",
     "Proposal": "drafters.base",
@@ -61,6 +64,8 @@ __all__ = [
     "Seen",
     "SlipstreamError",
     "Stats",
+    "Store",
+    "StoreError",
     "Stream",
     "TokenTree",
     "load",

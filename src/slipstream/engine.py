@@ -14,6 +14,8 @@ import torch
 
 from slipstream.accept import Verdict, verify
 from slipstream.budget import Budget, step_budget
+from slipstream.datastores.live import Said
+from slipstream.datastores.runs import token_type
 from slipstream.drafters.base import Drafter, DraftSession, Seen
 from slipstream.errors import ContextError, OptionError, PromptError
 from slipstream.request import Request
@@ -78,6 +80,10 @@ class Engine:
             raise OptionError(f"max_batch={max_batch}: at least one sequence must run at a time")
         self.target, self.drafter, self.name = target, drafter, name
         self.max_batch = max_batch
+        self.said: Said | None = None
+        if drafter.shared:
+            self.said = Said(token_type(target.vocabulary), drafter.shared)
+            drafter.attach(self.said)
 
     def run(self, requests: Iterable[Request], slot: Slot | None = None) -> Iterator[Sequence]:
         """Continue all requests, at most max_batch at a time. Yields a sequence each time it has new tokens; its
@@ -207,6 +213,9 @@ class Engine:
         for sequence in [s for s in running if s.finish is not None]:
             running.remove(sequence)
             sequence.session.close()
+            if self.said is not None:
+                self.said.publish(sequence.request.collection, sequence.tokens)
+            self.drafter.ended(sequence.request, sequence.tokens)
             if sequence.slot is not keep:
                 self.target.close(sequence.slot)
 

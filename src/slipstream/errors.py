@@ -5,6 +5,8 @@ SlipstreamError
 │   └── NumericalError     a model that answered with NaN, or with no possible token
 ├── DrafterError           an unknown drafter, or one that doesn't fit the target
 ├── OptionError            an unknown option, or a value out of range
+├── StoreError             a datastore, or a source of one, that can't be built, opened or read
+│   └── DamagedError       a file of a store that is cut off or whose bytes have changed
 └── PromptError            a prompt that can't be continued
     └── ContextError       a prompt longer than the model's context
 """
@@ -28,6 +30,14 @@ class DrafterError(SlipstreamError):
 
 class OptionError(SlipstreamError):
     """An unknown option, or a value out of range."""
+
+
+class StoreError(SlipstreamError):
+    """A datastore, or a source of one, that can't be built, opened or read."""
+
+
+class DamagedError(StoreError):
+    """A file of a store that is cut off or whose bytes have changed."""
 
 
 class PromptError(SlipstreamError):

@@ -114,8 +114,8 @@ class LLM:
         presence_penalty, frequency_penalty, logit_bias, bad_words, processors (transformers' LogitsProcessor objects),
         json_schema, regex, seed (one, or one per prompt), stop (strings), stop_tokens (ids, besides the model's own),
         ignore_eos, logprobs (alternatives to report), accept (match, rejection, typical, lenient), accept_options,
-        max_draft (nodes per step; 0 turns speculation off), template (False continues a string as it is), trace (record
-        what happened at each step).
+        collection (whose text may draft, in drafters that keep text), max_draft (nodes per step; 0 turns speculation
+        off), template (False continues a string as it is), trace (record what happened at each step).
         """
         prompts, many = split_batch(prompt)
         if n < 1:
@@ -165,6 +165,7 @@ class LLM:
         logprobs: int | None = None,
         accept: str | Rule = "match",
         accept_options: dict[str, Any] | None = None,
+        collection: str = "default",
         max_draft: int = 16,
         template: bool = True,
         processors: Sequence[Any] = (),
@@ -203,6 +204,7 @@ class LLM:
             seed=seed,
             sample=sample,
             stop=Detokenizer(self.tokenizer, stop, eos),
+            collection=collection,
             max_draft=max_draft,
             logprobs=logprobs,
         )

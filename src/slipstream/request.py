@@ -25,6 +25,7 @@ class Request:
     sample: int = 0  # the i-th of several answers to one prompt draws its own noise
     # Called once with every emitted token, in order; names the reason if the text ends with it ("stop", "length").
     stop: Stop | None = None
+    collection: str = "default"  # whose text may draft: nothing passes from one collection to another
     max_draft: int = 16  # drafted nodes per step at most; 0 turns speculation off
     logprobs: int | None = None  # report this many alternatives per emitted token
     watch: Callable[[Step], None] | None = None  # shown every step

@@ -10,6 +10,7 @@ from rich.markup import escape
 from slipstream.cli.answer import chat, generate, trace
 from slipstream.cli.bench import bench
 from slipstream.cli.inform import demo, drafters, models
+from slipstream.cli.store import app as store
 from slipstream.cli.terminal import err
 from slipstream.errors import SlipstreamError
 
@@ -19,6 +20,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.add_typer(store, name="store")
 for command in (generate, chat, trace, bench, drafters, models, demo):
     app.command()(command)
 

@@ -36,10 +36,14 @@ def generate(
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
     json_schema: Annotated[str | None, typer.Option(help="A JSON schema, or a file that holds one.")] = None,
     regex: Annotated[str | None, typer.Option(help="A regular expression the answer must match.")] = None,
+    learn: Annotated[bool, typer.Option("--learn", help="Append the answer to the drafter's store.")] = False,
+    collection: Annotated[str, typer.Option(help="Whose text may draft, and whose the answer becomes.")] = "default",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON line last.")] = False,
     trust_remote_code: o.Trust = False,
 ) -> None:
     """Answer a prompt."""
+    if learn:
+        option = [*(option or []), "learn=true"]
     llm = open_llm(model, drafter, option, dtype, device, trust_remote_code)
     stream = llm.stream(
         sys.stdin.read() if prompt == "-" else prompt,
@@ -49,6 +53,7 @@ def generate(
         top_p=top_p,
         min_p=min_p,
         seed=seed,
+        collection=collection,
         max_draft=max_draft,
         accept=accept,
         stop=stop or (),

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     import torch
 
     from slipstream.budget import Budget
+    from slipstream.datastores.live import Said
     from slipstream.request import Request
     from slipstream.target.base import Target
     from slipstream.tree import TokenTree
@@ -42,6 +43,7 @@ class Drafter(ABC):
 
     Options: ClassVar[type] = NoOptions  # a frozen dataclass; its fields are the drafter's options
     layers: tuple[int, ...] = ()  # hidden states of the target it wants to see
+    shared: int = 0  # tokens of earlier answers, of each collection, that the engine keeps for it
 
     def __init__(self, target: Target, tokenizer: Any, options: Any) -> None:
         self.target, self.tokenizer, self.options = target, tokenizer, options
@@ -54,6 +56,12 @@ class Drafter(ABC):
     @abstractmethod
     def begin(self, request: Request) -> DraftSession:
         """A session for one sequence. The prompt arrives through `observe`."""
+
+    def attach(self, said: Said) -> None:  # noqa: B027  (most drafters share nothing)
+        """Called once by an engine, if `shared` is set: where what earlier requests were answered can be read."""
+
+    def ended(self, request: Request, tokens: Sequence[int]) -> None:  # noqa: B027  (most drafters learn nothing)
+        """A request was answered with these tokens."""
 
     def propose(
         self, sessions: Sequence[DraftSession], roots: Sequence[int], budgets: Sequence[Budget]

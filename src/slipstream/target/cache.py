@@ -75,7 +75,7 @@ class PoolLayer(CacheLayerMixin):
 
 
 class KeyValuePool(Cache):
-    # Whoever changes the pool does so in inference mode: tensors that a forward made larger can't be changed outside it.
+    # Whoever changes the pool does so in inference mode: what a forward made larger can't be changed outside it.
 
     def __init__(self, shapes: Sequence[Shape | None]) -> None:
         """shapes: per layer of the model; None for a layer that keeps nothing of its own."""

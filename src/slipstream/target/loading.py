@@ -68,6 +68,24 @@ def load_model(
     return model.eval(), tokenizer
 
 
+def load_tokenizer(source: str | Path | None = None, trust_remote_code: bool = False) -> tuple[Any, int]:
+    """A tokenizer, of a model or by itself, and how many ids there are. Without a source: the embedded model's."""
+    source = source if source is not None else embedded.ensure()
+    place: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+    if Path(source).suffix == ".gguf":
+        source, place["gguf_file"] = Path(source).parent, Path(source).name
+    with quiet_transformers():
+        try:
+            tokenizer = transformers.AutoTokenizer.from_pretrained(source, **place)
+        except Exception as error:
+            raise ModelError(_explain(str(source), error)) from error
+        try:  # a model often has more ids than its tokenizer uses
+            config = transformers.AutoConfig.from_pretrained(source, **place)
+            return tokenizer, max(len(tokenizer), int(config.get_text_config().vocab_size))
+        except Exception:  # a tokenizer by itself
+            return tokenizer, len(tokenizer)
+
+
 def _load_tokenizer(source: str | Path, place: dict[str, Any]) -> Any:
     try:
         with quiet_transformers():

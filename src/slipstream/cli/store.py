@@ -1,0 +1,252 @@
+"""store: build, grow, search and mend a datastore."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.markup import escape
+
+from slipstream.cli.terminal import busy, ensure_embedded, err, out
+from slipstream.errors import OptionError
+
+if TYPE_CHECKING:
+    from slipstream.datastores.store import Store
+
+app = typer.Typer(help="Datastores: text to draft from, on the disk.", no_args_is_help=True)
+
+Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="The store.")]
+Sources = Annotated[list[str] | None, typer.Argument(help="Files, folders, globs: text, code, JSON lines, parquet.")]
+Tokenizer = Annotated[
+    str | None,
+    typer.Option("--model", "--tokenizer", "-m", help="Whose tokenizer: a hub id or a folder. Default: embedded."),
+]
+Collection = Annotated[str, typer.Option("--collection", "-c", help="Whose text: collections never mix.")]
+Field = Annotated[str | None, typer.Option(help="The field of JSON or parquet records that holds the text.")]
+Stdlib = Annotated[bool, typer.Option("--stdlib", help="Add Python's own standard library.")]
+Dedup = Annotated[bool, typer.Option("--dedup", help="Leave out documents that are in the collection already.")]
+
+
+@app.command()
+def build(
+    out_folder: Annotated[Path, typer.Option("--out", "-o", help="The folder of the new store.")],
+    sources: Sources = None,
+    stdlib: Stdlib = False,
+    model: Tokenizer = None,
+    field: Field = None,
+    dedup: Dedup = False,
+    collection: Collection = "default",
+    segment_tokens: Annotated[
+        int, typer.Option(help="Tokens of a segment at most: building takes 10 bytes of memory for each.")
+    ] = 1 << 27,
+) -> None:
+    """Make a store. Interrupted, the same command goes on where it stopped."""
+    from slipstream.datastores.manifest import NAME
+    from slipstream.datastores.sources import find_sources
+    from slipstream.datastores.store import Store
+
+    found = find_sources(sources or [], stdlib)
+    encoder, vocabulary, fingerprint = load_encoder(model)
+    if (out_folder / NAME).exists():
+        store = Store.open(out_folder, True, fingerprint, segment_tokens)
+        if not store.manifest.notes.get("building"):
+            store.close()
+            raise OptionError(
+                f"{out_folder} already holds a datastore: `slipstream store add {out_folder} …` adds to it"
+            )
+    else:
+        notes = {"building": True, "model": model}
+        store = Store.create(out_folder, vocabulary, fingerprint, notes, segment_tokens)
+    with store:
+        fill(store, found, encoder, collection, field, dedup)
+        store.note(building=False)
+
+
+@app.command()
+def add(
+    folder: Folder,
+    sources: Sources = None,
+    stdlib: Stdlib = False,
+    model: Tokenizer = None,
+    field: Field = None,
+    dedup: Dedup = False,
+    collection: Collection = "default",
+) -> None:
+    """Add sources to a store. A source that is there already and has changed is replaced."""
+    from slipstream.datastores.sources import find_sources
+    from slipstream.datastores.store import Store
+
+    found = find_sources(sources or [], stdlib)
+    with Store.open(folder, write=True) as store:
+        encoder, _, fingerprint = load_encoder(model or store.manifest.notes.get("model"))
+        store.expect(fingerprint)
+        fill(store, found, encoder, collection, field, dedup)
+
+
+@app.command()
+def info(
+    folder: Folder,
+    sources: Annotated[bool, typer.Option("--sources", help="List where the documents came from.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON line.")] = False,
+) -> None:
+    """What is in a store."""
+    import json
+
+    from slipstream.datastores.store import Store
+
+    with Store.open(folder) as store:
+        told = store.info()
+        if sources:
+            told["sources"] = {c: {s.name: s.documents for s in store.sources(c).values()} for c in store.collections}
+    if as_json:
+        print(json.dumps(told, ensure_ascii=False))
+        return
+    for name, value in told.items():
+        if isinstance(value, dict):
+            out.print(f"{name}:")
+            for key, inner in value.items():
+                if isinstance(inner, dict):
+                    out.print(f"  {escape(str(key) or '(no name)')}:")
+                    for part, count in inner.items():
+                        out.print(f"    {escape(str(part) or '(no name)')}: {_readable(count)}")
+                else:
+                    out.print(f"  {escape(str(key) or '(no name)')}: {_readable(inner)}")
+        else:
+            out.print(f"{name}: {_readable(value)}")
+
+
+@app.command()
+def search(
+    folder: Folder,
+    text: Annotated[str, typer.Argument(help="The end of a text: what followed it in the store?")],
+    model: Tokenizer = None,
+    collection: Collection = "default",
+    nodes: Annotated[int, typer.Option(help="Of the tree that is shown.")] = 24,
+    length: Annotated[int, typer.Option(help="Tokens of a continuation.")] = 10,
+) -> None:
+    """Matches of the end of a text, and what followed them, as a tree."""
+    import numpy as np
+    from rich.tree import Tree
+
+    from slipstream.datastores.search import Shape
+    from slipstream.datastores.store import Store
+
+    with Store.open(folder) as store:
+        encoder, _, fingerprint = load_encoder(model or store.manifest.notes.get("model"))
+        store.expect(fingerprint)
+        tokens = encoder.encode([text])[0]
+        if not len(tokens):
+            raise OptionError("the text is empty: give at least a word")
+        shape = Shape(nodes=nodes, length=length, matches=1024)
+        found = store.draft(tokens.astype(np.int32), shape, collection)
+
+    def words(ids: Any) -> str:
+        return escape(repr(encoder.tokenizer.decode(ids))[1:-1])
+
+    for n, count in zip(found.lengths, found.counts, strict=True):
+        out.print(f"{count:>9,} × {n} tokens  [dim]{words(tokens[-n:])}[/dim]")
+    if not len(found.lengths):
+        out.print("nothing in the store ends like this text")
+        return
+    tree = found.tree
+    shown = [Tree(f"[bold]{words(tree.tokens[:1])}[/bold]")]
+    for i in range(1, len(tree)):
+        label = f"{words(tree.tokens[i : i + 1])}  [dim]{tree.score[i]:.0%}[/dim]"
+        shown.append(shown[tree.parents[i]].add(label))
+    out.print(shown[0])
+
+
+@app.command()
+def remove(folder: Folder, source: str, collection: Collection = "default") -> None:
+    """Forget every document of a source: see `store info --sources`."""
+    from slipstream.datastores.store import Store
+
+    with Store.open(folder, write=True) as store:
+        count = store.remove(source, collection)
+    if not count:
+        raise OptionError(f"{folder} has no source {source!r} in {collection!r}: see `slipstream store info --sources`")
+    out.print(f"removed {count} documents; `slipstream store compact` gives their space back")
+
+
+@app.command()
+def compact(folder: Folder) -> None:
+    """As few segments as can be, without what was removed."""
+    from slipstream.datastores.store import Store
+
+    with Store.open(folder, write=True) as store, busy("compacting"):
+        before = store.info()["bytes"]
+        store.compact()
+        out.print(f"{before / 1e6:.1f} MB before, {store.info()['bytes'] / 1e6:.1f} MB now")
+
+
+@app.command()
+def verify(folder: Folder) -> None:
+    """Read all of a store and check it: every checksum, and the order of every segment."""
+    from slipstream.datastores.store import Store
+
+    with Store.open(folder) as store, busy("reading everything"):
+        problems = store.verify()
+        told = store.info()
+    for problem in problems:
+        err.print(f"[red]{escape(problem)}[/red]")
+    if problems:
+        raise typer.Exit(1)
+    out.print(f"sound: {told['documents']:,} documents, {told['tokens']:,} tokens")
+
+
+@app.command()
+def repair(folder: Folder) -> None:
+    """Keep whatever is whole of a damaged store. What is not is set aside, in FOLDER/damaged."""
+    from slipstream.datastores.repair import repair as mend
+
+    report = mend(folder)
+    for sentence in report.sentences:
+        out.print(escape(sentence))
+
+
+def load_encoder(model: str | None) -> tuple[Any, int, str]:
+    """The encoder for a model's tokenizer, how many ids it has, and its fingerprint."""
+    if model is None:
+        ensure_embedded()
+    with busy("loading the tokenizer"):
+        from slipstream.datastores.encoding import Encoder, tokenizer_fingerprint
+        from slipstream.target.loading import load_tokenizer
+
+        tokenizer, vocabulary = load_tokenizer(model)
+        return Encoder(tokenizer), vocabulary, tokenizer_fingerprint(tokenizer)
+
+
+def fill(store: Store, found: Any, encoder: Any, collection: str, field: str | None, dedup: bool) -> None:
+    """Read sources into a store, with a bar that tells rate and time left."""
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    from slipstream.datastores.ingest import ingest
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=err, disable=not err.is_terminal) as bars:
+        task = bars.add_task("reading", total=None)
+
+        def progress(done: int, of: int, tokens: int) -> None:
+            rate = tokens / max(bars.tasks[task].elapsed or 0, 1e-9)
+            text = f"{tokens / 1e6:.1f}M tokens, {rate / 1e6:.2f}M/s"
+            bars.update(task, description=text, completed=done, total=of)
+
+        try:
+            counts = ingest(
+                store, found, encoder, collection=collection, field=field, deduplicate=dedup, progress=progress
+            )
+        except KeyboardInterrupt:
+            err.print("stopped: what was read is in the store; the same command goes on from here")
+            raise
+    more = [f"{counts.duplicates} duplicates left out"] * bool(counts.duplicates)
+    more += [f"{counts.known} sources were there already"] * bool(counts.known)
+    more += [f"{counts.replaced} had changed and were replaced"] * bool(counts.replaced)
+    out.print(
+        f"{counts.sources} sources, {counts.documents:,} documents, {counts.tokens:,} tokens"
+        + "".join(f"; {m}" for m in more)
+    )
+
+
+def _readable(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else escape(str(value))

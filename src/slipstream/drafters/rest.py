@@ -1,0 +1,79 @@
+"""rest: retrieval from a datastore. What followed the text's last tokens in stored documents may follow them here."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from slipstream.datastores.drafting import RetrievalSession, open_store
+from slipstream.datastores.search import Shape
+from slipstream.drafters.base import Drafter, DraftSession
+from slipstream.errors import OptionError
+
+if TYPE_CHECKING:
+    from slipstream.request import Request
+
+
+@dataclass(frozen=True)
+class RestOptions:
+    store: Any = ""  # the folder of a store, as `slipstream store build` makes it, or an open Store
+    learn: bool = False  # append to the store what the model says
+    longest: int = 16  # tokens of context that are matched at most
+    shortest: int = 1  # and at least
+    matches: int = 64  # continuations looked at; of more, evenly spread ones
+    length: int = 10  # tokens of each
+    nodes: int = 64  # of the tree, as far as the budget allows
+    fill: bool = True  # whether shorter matches fill what the longest ones leave
+    random: bool = False  # draft continuations chosen at random instead of the most frequent (the paper's ablation)
+
+    def __post_init__(self) -> None:
+        if not self.store:
+            raise OptionError(
+                "rest drafts from a datastore: give its folder as store=…; `slipstream store build SOURCES… --out "
+                "FOLDER` makes one"
+            )
+        self.shape()
+
+    def shape(self) -> Shape:
+        return Shape(self.longest, self.shortest, self.matches, self.length, self.nodes, self.fill, self.random)
+
+
+class Rest(Drafter):
+    """Continuations of the longest matches of the text's last tokens in a datastore."""
+
+    Options = RestOptions
+
+    def __init__(self, target: Any, tokenizer: Any, options: RestOptions) -> None:
+        super().__init__(target, tokenizer, options)
+        self.store = open_store(options.store, target, tokenizer, options.learn)
+        self.shape = options.shape()
+
+    @classmethod
+    def trials(cls, model: Any) -> list[dict[str, Any]]:
+        """A store of what the model itself says."""
+        return [{"store": store_of_answers(model), "shortest": 2}, {"store": store_of_answers(model), "random": True}]
+
+    def begin(self, request: Request) -> DraftSession:
+        self.store.refresh()
+        return RetrievalSession("rest", self.shape, partial(self.store.runs, request.collection))
+
+    def ended(self, request: Request, tokens: Sequence[int]) -> None:
+        if self.options.learn:
+            self.store.append(tokens, "learned", request.collection)
+
+
+def store_of_answers(model: Any, count: int = 4, length: int = 32) -> str:
+    """A small store, in a temporary folder, of a model's greedy answers to prompts of one token."""
+    import torch
+
+    from slipstream.datastores.store import Document, Store
+
+    folder = tempfile.mkdtemp(prefix="slipstream-trial-")
+    prompts = torch.arange(4, 4 + count, device=model.device)[:, None]
+    texts = model.generate(prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=length, do_sample=False)
+    with Store.create(folder, model.config.get_text_config().vocab_size) as store:
+        store.extend(Document(text) for text in texts.tolist())
+    return folder

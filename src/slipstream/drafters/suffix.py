@@ -1,0 +1,85 @@
+"""suffix: what followed the last tokens earlier in this text, and, if asked for, in earlier answers and in a store."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from slipstream.datastores.drafting import RetrievalSession, open_store
+from slipstream.datastores.live import LiveText, Said
+from slipstream.datastores.runs import Runs, token_type
+from slipstream.datastores.search import Shape
+from slipstream.drafters.base import Drafter, DraftSession
+from slipstream.errors import OptionError
+
+if TYPE_CHECKING:
+    from slipstream.request import Request
+
+
+@dataclass(frozen=True)
+class SuffixOptions:
+    shared: int = 0  # tokens of earlier answers, of the same collection, to draft from too; 0: none
+    store: Any = ""  # the folder of a store to draft from too, or an open Store
+    learn: bool = False  # append to the store what the model says
+    longest: int = 16  # tokens of context that are matched at most
+    shortest: int = 1  # and at least
+    matches: int = 512  # continuations looked at; of more, evenly spread ones
+    length: int = 10  # tokens of each
+    nodes: int = 64  # of the tree, as far as the budget allows
+    fill: bool = True  # whether shorter matches fill what the longest ones leave
+
+    def __post_init__(self) -> None:
+        if self.shared < 0:
+            raise OptionError(f"shared={self.shared} is out of range: it is a number of tokens, 0 for none")
+        if self.learn and not self.store:
+            raise OptionError("learn=True needs a store=… to append to")
+        self.shape()
+
+    def shape(self) -> Shape:
+        return Shape(self.longest, self.shortest, self.matches, self.length, self.nodes, self.fill)
+
+
+class Suffix(Drafter):
+    """Continuations of the longest earlier matches of the text's last tokens, in the live text first of all."""
+
+    Options = SuffixOptions
+
+    def __init__(self, target: Any, tokenizer: Any, options: SuffixOptions) -> None:
+        super().__init__(target, tokenizer, options)
+        self.shared, self.shape = options.shared, options.shape()
+        self.store = open_store(options.store, target, tokenizer, options.learn) if options.store else None
+        self.dtype = self.store.dtype if self.store is not None else token_type(target.vocabulary)
+        self._said: Said | None = None
+        self._joined: dict[str, tuple[Runs, Runs, Runs]] = {}
+
+    @classmethod
+    def trials(cls, model: Any) -> list[dict[str, Any]]:
+        from slipstream.drafters.rest import store_of_answers
+
+        return [{}, {"shared": 1000, "store": store_of_answers(model)}]
+
+    def attach(self, said: Said) -> None:
+        self._said = said
+
+    def begin(self, request: Request) -> DraftSession:
+        if self.store is not None:
+            self.store.refresh()
+        return RetrievalSession("suffix", self.shape, partial(self._below, request.collection), LiveText(self.dtype))
+
+    def ended(self, request: Request, tokens: Sequence[int]) -> None:
+        if self.options.learn and self.store is not None:
+            self.store.append(tokens, "learned", request.collection)
+
+    def _below(self, collection: str) -> Runs:
+        """Earlier answers and the store, as one thing to search; the same object until either changes."""
+        said = self._said.runs(collection) if self._said is not None else NOTHING
+        store = self.store.runs(collection) if self.store is not None else NOTHING
+        known = self._joined.get(collection)
+        if known is None or known[0] is not said or known[1] is not store:
+            self._joined[collection] = known = (said, store, Runs((*store.runs, *said.runs), self.dtype))
+        return known[2]
+
+
+NOTHING = Runs(())

@@ -191,7 +191,7 @@ def read(folder, stop, count):
 
 
 def follow(folder, text):
-    """Search after each line of the file `asked`, without opening the store again."""
+    """Search whenever the next file `asked…` appears, without opening the store again."""
     store = Store.open(folder)
     say("ready")
     for turn in range(2):

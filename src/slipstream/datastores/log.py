@@ -26,6 +26,7 @@ MARK = b"\xa5SLR"
 DOCUMENT, REMOVE, COMPLETE = 1, 2, 3
 PREFIX = struct.Struct("<BHH")  # kind, bytes of the collection's name, bytes of the source's name
 FILE = struct.Struct("<qq")  # size and time of change of a source that was read to its end
+UNSYNCED = 1 << 26  # bytes that a bulk append may leave to be synced later
 NAMES = ("utf-8", "surrogatepass")  # a file's name may be any bytes, which Python hands out as surrogates
 
 
@@ -48,10 +49,11 @@ class Record:
 
 
 class LogWriter:
-    """Appends to one log file. Whatever it returns from is on the disk."""
+    """Appends to one log file. What it synced is on the disk, and acknowledged."""
 
     def __init__(self, path: Path, end: int) -> None:
         self.path, self.end = path, end
+        self._synced = end
         self._file = os.open(path, os.O_RDWR)
         slots = _read_slots(os.pread(self._file, PAGE, 0))
         self._turn = slots.index(min(slots))
@@ -75,8 +77,9 @@ class LogWriter:
         sync_folder(path.parent)
         return cls(path, PAGE)
 
-    def append(self, records: Iterable[Record]) -> None:
-        """All of them durable, or an error and none of them acknowledged."""
+    def append(self, records: Iterable[Record], sync: bool = True) -> None:
+        """All of them durable, or an error and none of them acknowledged. Without sync they may become so later: in
+        bulk, waiting for the disk at every turn would be most of the time."""
         at, pieces = self.end, []
         for record in records:
             payload = record.payload()
@@ -87,19 +90,26 @@ class LogWriter:
             written = 0
             while written < len(data):
                 written += os.pwrite(self._file, memoryview(data)[written:], self.end + written)
-            os.fdatasync(self._file)
-            self._acknowledge(at)
+            if sync or at - self._synced > UNSYNCED:
+                self._sync(at)
         except OSError as error:
             with suppress(OSError):  # else a whole record of a failed batch could be taken for one that was added
                 os.ftruncate(self._file, self.end)
             raise StoreError(f"{self.path}: nothing was added, since writing failed: {error}") from error
         self.end = at
 
+    def _sync(self, end: int) -> None:
+        os.fdatasync(self._file)
+        self._acknowledge(end)
+        self._synced = end
+
     def _acknowledge(self, end: int) -> None:
         os.pwrite(self._file, _slot(end), SLOTS[self._turn])
         self._turn = 1 - self._turn
 
-    def close(self) -> None:
+    def close(self, sync: bool = True) -> None:
+        if sync and self._synced < self.end:
+            self._sync(self.end)
         os.close(self._file)
 
 

@@ -305,19 +305,19 @@ def _draft(t, width, text, longest, shortest, most, length, nodes, fill, random,
         _shuffle(matches)
         fit = min(taken, max(1, nodes // length))
         matches = owner[:fit], found[:fit], agreed[:fit]
-    _touch(t, width, matches, failed)
+    _touch(t, width, matches, length, failed)
     tokens, parents, raw, score = _tree(t, width, text[-1], matches, length, nodes, failed)
     return tokens, parents, raw, score, lengths[:levels], counts[:levels]
 
 
 @njit(cache=True, nogil=True)
-def _touch(t, width, matches, failed):  # type: ignore[no-untyped-def]
-    """Check and read where every continuation begins. Reads that need nothing of each other wait for memory together,
-    while the tree needs one after the other."""
+def _touch(t, width, matches, length, failed):  # type: ignore[no-untyped-def]
+    """Check every continuation, and read where it begins. Reads that need nothing of each other wait for memory
+    together, while the tree needs one after the other."""
     total = 0
     for i in range(len(matches[0])):
         r, p = matches[0][i], matches[1][i]
-        if _readable(t, r, p, min(p + 32, t[r, LENGTH] - 1), width.itemsize, failed):
+        if _readable(t, r, p, min(p + length, t[r, LENGTH]) - 1, width.itemsize, failed):
             total += carray(_pointer(t[r, TOKENS]), (p + 1,), width.dtype)[p]
     return total
 

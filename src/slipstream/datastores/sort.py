@@ -19,7 +19,8 @@ from numba import njit
 from numpy.typing import NDArray
 
 DEPTH = 32  # tokens of context that decide the order
-SMALL = 12  # groups up to this size are sorted by comparing whole contexts
+SMALL = 4  # groups up to this size are sorted by comparing whole contexts
+SHORT = 20  # pairs that are sorted by insertion
 LARGE = 1 << 14  # larger ones are first spread by a digit
 DIGITS = 1 << 16
 
@@ -253,36 +254,51 @@ def _sort_many(keys, values, buffers):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def _sort_pairs(keys, values):  # type: ignore[no-untyped-def]
-    """Quicksort of keys, with values following them."""
-    stack: Any = [(np.int64(0), np.int64(len(keys)))]
-    while len(stack) > 0:
-        lo, hi = stack.pop()
-        while hi - lo > 16:
-            a, b, c = keys[lo], keys[(lo + hi) // 2], keys[hi - 1]
+    """Quicksort of keys, with values following them. Unsigned indices spare the check for negative ones."""
+    one = np.uint64(1)
+    if len(keys) <= SHORT:
+        _insert_pairs(keys, values, np.uint64(0), np.uint64(len(keys)))
+        return
+    starts, ends = np.empty(64, np.uint64), np.empty(64, np.uint64)
+    starts[0], ends[0], depth = 0, len(keys), 1
+    while depth > 0:
+        depth -= 1
+        lo, hi = starts[depth], ends[depth]
+        while hi - lo > np.uint64(SHORT):
+            a, b, c = keys[lo], keys[lo + ((hi - lo) >> one)], keys[hi - one]
             pivot = max(min(a, b), min(max(a, b), c))
-            i, j = lo, hi - 1
+            i, j = lo, hi - one
             while True:
                 while keys[i] < pivot:
-                    i += 1
+                    i += one
                 while keys[j] > pivot:
-                    j -= 1
+                    j -= one
                 if i >= j:
                     break
                 keys[i], keys[j] = keys[j], keys[i]
                 values[i], values[j] = values[j], values[i]
-                i += 1
-                j -= 1
-            middle = j + 1
-            if middle - lo < hi - middle:  # the smaller side first, so that the stack stays short
-                stack.append((middle, hi))
+                i += one
+                j -= one
+            middle = j + one
+            if middle - lo < hi - middle:  # the smaller side first, so that what waits stays short
+                starts[depth], ends[depth] = middle, hi
                 hi = middle
             else:
-                stack.append((lo, middle))
+                starts[depth], ends[depth] = lo, middle
                 lo = middle
-        for i in range(lo + 1, hi):
-            key, value = keys[i], values[i]
-            j = i
-            while j > lo and keys[j - 1] > key:
-                keys[j], values[j] = keys[j - 1], values[j - 1]
-                j -= 1
-            keys[j], values[j] = key, value
+            depth += 1
+        _insert_pairs(keys, values, lo, hi)
+
+
+@njit(cache=True, nogil=True)
+def _insert_pairs(keys, values, lo, hi):  # type: ignore[no-untyped-def]
+    one = np.uint64(1)
+    i = lo + one
+    while i < hi:
+        key, value = keys[i], values[i]
+        j = i
+        while j > lo and keys[j - one] > key:
+            keys[j], values[j] = keys[j - one], values[j - one]
+            j -= one
+        keys[j], values[j] = key, value
+        i += one

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -231,7 +232,7 @@ class Store:
         """Continuations of a text, whose last token is the root of the tree."""
         return draft(self.runs(collection), text, shape, source)
 
-    @property
+    @cached_property
     def dtype(self) -> np.dtype[Any]:
         return np.dtype(f"<u{self.manifest.width // 8}")
 
@@ -246,7 +247,8 @@ class Store:
         self.extend([Document(tokens, source)], collection)
 
     def extend(self, documents: Iterable[Document], collection: str = DEFAULT, *, bulk: bool = False) -> None:
-        """Add documents with one write to the disk. bulk: don't make them searchable yet; they are once a segment."""
+        """Add documents with one write to the disk. bulk: they need not be searchable or acknowledged before they are a
+        segment, which `flush` makes of them at the latest."""
         self._writer()
         if not collection or len(collection.encode(*NAMES)) > LONGEST:
             raise StoreError(f"collection {collection!r}: a name has 1 to {LONGEST} bytes")
@@ -327,8 +329,8 @@ class Store:
             self._log, self._log_end, self._memory = log, log.end, {}
             self._publish()
             if old is not None:
-                old.close()
                 old.path.unlink()
+                old.close(sync=False)
             self._compact_in_background()
 
     def compact(self) -> None:
@@ -477,7 +479,9 @@ class Store:
             raise StoreError(f"{self.folder} is open for reading: open it with write=True")
 
     def _checked(self, tokens: Sequence[int] | NDArray[Any]) -> Tokens:
-        ids = np.asarray(tokens, np.int64)
+        ids = np.asarray(tokens)
+        if ids.dtype.kind not in "iu":
+            raise StoreError(f"tokens must be whole numbers, found {ids.dtype}")
         if ids.ndim != 1 or ids.min() < 0 or ids.max() >= self.manifest.vocabulary:
             bad = ids[(ids < 0) | (ids >= self.manifest.vocabulary)][:5]
             raise StoreError(f"tokens must be ids from 0 to {self.manifest.vocabulary - 1}, found {bad.tolist()}")
@@ -490,7 +494,7 @@ class Store:
             return
         with self._lock:
             assert self._log is not None
-            self._log.append(records)
+            self._log.append(records, sync=not bulk)
             self._log_end = self._log.end
             for record in records:
                 self._apply(record)

@@ -43,15 +43,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("prompts", type=Path)
     parser.add_argument("--alpaca", type=Path, required=True, help="prompts whose answers become a store")
-    parser.add_argument("--count", type=int, default=2000, help="of those")
+    parser.add_argument("--count", type=int, default=800, help="of those")
     parser.add_argument("--most", type=int, default=192, help="tokens of an answer")
     parser.add_argument("--model")
+    parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--kept", type=Path, default=Path("answers.json"), help="answers, made once")
     parser.add_argument("--answer-only", action="store_true")
     given = parser.parse_args()
     if not given.kept.exists():
-        llm = slipstream.load(given.model, drafter="none", dtype="float32", max_batch=given.batch)
+        llm = slipstream.load(given.model, drafter="none", dtype=given.dtype, max_batch=given.batch)
         told = {
             "asked": answers(llm, given.prompts, None, given.most),
             "learned": answers(llm, given.alpaca, given.count, given.most),

@@ -138,7 +138,7 @@ def search(
         tokens = encoder.encode([text])[0]
         if not len(tokens):
             raise OptionError("the text is empty: give at least a word")
-        shape = Shape(nodes=nodes, length=length, matches=1024)
+        shape = Shape(nodes=nodes, length=length, matches=1024, exact=True)
         found = store.draft(tokens.astype(np.int32), shape, collection)
 
     def words(ids: Any) -> str:

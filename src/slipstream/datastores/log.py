@@ -116,7 +116,7 @@ class LogWriter:
 def read_log(path: Path, start: int = PAGE, beyond: bool = False) -> Iterator[tuple[Record, int]]:
     """Every acknowledged record from byte `start` on, with where it ends. beyond: for the one writer, which also takes
     what is whole behind them: after a power failure the acknowledged length may be that of a moment before."""
-    with path.open("rb", buffering=0) as file:
+    with path.open("rb") as file:
         for _ in range(3):  # a writer may just be writing a slot
             slots = _read_slots(os.pread(file.fileno(), PAGE, 0))  # before the records: it may only grow meanwhile
             sure, promised = min(slots) > 0, max(slots)
@@ -127,10 +127,11 @@ def read_log(path: Path, start: int = PAGE, beyond: bool = False) -> Iterator[tu
                 f"{path} does not begin with the header of a log: `slipstream store repair` keeps its records"
             )
         file.seek(start)
-        data = memoryview(file.readall())
+        # No further for readers: a bulk append leaves much behind that, to be read in vain at every refresh.
+        data = memoryview(file.read(max(0, promised - start) if sure and not beyond else -1))
         size = os.fstat(file.fileno()).st_size
-    at, limit = start, promised if sure and not beyond else start + len(data)
-    while at < limit and (record := _record_at(data, at - start, at)) is not None:
+    at = start
+    while (record := _record_at(data, at - start, at)) is not None:
         at += record[1]
         yield record[0], at
     # With one slot lost, more may have been promised than is known: then nothing may be left over.

@@ -40,6 +40,7 @@ from slipstream.tree import TokenTree
 
 # Found by trying how many true next tokens the tree covers on unseen code: see docs/log.md.
 TRUST = 2.0  # a match counts this much more than one that is shorter by a token
+MANY = 64 * EVERY  # matches that need not be counted to the last
 FADE = 0.7  # nodes are chosen as if each were worth this much of what it is, against its parent
 
 
@@ -49,10 +50,11 @@ class Shape:
 
     longest: int = 16  # tokens of context that are matched at most
     shortest: int = 1  # and at least
-    matches: int = 64  # continuations looked at; of more, evenly spread ones
+    matches: int = 40  # continuations looked at; of more, evenly spread ones
     length: int = 10  # tokens of each continuation
     nodes: int = 64  # of the tree
     fill: bool = True  # whether shorter matches fill what the longest ones leave
+    exact: bool = False  # count very many matches to the last; to draft, their extent will do
     random: bool = False  # as many continuations as fit, chosen at random, instead of the best nodes of all
 
     def __post_init__(self) -> None:
@@ -77,7 +79,7 @@ def draft(runs: Runs, text: NDArray[np.int32], shape: Shape, source: str = "") -
     failed = np.zeros(3, np.int64)
     tokens, parents, raw, score, lengths, counts = _draft(
         runs.table, runs.width, text, shape.longest, shape.shortest, shape.matches, shape.length, shape.nodes,
-        shape.fill, shape.random, failed,
+        shape.fill, shape.random, shape.exact, failed,
     )  # fmt: skip
     if failed[0]:
         run = runs.runs[failed[0] - 1]
@@ -208,6 +210,8 @@ def _insertion_point(t, r, width, query, below, above, failed):  # type: ignore[
         first = _first_key(t, r, lowest, False, 0, (hi + EVERY - 1) // EVERY, failed)
         last = _first_key(t, r, highest, True, first, (hi + EVERY - 1) // EVERY, failed)
         lo, hi = max(lo, (first - 1) * EVERY + 1), min(hi, last * EVERY)
+        whole = min(8 // width.itemsize, len(query))  # tokens of a key: beyond these entries, fewer agree
+        below[whole:], above[whole:] = lo - 1, hi
     while lo < hi and failed[0] == 0:
         middle = (lo + hi) // 2
         n, before = _compare(t, r, width, query, middle, failed)
@@ -228,11 +232,13 @@ def _agree(t, r, width, query, i, failed):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
-def _edge(t, r, width, query, inside, outside, n, failed):  # type: ignore[no-untyped-def]
+def _edge(t, r, width, query, inside, outside, n, exact, failed):  # type: ignore[no-untyped-def]
     """The outermost entry that agrees in at least n tokens. `inside` does; all that lie `outside` or beyond don't, and
-    are known better afterwards."""
+    are known better afterwards. Of very many, a few at the edge don't matter: they count as shorter matches then."""
     if t[r, KEYS] != 0 and n <= 8 // width.itemsize:
         _narrow(t, r, width, query, inside, outside, n, failed)
+        if not exact and abs(outside[n] - inside) > MANY:
+            return outside[n] + (EVERY if outside[n] < inside else -EVERY)
     beyond = outside[n]
     while abs(beyond - inside) > 1 and failed[0] == 0:
         middle = (inside + beyond) // 2
@@ -252,7 +258,7 @@ def _is_dead(t, r, position):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
-def _draft(t, width, text, longest, shortest, most, length, nodes, fill, random, failed):  # type: ignore[no-untyped-def]
+def _draft(t, width, text, longest, shortest, most, length, nodes, fill, random, exact, failed):  # type: ignore[no-untyped-def]
     query = text[::-1][:longest].copy()  # reversed: the last token first
     owner, found, agreed = np.empty((3, most), np.int64)
     lengths, counts = np.empty((2, longest), np.int64)
@@ -276,15 +282,15 @@ def _draft(t, width, text, longest, shortest, most, length, nodes, fill, random,
         for r in range(runs):
             size[2 * r] = size[2 * r + 1] = 0
             if left[r] == n:
-                begin[2 * r] = _edge(t, r, width, query, lo[r] - 1, below[r], n, failed)
+                begin[2 * r] = _edge(t, r, width, query, lo[r] - 1, below[r], n, exact, failed)
                 size[2 * r] = lo[r] - begin[2 * r]
                 lo[r] = begin[2 * r]
-                left[r] = _agree(t, r, width, query, lo[r] - 1, failed)
+                left[r] = _agree(t, r, width, query, below[r, n], failed)
             if right[r] == n:
                 begin[2 * r + 1] = hi[r]
-                hi[r] = _edge(t, r, width, query, hi[r], above[r], n, failed) + 1
+                hi[r] = _edge(t, r, width, query, hi[r], above[r], n, exact, failed) + 1
                 size[2 * r + 1] = hi[r] - begin[2 * r + 1]
-                right[r] = _agree(t, r, width, query, hi[r], failed)
+                right[r] = _agree(t, r, width, query, above[r, n], failed)
             count += size[2 * r] + size[2 * r + 1]
         lengths[levels], counts[levels] = n, count
         levels += 1
@@ -345,6 +351,14 @@ def _next(t, width, matches, i, depth, length):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
+def _powers(base, most):  # type: ignore[no-untyped-def]
+    powers = np.ones(most + 1)
+    for i in range(most):
+        powers[i + 1] = powers[i] * base
+    return powers
+
+
+@njit(cache=True, nogil=True)
 def _slot(table, parents, tokens, node, token):  # type: ignore[no-untyped-def]
     """Where in the hash table the child of a node with a token is, or would be."""
     slot = ((node * 0x9E3779B1 + token * 0x85EBCA77) >> 7) & (len(table) - 1)
@@ -365,6 +379,7 @@ def _tree(t, width, root, matches, length, nodes, failed):  # type: ignore[no-un
     while slots < 2 * room:
         slots *= 2
     table = np.zeros(slots, np.int32)  # 0 is free: the root is nobody's child
+    trust, fade = _powers(TRUST, DEPTH), _powers(FADE, length)
     tokens, parents, first, sibling, tail, depth = np.empty((6, room), np.int32)
     mass = np.empty(room, np.float64)
     tokens[0], parents[0], first[0], sibling[0], tail[0], depth[0], mass[0] = root, -1, -1, -1, -1, 0, 0.0
@@ -372,7 +387,7 @@ def _tree(t, width, root, matches, length, nodes, failed):  # type: ignore[no-un
     for i in range(len(matches[0])):
         if failed[0] != 0:
             break
-        weight = TRUST ** matches[2][i]
+        weight = trust[matches[2][i]]
         node = 0
         mass[0] += weight
         while True:
@@ -410,7 +425,7 @@ def _tree(t, width, root, matches, length, nodes, failed):  # type: ignore[no-un
                 n = _add(tokens, parents, first, sibling, tail, depth, mass, n, node, token, tail[node], mass[node])
         child = first[node]
         while child >= 0:
-            worth[child] = mass[child] * FADE ** depth[child]
+            worth[child] = mass[child] * fade[depth[child]]
             waiting = _push(heap, worth, waiting, child)
             child = sibling[child]
         if kept > nodes or waiting == 0:

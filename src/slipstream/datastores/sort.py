@@ -57,7 +57,7 @@ def sort_positions(tokens: Tokens, threads: int | None = None) -> Positions:
         offsets = starts + np.cumsum(counts, axis=0) - counts  # (threads, vocabulary)
         positions = np.empty(int(ends[-1]), np.uint32)
         list(pool.map(lambda i: _scatter(tokens, *parts[i], sep, offsets[i], positions), range(threads)))
-        room = max(1 << 16, len(positions) // (12 * threads))
+        room = max(1 << 16, len(positions) // (16 * threads))
         tasks = _split(starts, ends, max(1 << 14, len(positions) // (64 * threads)))
         list(pool.map(lambda task: _sort_buckets(tokens, positions, starts, ends, *task, room), tasks))
     return positions

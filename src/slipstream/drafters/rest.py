@@ -23,7 +23,7 @@ class RestOptions:
     learn: bool = False  # append to the store what the model says
     longest: int = 16  # tokens of context that are matched at most
     shortest: int = 1  # and at least
-    matches: int = 64  # continuations looked at; of more, evenly spread ones
+    matches: int = 40  # continuations looked at; of more, evenly spread ones
     length: int = 10  # tokens of each
     nodes: int = 64  # of the tree, as far as the budget allows
     fill: bool = True  # whether shorter matches fill what the longest ones leave
@@ -38,7 +38,7 @@ class RestOptions:
         self.shape()
 
     def shape(self) -> Shape:
-        return Shape(self.longest, self.shortest, self.matches, self.length, self.nodes, self.fill, self.random)
+        return Shape(self.longest, self.shortest, self.matches, self.length, self.nodes, self.fill, random=self.random)
 
 
 class Rest(Drafter):

@@ -53,7 +53,7 @@ def ingest(
     counts = Ingested()
     seen = _hashes(store, collection) if deduplicate else None
     total, read = sum(s.size for s in sources), 0
-    for batch in batches(_pieces(store, sources, collection, field, counts), size=_Piece.size):
+    for batch in batches(_pieces(store, sources, collection, field, counts, skips=seen is None), size=_Piece.size):
         texts = [piece.text for piece in batch if piece.text is not None]
         encoded = iter(encoder.encode(texts))
         documents = []
@@ -82,12 +82,14 @@ def ingest(
 
 
 def _pieces(
-    store: Store, sources: Sequence[Source], collection: str, field: str | None, counts: Ingested
+    store: Store, sources: Sequence[Source], collection: str, field: str | None, counts: Ingested, skips: bool
 ) -> Iterator[_Piece]:
+    """skips: go on behind the documents of an interrupted source that are stored. Where duplicates are left out, fewer
+    are stored than were read; then it is read again, and what is stored is a duplicate."""
     known = store.sources(collection)
     for source in sources:
         entry = known.get(source.name, SourceEntry(source.name, 0, complete=False))
-        skip = 0 if entry.complete else entry.documents  # it was interrupted here
+        skip = entry.documents if skips and not entry.complete else 0
         if entry.complete:
             if (entry.size, entry.modified) == (source.size, source.modified):
                 counts.known += 1

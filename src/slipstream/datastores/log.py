@@ -54,6 +54,7 @@ class LogWriter:
     def __init__(self, path: Path, end: int) -> None:
         self.path, self.end = path, end
         self._synced = end
+        self._in_doubt = False  # the disk refused a sync: what was to be synced may be lost
         self._file = os.open(path, os.O_RDWR)
         slots = _read_slots(os.pread(self._file, PAGE, 0))
         self._turn = slots.index(min(slots))
@@ -80,6 +81,10 @@ class LogWriter:
     def append(self, records: Iterable[Record], sync: bool = True) -> None:
         """All of them durable, or an error and none of them acknowledged. Without sync they may become so later: in
         bulk, waiting for the disk at every turn would be most of the time."""
+        if self._in_doubt:
+            raise StoreError(
+                f"{self.path}: the disk failed, and what was added in bulk may be lost: open the store again"
+            )
         at, pieces = self.end, []
         for record in records:
             payload = record.payload()
@@ -93,6 +98,7 @@ class LogWriter:
             if sync or at - self._synced > UNSYNCED:
                 self._sync(at)
         except OSError as error:
+            self._in_doubt = self._synced < self.end
             with suppress(OSError):  # else a whole record of a failed batch could be taken for one that was added
                 os.ftruncate(self._file, self.end)
             raise StoreError(f"{self.path}: nothing was added, since writing failed: {error}") from error
@@ -108,7 +114,7 @@ class LogWriter:
         self._turn = 1 - self._turn
 
     def close(self, sync: bool = True) -> None:
-        if sync and self._synced < self.end:
+        if sync and self._synced < self.end and not self._in_doubt:
             self._sync(self.end)
         os.close(self._file)
 

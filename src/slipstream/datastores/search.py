@@ -258,6 +258,18 @@ def _is_dead(t, r, position):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
+def _dead_among(t, begin, size, failed):  # type: ignore[no-untyped-def]
+    """How many entries of a shell belong to removed documents."""
+    dead = 0
+    for shell in range(len(size)):
+        r = shell // 2
+        if t[r, DEADS] > 0:
+            for i in range(begin[shell], begin[shell] + size[shell]):
+                dead += _is_dead(t, r, _position(t, r, i, failed))
+    return dead
+
+
+@njit(cache=True, nogil=True)
 def _draft(t, width, text, longest, shortest, most, length, nodes, fill, random, exact, failed):  # type: ignore[no-untyped-def]
     query = text[::-1][:longest].copy()  # reversed: the last token first
     owner, found, agreed = np.empty((3, most), np.int64)
@@ -276,7 +288,7 @@ def _draft(t, width, text, longest, shortest, most, length, nodes, fill, random,
         n = shortest - 1
         for r in range(runs):
             n = max(n, left[r], right[r])
-        if n < shortest or (levels > 0 and not fill):
+        if n < shortest or (taken > 0 and not fill):
             break
         count = 0
         for r in range(runs):
@@ -293,6 +305,8 @@ def _draft(t, width, text, longest, shortest, most, length, nodes, fill, random,
                 right[r] = _agree(t, r, width, query, above[r, n], failed)
             count += size[2 * r] + size[2 * r + 1]
         lengths[levels], counts[levels] = n, count
+        if exact:
+            counts[levels] -= _dead_among(t, begin, size, failed)
         levels += 1
         take = min(count, most - taken)
         shell, before, spacing = 0, 0, count / take

@@ -109,7 +109,8 @@ class Engine:
         clock = perf_counter()
         trees = self._propose(running)
         drafted = perf_counter()
-        want = Want(self.drafter.layers, argmax=any(s.request.sampling.plain for s in running))
+        rows = 1 + max(s.request.max_draft for s in running) if self.drafter.pads else 1
+        want = Want(self.drafter.layers, rows, argmax=any(s.request.sampling.plain for s in running))
         scores = self.target.score([s.slot for s in running], trees, want)
         scored = perf_counter()
         verdicts = []
@@ -118,6 +119,9 @@ class Engine:
             self.target.commit(sequence.slot, verdict.path)
             self._observe(sequence, tree, score, verdict)
             verdicts.append(verdict)
+        if len(running) > 1 and not self.target.exact_together:
+            for sequence in running:
+                sequence.stats.exact = False
         times = [t / len(running) for t in (drafted - clock, scored - drafted, perf_counter() - scored)]
         for sequence, tree, verdict in zip(running, trees, verdicts, strict=True):
             self._advance(sequence, Step(tree, verdict, *times))

@@ -43,6 +43,9 @@ class Drafter(ABC):
 
     Options: ClassVar[type] = NoOptions  # a frozen dataclass; its fields are the drafter's options
     layers: tuple[int, ...] = ()  # hidden states of the target it wants to see
+    # Whether every step is computed as wide as the widest, so that in low precision a text does not depend on how much
+    # was drafted: only plain decoding can do without.
+    pads: bool = True
     shared: int = 0  # tokens of earlier answers, of each collection, that the engine keeps for it
 
     def __init__(self, target: Target, tokenizer: Any, options: Any) -> None:

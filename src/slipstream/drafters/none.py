@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from slipstream.drafters.base import Drafter, DraftSession, Proposal
 from slipstream.tree import TokenTree
@@ -12,8 +13,19 @@ if TYPE_CHECKING:
     from slipstream.request import Request
 
 
+@dataclass(frozen=True)
+class NoDrafterOptions:
+    exact: bool = False  # compute steps as wide as drafted ones: the same bits, so the same text, in bfloat16 on a GPU
+
+
 class NoDrafter(Drafter):
     """Drafts nothing: plain decoding."""
+
+    Options = NoDrafterOptions
+
+    def __init__(self, target: Any, tokenizer: Any, options: NoDrafterOptions) -> None:
+        super().__init__(target, tokenizer, options)
+        self.pads = options.exact
 
     def begin(self, request: Request) -> DraftSession:  # noqa: ARG002
         return NoSession()

@@ -19,6 +19,7 @@ class Want:
     """What a forward must give back."""
 
     layers: tuple[int, ...] = ()  # hidden states, numbered as in transformers: 0 the embeddings, L the last
+    rows: int = 1  # to compute at least, padding included: the same number for all steps gives the same bits
     argmax: bool = False  # the most probable token of every node, so that greedy decoding leaves logits on a device
 
 
@@ -81,6 +82,7 @@ class Target(ABC):
     trees: bool = True  # False: only chains can be scored
     chains: bool = True  # False: only the root can be scored
     exact: bool = True  # False: too little precision for a text never to depend on what was drafted
+    exact_together: bool = True  # the same for sequences that run as a batch, whose members come and go
     notes: tuple[str, ...] = ()  # what a user should know about this model
 
     @abstractmethod

@@ -7,7 +7,7 @@ its committed length and reads up to the batch's longest.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,6 +118,16 @@ class KeyValuePool(Cache):
             for i, layer in enumerate(members):
                 self.layers[layer].keys, self.layers[layer].values = pair[0][i], pair[1][i]
         self.rows, self.capacity = rows, capacity
+
+    def tensors(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Keys and values of each layer, (rows, heads, capacity, dim)."""
+        for layer in self.layers:
+            yield layer.keys, layer.values
+
+    def stores(self) -> Iterator[torch.Tensor]:
+        """Keys, then values, of all layers of one shape, (layers, rows, heads, capacity, dim)."""
+        for pair in self._stores.values():
+            yield from pair
 
     def look(self, window: Window) -> None:
         """Fix where the next forward writes and reads."""

@@ -41,7 +41,7 @@ class ChainTarget(Target):
         self.vocabulary = vocabulary
         self.context = context_length(model.config)
         self.device, self.dtype = input_device(model), model.dtype
-        self.exact = is_exact(model)
+        self.exact = self.exact_together = is_exact(model)
         accepted = inspect.signature(unwrapped(model).forward).parameters
         self._cache_name = "cache_params" if "cache_params" in accepted else "past_key_values"
         self.chunk = chunk

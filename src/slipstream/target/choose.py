@@ -12,7 +12,7 @@ from slipstream.errors import ModelError
 from slipstream.target.base import Target, Want
 from slipstream.target.cache import Shape
 from slipstream.target.chains import ChainTarget
-from slipstream.target.masks import mask_kinds
+from slipstream.target.masks import MaskKind, mask_kinds
 from slipstream.target.trees import TreeTarget, input_device, unwrapped
 from slipstream.tree import TokenTree
 
@@ -26,8 +26,11 @@ PROVEN = {
 }
 
 
-def open_target(model: Any, *, chunk: int = 512) -> Target:
-    """A Target for a causal language model of transformers. It is put into evaluation mode and not changed further."""
+def open_target(model: Any, *, chunk: int = 512, graphs: bool = True) -> Target:
+    """A Target for a causal language model of transformers. It is put into evaluation mode and not changed further.
+
+    graphs: whether steps on a GPU are captured and replayed, where the model allows it.
+    """
     config = check_model(model)
     vocabulary, shapes = _probe(model)
     kinds = mask_kinds(config)
@@ -38,7 +41,31 @@ def open_target(model: Any, *, chunk: int = 512) -> Target:
     target = TreeTarget(model, shapes, kinds, vocabulary, chunk)
     if config.model_type not in PROVEN and not scores_trees(target):
         return _chains(model, vocabulary, chunk, "it does not honour a tree's mask and positions")
+    if graphs and target.device.type == "cuda":
+        return _graphs(model, shapes, kinds, vocabulary, chunk) or target
     return target
+
+
+def _graphs(
+    model: Any, shapes: list[Shape | None], kinds: dict[str, MaskKind], vocabulary: int, chunk: int
+) -> Target | None:
+    """A target whose steps are replayed, if this model's can be captured and say the same."""
+    name = type(unwrapped(model)).__name__
+    if None in shapes or len({s.device for s in shapes if s is not None}) > 1:
+        log.info("%s lies on several devices or shares keys between layers: its steps are not captured", name)
+        return None
+    try:
+        from slipstream.target.graphs import GraphTarget
+
+        target = GraphTarget(model, shapes, kinds, vocabulary, chunk)
+        if scores_trees(target):
+            return target
+        why = "replayed steps gave other logits"
+    except Exception as error:  # a model may resist in any way, and works without
+        log.debug("capture failed", exc_info=error)
+        why = str(error).splitlines()[0] if str(error) else type(error).__name__
+    log.warning("%s: its steps can't be captured as CUDA graphs (%s), so they run as they are", name, why)
+    return None
 
 
 def check_model(model: Any) -> Any:

@@ -32,7 +32,7 @@ class TreeTarget(Target):
         self.vocabulary = vocabulary
         self.context = context_length(model.config)
         self.device, self.dtype = input_device(model), model.dtype
-        self.exact = is_exact(model)
+        self.exact = self.exact_together = is_exact(model)
         self.chunk = chunk
         self._config, self._kinds = model.config.get_text_config(), kinds
         self._pool = KeyValuePool(shapes)
@@ -214,13 +214,13 @@ def context_length(config: Any) -> int:
 
 
 def is_exact(model: Any) -> bool:
-    """Full precision throughout. Half precision rounds differently for different numbers of rows, and quantised
-    activations may even be scaled over all rows together."""
-    if model.dtype not in (torch.float32, torch.float64):
-        return False
+    """Full precision throughout. Half precision rounds differently for different numbers of rows."""
+    return model.dtype in (torch.float32, torch.float64) and not is_quantised(model)
+
+
+def is_quantised(model: Any) -> bool:
+    """Quantised activations may be scaled over all rows together."""
     method = getattr(getattr(model.config, "quantization_config", None), "quant_method", None)
-    if (
-        getattr(model, "is_quantized", False) and getattr(method, "value", method) != "gguf"
-    ):  # GGUF weights were dequantised on loading
-        return False
-    return not any("quantized" in type(module).__module__ for module in model.modules())
+    if getattr(model, "is_quantized", False) and getattr(method, "value", method) != "gguf":
+        return True  # GGUF weights were dequantised on loading
+    return any("quantized" in type(module).__module__ for module in model.modules())

@@ -5,7 +5,7 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 
-.PHONY: setup demo test check format bench bench-overhead bench-retrieval test-gpu clean
+.PHONY: setup demo test check format bench bench-overhead bench-retrieval bench-gpu test-gpu clean
 
 setup: $(VENV)/.ready
 
@@ -43,9 +43,13 @@ bench-retrieval: setup
 bench-overhead: setup
 	HF_HUB_OFFLINE=1 $(BIN)/python bench/overhead.py
 
+# Like test-gpu, in the current Python.
+bench-gpu:
+	PYTHONPATH=src HF_HUB_OFFLINE=1 $(PYTHON) bench/gpu.py
+
 # Runs in the current Python, since a GPU machine brings its own torch. `make test` leaves these tests out.
 test-gpu:
-	PYTHONPATH=src HF_HUB_OFFLINE=1 $(PYTHON) -m pytest --override-ini addopts="-q" tests/test_gpu.py
+	PYTHONPATH=src HF_HUB_OFFLINE=1 $(PYTHON) -m pytest --override-ini addopts="-q" tests/test_gpu.py tests/test_exact_attention.py
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache src/*.egg-info

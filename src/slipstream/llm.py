@@ -61,6 +61,8 @@ def load(
     device_map: Any = None,
     trust_remote_code: bool = False,
     max_batch: int = 16,
+    graphs: bool = True,
+    compile: bool = False,
     model_options: dict[str, Any] | None = None,
     **drafter_options: Any,
 ) -> LLM:
@@ -68,6 +70,7 @@ def load(
 
     model: a hub id, a folder, a GGUF file, a transformers model already in memory, or nothing for the embedded one.
     drafter: a name from `slipstream drafters`; its options follow as keywords.
+    graphs, compile: on a GPU, whether steps are captured as CUDA graphs, and compiled before (slower to start).
     model_options go to transformers' `from_pretrained`.
     """
     if isinstance(drafter, str):
@@ -82,7 +85,7 @@ def load(
             **model_options or {},
         )
         tokenizer = tokenizer or found
-    return LLM(model, tokenizer, drafter, max_batch=max_batch, **drafter_options)
+    return LLM(model, tokenizer, drafter, max_batch=max_batch, graphs=graphs, compile=compile, **drafter_options)
 
 
 class LLM:
@@ -93,11 +96,13 @@ class LLM:
         drafter: str | Drafter = "pld",
         *,
         max_batch: int = 16,
+        graphs: bool = True,
+        compile: bool = False,
         **options: Any,
     ) -> None:
         self.model, self.tokenizer = model, tokenizer
         self.name = str(getattr(model.config, "_name_or_path", "") or type(model).__name__)
-        self.target = open_target(model)
+        self.target = open_target(model, graphs=graphs, compile=compile)
         made = drafters.make(drafter, self.target, tokenizer, **options)
         name = drafter if isinstance(drafter, str) else type(drafter).__name__
         self.engine = Engine(self.target, made, name, max_batch)

@@ -13,7 +13,7 @@ from slipstream.target.base import Target, Want
 from slipstream.target.cache import Shape
 from slipstream.target.chains import ChainTarget
 from slipstream.target.masks import MaskKind, mask_kinds
-from slipstream.target.trees import TreeTarget, input_device, unwrapped
+from slipstream.target.trees import TreeTarget, input_device, is_exact, unwrapped
 from slipstream.tree import TokenTree
 
 log = logging.getLogger("slipstream")
@@ -26,10 +26,11 @@ PROVEN = {
 }
 
 
-def open_target(model: Any, *, chunk: int = 512, graphs: bool = True) -> Target:
+def open_target(model: Any, *, chunk: int = 512, graphs: bool = True, compile: bool = False) -> Target:
     """A Target for a causal language model of transformers. It is put into evaluation mode and not changed further.
 
     graphs: whether steps on a GPU are captured and replayed, where the model allows it.
+    compile: whether captured steps go through torch.compile first: faster, after some seconds for each shape of step.
     """
     config = check_model(model)
     vocabulary, shapes = _probe(model)
@@ -42,12 +43,12 @@ def open_target(model: Any, *, chunk: int = 512, graphs: bool = True) -> Target:
     if config.model_type not in PROVEN and not scores_trees(target):
         return _chains(model, vocabulary, chunk, "it does not honour a tree's mask and positions")
     if graphs and target.device.type == "cuda":
-        return _graphs(model, shapes, kinds, vocabulary, chunk) or target
+        return _graphs(model, shapes, kinds, vocabulary, chunk, compile) or target
     return target
 
 
 def _graphs(
-    model: Any, shapes: list[Shape | None], kinds: dict[str, MaskKind], vocabulary: int, chunk: int
+    model: Any, shapes: list[Shape | None], kinds: dict[str, MaskKind], vocabulary: int, chunk: int, compile: bool
 ) -> Target | None:
     """A target whose steps are replayed, if this model's can be captured and say the same."""
     name = type(unwrapped(model)).__name__
@@ -57,7 +58,7 @@ def _graphs(
     try:
         from slipstream.target.graphs import GraphTarget
 
-        target = GraphTarget(model, shapes, kinds, vocabulary, chunk)
+        target = GraphTarget(model, shapes, kinds, vocabulary, chunk, compile="inductor" if compile else "")
         if scores_trees(target):
             return target
         why = "replayed steps gave other logits"
@@ -130,24 +131,30 @@ def _probe(model: Any) -> tuple[int, list[Shape | None] | None]:
 @torch.inference_mode()
 def scores_trees(target: TreeTarget) -> bool:
     """Whether a small tree gets the logits of its paths: behind a short text, and in the same batch behind one that is
-    longer than any window the config mentions."""
+    longer than any window the config mentions. Replayed steps must even give a path the same bits alone and in a tree.
+    """
     windows = [v for k, v in target.model.config.to_dict().items() if "window" in k and isinstance(v, int)]
     long = min(target.context - 8, 600, max([24, *(w + 8 for w in windows)]))
     texts = [[1, 2, 3], [1 + i % 7 for i in range(long)]]
-    tree = TokenTree.build([4, 5, 6, 7, 8], [-1, 0, 0, 1, 2])
+    tree, want = TokenTree.build([4, 5, 6, 7, 8], [-1, 0, 0, 1, 2]), Want(rows=8)
     slots = [target.open() for _ in texts]
     try:
         for slot, text in zip(slots, texts, strict=True):
             for _ in target.prefill(slot, text, Want()):
                 pass
-        for scores, text in zip(target.score(slots, [tree, tree], Want()), texts, strict=True):
-            for node in (3, 4):
-                path = text + tree.tokens[tree.path_to(node)].tolist()
-                ids = torch.tensor([path], device=target.device)
-                alone = target.model(input_ids=ids).logits[0, -1].float()
-                # Half precision wanders by some percent of the spread; a wrong mask by about the spread itself.
-                allowed = (1e-3 if target.exact else 0.2) * alone.std()
-                if not torch.allclose(scores.logits(node).float(), alone, rtol=0, atol=float(allowed)):
+        for node in (3, 4):
+            path = tree.path_to(node)
+            rows = [s.logits(node).float() for s in target.score(slots, [tree] * 2, want)]
+            chain = TokenTree.chain(4, tree.tokens[path[1:]])
+            alone = [s.logits(len(path) - 1).float() for s in target.score(slots, [chain] * 2, want)]
+            if target.exact and not is_exact(target.model) and not all(map(torch.equal, rows, alone)):
+                return False
+            for row, text in zip(rows, texts, strict=True):
+                right = _next_logits(target, text + tree.tokens[path].tolist())
+                wrong = _next_logits(target, text + tree.tokens[: node + 1].tolist())  # as if all were one chain
+                # How far half precision wanders depends on the model: not half as far as a wrong mask would.
+                allowed = 1e-3 * right.std() if is_exact(target.model) else 0.5 * (row - wrong).norm()
+                if not ((row - right).abs().max() if is_exact(target.model) else (row - right).norm()) <= allowed:
                     return False
     except Exception as error:  # an unknown model may fail in any way: then it gets chains
         log.debug("tree probe failed", exc_info=error)
@@ -156,6 +163,11 @@ def scores_trees(target: TreeTarget) -> bool:
         for slot in slots:
             target.close(slot)
     return True
+
+
+def _next_logits(target: TreeTarget, text: list[int]) -> torch.Tensor:
+    ids = torch.tensor([text], device=target.device)
+    return target.model(input_ids=ids).logits[0, -1].float()
 
 
 def _chains(model: Any, vocabulary: int, chunk: int, why: str) -> ChainTarget:

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from slipstream.target.base import Scores, Slot, Want
 from slipstream.target.cache import KeyValuePool
+from slipstream.target.compiled import compiled_layers
+from slipstream.target.ops import attend, write_keys
 from slipstream.target.trees import TreeTarget, is_quantised
 from slipstream.tree import TokenTree
 
@@ -78,9 +81,7 @@ class GraphLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        row, column = self.inputs.rows[:, None].long(), self.inputs.columns.long()
-        self.keys[row, :, column] = keys.transpose(1, 2)
-        self.values[row, :, column] = values.transpose(1, 2)
+        write_keys(self.keys, self.values, keys, values, self.inputs.rows, self.inputs.columns)
         return self.keys, self.values
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -113,15 +114,13 @@ class FixedStep:
         self._cache = Cache(layers=[GraphLayer(k, v, self.inputs) for k, v in pool.tensors()])
         self._mask = torch.zeros((batch, 1, rows, 1), dtype=target.dtype, device=device)  # nobody looks at it
         self._graph: Any = None
-        self.scratch: Any = None
+        nothing = torch.empty(0, device=device)
+        self.scratch: Any = SimpleNamespace(stats=nothing, sums=nothing)
         if cuda:
             from slipstream.target.exact import scratch
 
-            shapes = {(k.shape[2], v.shape[3]) for k, v in pool.tensors()}
-            heads = target.heads
-            self.scratch = scratch(
-                batch, rows, heads, max(c for c, _ in shapes), self.depth, max(d for _, d in shapes), device
-            )
+            widest = max(v.shape[3] for _, v in pool.tensors())
+            self.scratch = scratch(batch, rows, target.heads, pool.capacity, self.depth, widest, device)
             self._capture()
 
     def run(self) -> None:
@@ -152,19 +151,25 @@ class FixedStep:
             store[:, row, :, place] = store[:, row, :, source]
 
     def _capture(self) -> None:
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream), self.target.exact_attention(self):
-            for _ in range(2):
+        with self.target.exact_attention(self), self._compiled():
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for _ in range(2):
+                    self.run()
+            torch.cuda.current_stream().wait_stream(stream)
+            self._graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._graph, pool=self.target.memory):
                 self.run()
-        torch.cuda.current_stream().wait_stream(stream)
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, pool=self.target.memory), self.target.exact_attention(self):
-            self.run()
+
+    def _compiled(self) -> AbstractContextManager[None]:
+        if not self.target.compile:
+            return nullcontext()
+        return compiled_layers(self.target.model, self._cache, self.target.compile)
 
     def __call__(self) -> None:
         if self._graph is None:
-            with self.target.exact_attention(self):
+            with self.target.exact_attention(self), self._compiled():
                 self.run()
         else:
             self._graph.replay()
@@ -174,8 +179,10 @@ class FixedStep:
 class GraphTarget(TreeTarget):
     """A TreeTarget whose steps are replayed."""
 
-    def __init__(self, *given: Any, **options: Any) -> None:
+    def __init__(self, *given: Any, compile: str = "", **options: Any) -> None:
+        """compile: a backend of torch.compile for the decoder layers; empty: none."""
         super().__init__(*given, **options)
+        self.compile = compile
         self.heads = int(self._config.num_attention_heads)
         self.exact = self.exact or by_row(self.model)
         self.memory = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
@@ -291,44 +298,11 @@ def attention_by_path(
     assert _step is not None, "only within a fixed step"
     i = _step.inputs
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    options: dict[str, Any] = {"scale": scale, "window": sliding_window, "soft_cap": softcap}
-    if query.device.type == "cuda":
-        from slipstream.target.exact import exact_attention
-
-        out = exact_attention(query, key, value, i.rows, i.lengths, i.depths, i.paths, _step.scratch, **options)
-    else:
-        out = gathered_attention(query, key, value, i, **options)
+    room = _step.scratch
+    out = attend(
+        query, key, value, i.rows, i.lengths, i.depths, i.paths, room.stats, room.sums, scale, sliding_window, softcap
+    )
     return out, None
-
-
-def gathered_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    inputs: Inputs,
-    *,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
-) -> torch.Tensor:
-    """The same in plain torch: every row gathers its own keys."""
-    b, heads, n, _ = query.shape
-    groups = heads // key.shape[1]
-    out = query.new_zeros(b, n, heads, value.shape[3])
-    for s in range(b):
-        for r in range(n):
-            depth, length = int(inputs.depths[s, r]), int(inputs.lengths[s])
-            if depth < 0:
-                continue
-            columns = torch.cat([torch.arange(length), inputs.paths[s, r, : depth + 1].long()])
-            columns = columns[max(0, length + depth + 1 - window) if window else 0 :]
-            k = key[int(inputs.rows[s])][:, columns].repeat_interleave(groups, 0)  # (heads, seen, d)
-            v = value[int(inputs.rows[s])][:, columns].repeat_interleave(groups, 0)
-            scores = (k @ query[s, :, r, :, None])[..., 0] * scale
-            if soft_cap is not None:
-                scores = soft_cap * torch.tanh(scores / soft_cap)
-            out[s, r] = (scores.softmax(-1)[:, None] @ v)[:, 0]
-    return out
 
 
 AttentionInterface.register(NAME, attention_by_path)

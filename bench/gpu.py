@@ -1,0 +1,217 @@
+"""What a step costs on a GPU, and what speculation makes of it: python bench/gpu.py [PART…] --model … --prompts …
+
+steps     a Llama of 7B shape with random weights, bfloat16, 512 tokens of context: ms per step by rows, as the model
+          runs by itself, captured, and compiled and captured, against reading the weights once
+texts     the embedded model in bfloat16: tokens per second and texts that differ, plain and with each drafter
+batch     tokens per second of 1, 4, 16 and 64 sequences
+long      a step at 8,192 tokens of context against one at 512, and the memory of the cache
+
+Each part prints a table to stderr and one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from time import perf_counter
+from typing import Any
+
+import torch
+import transformers
+
+from slipstream import LLM
+from slipstream.bench.workloads import builtin, read, select
+from slipstream.target import Target, Want, load_model, open_target
+from slipstream.tree import TokenTree
+
+ROWS = (1, 8, 16, 32, 64, 128)
+
+
+def tell(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def step_times(target: Target, context: int, rows: tuple[int, ...] = ROWS, repeats: int = 40) -> dict[int, float]:
+    """Median milliseconds of a step behind so much text."""
+    slot = target.open()
+    for _ in target.prefill(slot, [1 + i % 1000 for i in range(context)], Want()):
+        pass
+    times = {}
+    for n in rows:
+        tree = TokenTree.build(list(range(1, n + 1)), [max(i - 4, min(0, i - 1)) for i in range(n)])
+        taken = []
+        for repeat in range(repeats + 5):
+            torch.cuda.synchronize()
+            clock = perf_counter()
+            target.score([slot], [tree], Want(rows=n, argmax=True))
+            torch.cuda.synchronize()
+            if repeat >= 5:
+                taken.append(perf_counter() - clock)
+        times[n] = round(statistics.median(taken) * 1e3, 3)
+    target.close(slot)
+    return times
+
+
+def bandwidth() -> float:
+    """Bytes per second of a copy, read and written."""
+    one = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    other = torch.empty_like(one)
+    best = 0.0
+    for _ in range(10):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        other.copy_(one)
+        end.record()
+        torch.cuda.synchronize()
+        best = max(best, 2 * one.numel() / (start.elapsed_time(end) * 1e-3))
+    return best
+
+
+def llama_7b() -> Any:
+    config = transformers.LlamaConfig(
+        hidden_size=4096,
+        intermediate_size=11008,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        vocab_size=32000,
+        max_position_embeddings=16384,
+        dtype="bfloat16",
+    )
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device("cuda"):
+        model = transformers.LlamaForCausalLM(config)
+    torch.set_default_dtype(torch.float32)
+    return model.eval()
+
+
+def steps(given: argparse.Namespace) -> dict[str, Any]:
+    model, speed = llama_7b(), bandwidth()
+    weights = sum(p.numel() * p.element_size() for p in model.parameters()) - model.get_input_embeddings().weight.nbytes
+    floor = weights / speed * 1e3
+    told: dict[str, Any] = {"copy_bytes_per_second": round(speed), "floor_ms": round(floor, 3)}
+    ways = {"eager": {"graphs": False}, "graph": {}, "compiled": {"compile": True}}
+    for name in given.ways:
+        clock = perf_counter()
+        target = open_target(model, **ways[name])
+        told[name] = step_times(target, 512, repeats=10 if name == "eager" else 40)
+        told[name + "_seconds"] = round(perf_counter() - clock, 1)
+        tell(f"{name:10}" + "".join(f"{ms:9.2f}" for ms in told[name].values()) + " ms")
+        tell(" " * 10 + "".join(f"{ms / floor:9.2f}" for ms in told[name].values()) + " × floor")
+    return told
+
+
+def texts(given: argparse.Namespace) -> dict[str, Any]:
+    model, tokenizer = load_model(given.model, dtype="bfloat16", device="cuda")
+    prompts = [p.turns[0] for p in select(read(given.prompts) if given.prompts else builtin(), None, given.limit)]
+    contestants: dict[str, tuple[str, dict[str, Any]]] = {
+        "none": ("none", {}),
+        "none-exact": ("none", {"exact": True}),
+        "pld": ("pld", {}),
+        "suffix": ("suffix", {}),
+    }
+    told: dict[str, Any] = {"prompts": len(prompts), "compiled": given.compile}
+    said: dict[str, list[list[int]]] = {}
+    for name, (drafter, options) in contestants.items():
+        llm = LLM(model, tokenizer, drafter, compile=given.compile, **options)
+        llm.generate(prompts[0], max_new_tokens=32)
+        results = [llm.generate(p, max_new_tokens=given.tokens) for p in prompts]
+        said[name] = [r.tokens for r in results]
+        seconds = sum(r.stats.seconds for r in results)
+        count, taken = sum(len(r.tokens) for r in results), sum(r.stats.steps for r in results)
+        told[name] = {
+            "tokens_per_second": round(count / seconds, 1),
+            "tokens_per_step": round(count / taken, 3),
+            "step_ms": round(statistics.median(r.stats.verify_seconds / r.stats.steps for r in results) * 1e3, 3),
+            "host_ms": round(sum(r.stats.draft_seconds + r.stats.host_seconds for r in results) / taken * 1e3, 3),
+            "differ_from_none_exact": 0,
+        }
+        del llm
+    for name in contestants:
+        pairs = zip(said[name], said["none-exact"], strict=True)
+        told[name]["differ_from_none_exact"] = sum(a != b for a, b in pairs)
+        tell(f"{name:12}" + "  ".join(f"{k} {v}" for k, v in told[name].items()))
+    for name, options in {"hf": {}, "hf-pld": {"prompt_lookup_num_tokens": 10}}.items():
+        clock, count, different = perf_counter(), 0, 0
+        for i, prompt in enumerate(prompts[: given.peers]):
+            ids = torch.tensor([llm_tokens(tokenizer, prompt)], device="cuda")
+            out = model.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=given.tokens, do_sample=False, **options
+            )
+            tokens = out[0, ids.shape[1] :].tolist()
+            said.setdefault(name, []).append(tokens)
+            count += len(tokens)
+            different += name == "hf-pld" and tokens != said["hf"][i]
+        told[name] = {"tokens_per_second": round(count / (perf_counter() - clock), 1), "differ_from_hf": different}
+        tell(f"{name:12}" + "  ".join(f"{k} {v}" for k, v in told[name].items()))
+    return told
+
+
+def llm_tokens(tokenizer: Any, prompt: str) -> list[int]:
+    from slipstream.text import encode
+
+    return encode(prompt, tokenizer, True)
+
+
+def batch(given: argparse.Namespace) -> dict[str, Any]:
+    model, tokenizer = load_model(given.model, dtype="bfloat16", device="cuda")
+    prompts = [p.turns[0] for p in select(read(given.prompts) if given.prompts else builtin(), None, 64)]
+    told: dict[str, Any] = {}
+    for size in (1, 4, 16, 64):
+        for drafter in ("none", "pld"):
+            llm = LLM(model, tokenizer, drafter, max_batch=size, compile=given.compile)
+            asked = (prompts * (1 + size // len(prompts)))[:size]
+            llm.generate(asked, max_new_tokens=8)
+            clock = perf_counter()
+            results = llm.generate(asked, max_new_tokens=128, ignore_eos=True)
+            rate = sum(len(r.tokens) for r in results) / (perf_counter() - clock)
+            told[f"{drafter} {size}"] = round(rate, 1)
+            tell(f"{drafter:6} {size:3} sequences {rate:9.1f} tokens/s")
+    return told
+
+
+def long(given: argparse.Namespace) -> dict[str, Any]:
+    del given
+    model = llama_7b()
+    target: Any = open_target(model)
+    rows = (1, 32, 64)
+    told: dict[str, Any] = {"512": step_times(target, 512, rows), "8192": step_times(target, 8192, rows)}
+    told["cache_bytes"] = target.pool.bytes
+    told["cache_bytes_computed"] = 2 * 32 * 4096 * 2 * target.pool.capacity * target.pool.rows
+    tell(json.dumps(told))
+    return told
+
+
+PARTS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
+    "steps": steps,
+    "texts": texts,
+    "batch": batch,
+    "long": long,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], default=[])
+    parser.add_argument("--model", help="default: the embedded one")
+    parser.add_argument("--prompts", help="default: the built-in ones")
+    parser.add_argument("--limit", type=int, default=100)
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--peers", type=int, default=10, help="prompts that transformers answers, slowly")
+    parser.add_argument("--ways", nargs="+", default=["eager", "graph", "compiled"])
+    parser.add_argument("--compile", action="store_true")
+    given = parser.parse_args()
+    where = {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+    for name in given.parts or PARTS:
+        print(json.dumps({"part": name, **PARTS[name](given), **where}), flush=True)
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

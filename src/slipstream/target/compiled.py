@@ -1,0 +1,59 @@
+"""Decoder layers through torch.compile, for the length of a capture: the user's model stays as it is.
+
+All layers of a kind share one piece of compiled code. What tells them apart is taken away first: each sees a cache of
+one layer, its own, and calls itself number 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache
+
+
+@contextmanager
+def compiled_layers(model: Any, whole: Cache, backend: str) -> Iterator[None]:
+    """Within this, every decoder layer runs compiled, on its own part of the cache."""
+    layers: list[Any] = list(decoder_layers(model))
+    numbers: list[tuple[Any, int]] = [
+        (m, m.layer_idx) for layer in layers for m in layer.modules() if hasattr(m, "layer_idx")
+    ]
+    for layer, own in zip(layers, whole.layers, strict=True):
+        kind: Any = type(layer)
+        layer.forward = _on_its_own(layer, compiled(kind, backend), Cache(layers=[own]))
+    for module, _ in numbers:
+        module.layer_idx = 0
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward
+        for module, number in numbers:
+            module.layer_idx = number
+
+
+def decoder_layers(model: Any) -> torch.nn.ModuleList:
+    """The list of layers in any transformers model."""
+    count = model.config.get_text_config().num_hidden_layers
+    for module in model.modules():
+        if isinstance(module, torch.nn.ModuleList) and len(module) == count:
+            return module
+    raise NotImplementedError("this model does not keep its layers in one list")
+
+
+@cache
+def compiled(kind: Any, backend: str) -> Callable[..., Any]:
+    return torch.compile(kind.forward, backend=backend, dynamic=False)
+
+
+def _on_its_own(layer: torch.nn.Module, forward: Callable[..., Any], own: Cache) -> Callable[..., Any]:
+    def call(*given: Any, **named: Any) -> Any:
+        if named.get("past_key_values") is not None:
+            named["past_key_values"] = own
+        return forward(layer, *given, **named)
+
+    return call

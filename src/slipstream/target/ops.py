@@ -1,0 +1,95 @@
+"""What a fixed step does outside the model's own code, as operations that torch.compile leaves alone: keys into the
+cache, attention by path. On a GPU in Triton, elsewhere in plain torch."""
+
+from __future__ import annotations
+
+import torch
+
+
+@torch.library.custom_op("slipstream::write_keys", mutates_args=("keys", "values"))
+def write_keys(
+    keys: torch.Tensor,  # (pool rows, heads, capacity, d)
+    values: torch.Tensor,
+    new_keys: torch.Tensor,  # (b, heads, n, d)
+    new_values: torch.Tensor,
+    rows: torch.Tensor,  # (b,) int32
+    columns: torch.Tensor,  # (b, n) int32
+) -> None:
+    if keys.device.type == "cuda":
+        from slipstream.target.write import write_cache
+
+        write_cache(keys, values, new_keys, new_values, rows, columns)
+        return
+    row, column = rows[:, None].long(), columns.long()
+    keys[row, :, column] = new_keys.transpose(1, 2)
+    values[row, :, column] = new_values.transpose(1, 2)
+
+
+@write_keys.register_fake
+def _write_nothing(*_: object) -> None:
+    """For tracing: it returns nothing."""
+
+
+@torch.library.custom_op("slipstream::attend", mutates_args=("stats", "sums"))
+def attend(
+    query: torch.Tensor,  # (b, heads, n, d)
+    keys: torch.Tensor,  # (pool rows, key heads, capacity, d)
+    values: torch.Tensor,
+    rows: torch.Tensor,  # (b,)
+    lengths: torch.Tensor,  # (b,)
+    depths: torch.Tensor,  # (b, n)
+    paths: torch.Tensor,  # (b, n, D)
+    stats: torch.Tensor,  # scratch
+    sums: torch.Tensor,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+) -> torch.Tensor:
+    """(b, n, heads, d): see `exact.exact_attention`."""
+    options = {"scale": scale, "window": window, "soft_cap": soft_cap}
+    if query.device.type == "cuda":
+        from slipstream.target.exact import Scratch, exact_attention
+
+        room = Scratch(stats, sums)
+        return exact_attention(query, keys, values, rows, lengths, depths, paths, room, **options)  # type: ignore[arg-type]
+    return gathered_attention(query, keys, values, rows, lengths, depths, paths, **options)  # type: ignore[arg-type]
+
+
+@attend.register_fake
+def _attended(query: torch.Tensor, _keys: torch.Tensor, values: torch.Tensor, *_: object) -> torch.Tensor:
+    """For tracing: the shape alone."""
+    b, heads, n = query.shape[:3]
+    return query.new_empty(b, n, heads, values.shape[3])
+
+
+def gathered_attention(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    rows: torch.Tensor,
+    lengths: torch.Tensor,
+    depths: torch.Tensor,
+    paths: torch.Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+) -> torch.Tensor:
+    """Attention by path in plain torch: every row gathers its own keys."""
+    b, heads, n, _ = query.shape
+    groups = heads // keys.shape[1]
+    out = query.new_zeros(b, n, heads, values.shape[3])
+    for s in range(b):
+        for r in range(n):
+            depth, length = int(depths[s, r]), int(lengths[s])
+            if depth < 0:
+                continue
+            columns = torch.cat([torch.arange(length, device=paths.device), paths[s, r, : depth + 1].long()])
+            columns = columns[max(0, length + depth + 1 - window) if window else 0 :]
+            k = keys[int(rows[s])][:, columns].float().repeat_interleave(groups, 0)  # (heads, seen, d)
+            v = values[int(rows[s])][:, columns].float().repeat_interleave(groups, 0)
+            scores = (k @ query[s, :, r, :, None].float())[..., 0] * scale
+            if soft_cap is not None:
+                scores = soft_cap * torch.tanh(scores / soft_cap)
+            out[s, r] = (scores.softmax(-1)[:, None] @ v)[:, 0].to(out.dtype)
+    return out

@@ -67,9 +67,10 @@ def main() -> None:
     decoding = Decoding(max_new_tokens=given.most)
     recording = Recording(items, {1: 1.0, 64: 1.0}, decoding, told["vocabulary"], told["context"], "", {})
     with tempfile.TemporaryDirectory() as scratch:
-        theirs, own, both = (Path(scratch) / name for name in ("theirs", "own", "both"))
+        theirs, less, own, both = (Path(scratch) / name for name in ("theirs", "less", "own", "both"))
         corpus = code.load()
         make_store(theirs, documents(corpus, 100_000_000))
+        make_store(less, documents(corpus, sum(len(a["answer"]) for a in told["learned"])))
         with Store.create(own, told["vocabulary"]) as store:
             store.extend(Document(np.array(a["answer"])) for a in told["learned"])
             store.flush()
@@ -87,7 +88,9 @@ def main() -> None:
                         "pld": tokens_per_step(recording, "pld"),
                         "suffix": tokens_per_step(recording, "suffix"),
                         "rest, code": tokens_per_step(recording, "rest", store=theirs),
+                        "rest, as much code as own answers": tokens_per_step(recording, "rest", store=less),
                         "rest, own answers": tokens_per_step(recording, "rest", store=own),
+                        "suffix with code": tokens_per_step(recording, "suffix", store=theirs),
                         "suffix with own answers": tokens_per_step(recording, "suffix", store=own),
                         "suffix with both": tokens_per_step(recording, "suffix", store=both),
                     },

@@ -1,0 +1,367 @@
+"""Exact attention: it is attention, and a row's bits follow from its own token path alone.
+
+On a machine with CUDA the kernels run there, elsewhere in triton's interpreter (slow, and without bfloat16).
+`python tests/test_exact_attention.py` on a GPU prints how long a call takes; with `sweep`, for other settings too.
+"""
+
+import os
+import sys
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+
+CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if CUDA else "cpu")
+if not CUDA:
+    os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are defined
+triton = pytest.importorskip("triton", reason="triton is not installed: pip install triton")
+if not CUDA and int(triton.__version__.split(".")[1]) < 7 and np.lib.NumpyVersion(np.__version__) >= "2.4.0":
+    pytest.skip("triton's interpreter needs triton 3.7 or numpy below 2.4 to run loops", allow_module_level=True)
+exact = pytest.importorskip("slipstream.target.exact")
+pytestmark = [  # the interpreter's: e^2x in a soft cap may be infinite, and rows beside the one looked at not a number
+    pytest.mark.filterwarnings("ignore:overflow encountered"),
+    pytest.mark.filterwarnings("ignore:All-NaN"),
+]
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32] if CUDA else [torch.float16, torch.float32]
+EXACT_DTYPES = DTYPES if CUDA else [torch.float32]  # a kernel's other dtypes differ in their products alone
+CLOSE = {torch.bfloat16: 2e-2, torch.float16: 2e-3, torch.float32: 3e-5}
+# About a block's and a split's ends, and beyond a chunk of splits where that doesn't take minutes.
+LENGTHS = [0, 1, 31, 32, 127, 128, 129, 255, 256, 700] + ([1023, 1024, 1500, 5000] if CUDA else [])
+
+
+@dataclass(frozen=True)
+class Heads:
+    query: int
+    key: int
+    d: int
+    dv: int
+
+
+PAIR, SMALL, GROUPED = Heads(2, 1, 64, 64), Heads(2, 2, 64, 64), Heads(6, 2, 64, 64)
+ODD, WIDE = Heads(3, 1, 80, 96), Heads(8, 1, 128, 128)
+MANY = Heads(20, 1, 16, 16)  # more grouped heads than a tile has rows
+LLAMA_2, LLAMA_3, SMOL = Heads(32, 32, 128, 128), Heads(32, 8, 128, 128), Heads(9, 3, 64, 64)
+GEMMA = Heads(8, 4, 256, 256)
+
+FULL, WINDOW, NARROW, CAPPED = {}, {"window": 100}, {"window": 5}, {"soft_cap": 2.0}
+OPTIONS = [FULL, WINDOW, NARROW, CAPPED]
+KINDS = [*product([GROUPED], OPTIONS), (SMALL, FULL), (ODD, FULL), (WIDE, CAPPED), (MANY, NARROW)]
+if CUDA:  # each kind is compiled in every dtype, so not all combinations
+    KINDS += [(LLAMA_2, FULL), (LLAMA_3, WINDOW), (SMOL, FULL), (GEMMA, {"window": 100, "soft_cap": 50.0})]
+
+
+def noise(*size, seed, dtype):
+    return torch.randn(*size, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(seed)).to(dtype)
+
+
+def attend(query, keys, values, rows, lengths, depths, paths, **options):
+    """Through a scratch that begins as nonsense."""
+    b, heads, n, d = query.shape
+    room = exact.scratch(b, n, heads, keys.shape[2], paths.shape[2], values.shape[3], DEVICE)
+    room.stats.fill_(torch.nan)
+    room.sums.fill_(torch.nan)
+    inputs = (query, keys, values, rows, lengths, depths, paths)
+    return exact.exact_attention(*inputs, room, scale=d**-0.5, **options)
+
+
+class Text:
+    """Tokens as one layer's attention sees them, by absolute position."""
+
+    def __init__(self, heads, dtype, size, seed=0):
+        self.heads, self.dtype = heads, dtype
+        self.queries = noise(heads.query, size, heads.d, seed=seed, dtype=dtype) * 2
+        self.keys = noise(heads.key, size, heads.d, seed=seed + 1, dtype=dtype)
+        self.values = noise(heads.key, size, heads.dv, seed=seed + 2, dtype=dtype)
+
+    def row(self, length, depth, *, n=1, row=0, sequences=1, index=0, spare=0, deepest=20, seed=None, **options):
+        """(heads, dv) the output at position length + depth, with `length` tokens committed, as row `row` of n of
+        sequence `index`. Without a seed the path is a chain behind the text; with one it is scattered, and what lies
+        beside it is other text."""
+        h, end = self.heads, length + depth + 1
+        capacity = end + spare
+        rng = np.random.default_rng(seed or 0)
+        columns = np.arange(length, end)
+        if seed is not None:
+            columns = rng.permutation(np.arange(length, capacity))[: depth + 1]
+        rows = rng.permutation(sequences + 1)[:sequences]
+        lengths = rng.integers(0, capacity - deepest, sequences) if sequences > 1 else np.array([length])
+        depths = rng.integers(-1, deepest, (sequences, n))
+        paths = rng.integers(0, capacity, (sequences, n, deepest))
+        lengths[index], depths[index, row] = length, depth
+        paths[index, row, : depth + 1] = columns
+
+        query = noise(sequences, h.query, n, h.d, seed=7, dtype=self.dtype)
+        query[index, :, row] = self.queries[:, end - 1]
+        keys = noise(sequences + 1, h.key, capacity, h.d, seed=8, dtype=self.dtype)
+        values = noise(sequences + 1, h.key, capacity, h.dv, seed=9, dtype=self.dtype)
+        for cache, known in ((keys, self.keys), (values, self.values)):
+            mine = cache[int(rows[index])]
+            mine.fill_(torch.nan)  # whatever isn't on the path must not be read, let alone count
+            mine[:, :length] = known[:, :length]
+            mine[:, torch.from_numpy(columns).to(DEVICE)] = known[:, length:end]
+        integers = [torch.from_numpy(x.astype(np.int32)).to(DEVICE) for x in (rows, lengths, depths, paths)]
+        return attend(query, keys, values, *integers, **options)[index, row]
+
+
+def same_bits(one, other):
+    assert not one.isnan().any()
+    whole = {2: torch.int16, 4: torch.int32}[one.element_size()]
+    assert torch.equal(one.view(whole), other.view(whole))
+
+
+def random_inputs(heads, lengths, n, deepest, dtype, seed):
+    rng = np.random.default_rng(seed)
+    b, capacity = len(lengths), max(lengths) + n + int(rng.integers(0, 200))
+    depths = rng.integers(-1, deepest, (b, n))
+    paths = np.stack([rng.integers(length, capacity, (n, deepest)) for length in lengths])
+    integers = [rng.permutation(b + 1)[:b], np.array(lengths), depths, paths]
+    query = noise(b, n, heads.query, heads.d, seed=seed, dtype=dtype).transpose(1, 2)
+    keys = noise(b + 1, heads.key, capacity, heads.d, seed=seed + 1, dtype=dtype)
+    values = noise(b + 1, heads.key, capacity, heads.dv, seed=seed + 2, dtype=dtype)
+    return query, keys, values, *[torch.from_numpy(x.astype(np.int32)).to(DEVICE) for x in integers]
+
+
+# ---- it is attention
+
+CASES = [(*kind, *size) for kind, size in product(KINDS, [(1, 1), (7, 20), (40, 3)])]
+if not CUDA:  # one of the three sizes for every kind
+    CASES = [CASES[3 * i + i % 3] for i in range(len(KINDS))]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("heads", "options", "n", "deepest"), CASES, ids=str)
+def test_it_is_attention(heads, options, n, deepest, dtype):
+    lengths = LENGTHS if CUDA else [LENGTHS[(n + heads.query) % 10], 60]
+    inputs = random_inputs(heads, lengths, n, deepest, dtype, seed=n)
+    found = attend(*inputs, **options)
+    expected = exact.reference_attention(*inputs, scale=heads.d**-0.5, **options)
+    torch.testing.assert_close(found, expected, atol=CLOSE[dtype], rtol=CLOSE[dtype])
+    assert not found[inputs[5] < 0].any(), "padding gives zeros"
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_it_is_attention_at_every_length(length):
+    inputs = random_inputs(SMALL, [length], 3, 40, torch.float32, seed=length)
+    torch.testing.assert_close(attend(*inputs), exact.reference_attention(*inputs, scale=0.125), atol=1e-5, rtol=1e-5)
+
+
+def test_caches_may_lie_in_memory_in_any_order_and_the_scratch_may_be_larger():
+    query, keys, values, *integers = random_inputs(GROUPED, [130, 40], 5, 6, torch.float32, seed=1)
+    expected = attend(query, keys, values, *integers)
+    strided = [x.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3) for x in (keys, values)]
+    tables = [torch.cat([x, x], 1)[:, :5] for x in integers[2:]]
+    room = exact.scratch(3, 16, 6, 1000, 20, 64, DEVICE)
+    found = exact.exact_attention(query, *strided, *integers[:2], *tables, room, scale=0.125)
+    same_bits(found, expected)
+
+
+def test_a_scratch_that_is_too_small_is_refused():
+    inputs = random_inputs(SMALL, [40], 5, 6, torch.float32, seed=1)
+    with pytest.raises(AssertionError, match="smaller shape"):
+        exact.exact_attention(*inputs, exact.scratch(1, 4, 2, 40, 6, 64, DEVICE), scale=0.125)
+
+
+# ---- the law: a row's bits follow from its own path
+
+# How a row may be computed, other than as the only row of a chain, in a cache just large enough.
+WAYS = {
+    "in a tree": {"n": 5, "seed": 1},
+    "in another row": {"n": 16, "row": 15, "seed": 2},
+    "among 64 rows": {"n": 64, "row": 37, "seed": 3},
+    "in a larger cache": {"spare": 2000, "seed": 4},
+    "one of 4 sequences": {"sequences": 4, "index": 2, "n": 3, "row": 1, "seed": 5},
+    "beside deeper rows": {"n": 3, "deepest": 70, "seed": 6},
+}
+POSITIONS = [0, 5, 31, 32, 70, 127, 128, 140, 257, 700] + ([1023, 1024, 1040, 3000] if CUDA else [])
+
+
+@pytest.mark.parametrize("dtype", EXACT_DTYPES, ids=str)
+@pytest.mark.parametrize(("heads", "options"), KINDS if CUDA else [*product([PAIR], OPTIONS)], ids=str)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_row_has_the_same_bits(way, heads, options, dtype):
+    one = POSITIONS[(4 * [*WAYS].index(way) + len(str(options))) % len(POSITIONS)]  # in the interpreter's time
+    for position in POSITIONS if CUDA else [one]:
+        text, depth = Text(heads, dtype, position + 1), min(position, 13)
+        alone = text.row(position, 0, **options)
+        same_bits(text.row(position - depth, depth, **{"spare": 90, **WAYS[way], **options}), alone)
+
+
+@pytest.mark.parametrize("dtype", EXACT_DTYPES, ids=str)
+def test_who_computes_what_does_not_matter(dtype, monkeypatch):
+    inputs = random_inputs(Heads(10, 5, 64, 64), [300, 65], 3, 40, dtype, seed=3)
+    expected = attend(*inputs)
+    for shared, own in [(1, 1), (7, 7), (10**6, 10**6)]:  # all splits and as many key heads as fit in one program
+        monkeypatch.setattr(exact, "SHARED", shared)
+        monkeypatch.setattr(exact, "OWN", own)
+        same_bits(attend(*inputs)[inputs[5] >= 0], expected[inputs[5] >= 0])
+
+
+# The last window reaches back over more splits than are added up at once, and its first one changes meanwhile.
+COMMITTED = [(position, options) for position in (19, 70, 128, 135, 259) for options in (FULL, WINDOW)]
+COMMITTED += [(1280, {"window": 1150})]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("position", "options"), COMMITTED, ids=str)
+def test_committing_text_keeps_the_bits(position, options, dtype):
+    """The same token, read when more and more of its path was committed text."""
+    text = Text(PAIR, dtype, position + 1)
+    alone = text.row(position, 0, **options)
+    for depth in range(0, min(position, 80), 3) if CUDA else (1, 7, 13, min(position, 45)):
+        found = text.row(position - depth, depth, spare=150, n=2, deepest=depth + 1, seed=depth, **options)
+        same_bits(found, alone)
+
+
+@pytest.mark.parametrize("dtype", EXACT_DTYPES, ids=str)
+@pytest.mark.parametrize("heads", [SMALL, LLAMA_2, LLAMA_3, SMOL] if CUDA else [SMALL], ids=str)
+@pytest.mark.parametrize("length", [0, 120, 250] + ([1010] if CUDA else []))
+def test_a_tree_equals_its_paths_decoded_token_by_token(length, heads, dtype):
+    parents = [-1, 0, 0, 1, 1, 2, 3, 6, 7, 8, 9, 10, 11, 5] if CUDA else [-1, 0, 0, 1, 3, 4, 5, 6, 7]
+    n = len(parents)
+    lines = []  # each node's path from the root
+    for i, parent in enumerate(parents):
+        lines.append([*(lines[parent] if i else []), i])
+    h, deepest = heads, max(map(len, lines))
+    query = noise(1, h.query, n, h.d, seed=1, dtype=dtype)
+    keys = noise(1, h.key, length + n, h.d, seed=2, dtype=dtype)
+    values = noise(1, h.key, length + n, h.dv, seed=3, dtype=dtype)
+    paths = np.zeros((1, n, deepest), np.int32)
+    for i, line in enumerate(lines):
+        paths[0, i, : len(line)] = length + np.array(line)
+    ints = lambda *x: torch.tensor(x, dtype=torch.int32, device=DEVICE)  # noqa: E731
+    depths = ints([len(line) - 1 for line in lines])
+    tree = attend(query, keys, values, ints(0), ints(length), depths, torch.from_numpy(paths).to(DEVICE))
+    for i, line in enumerate(lines):
+        order = torch.tensor([*range(length), *(length + node for node in line)], device=DEVICE)
+        end = length + len(line)
+        plain = attend(
+            query[:, :, i : i + 1], keys[:, :, order], values[:, :, order], ints(0), ints(end - 1), ints([0]),
+            ints([[end - 1]]),
+        )  # fmt: skip
+        same_bits(tree[0, i], plain[0, 0])
+
+
+@pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
+def test_a_captured_graph_follows_the_integers():
+    one, other = (random_inputs(GROUPED, [lengths, 300], 16, 9, torch.bfloat16, seed=4) for lengths in (130, 7))
+    query, keys, values = one[:3]
+    integers = [x.clone() for x in one[3:]]
+    room = exact.scratch(2, 16, 6, keys.shape[2], 9, 64, DEVICE)
+    call = lambda: exact.exact_attention(query, keys, values, *integers, room, scale=0.125)  # noqa: E731
+    call()  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call()
+    for inputs in (one, other, one):
+        for mine, theirs in zip(integers, inputs[3:], strict=True):
+            mine.copy_(theirs)
+        graph.replay()
+        same_bits(out, attend(query, keys, values, *inputs[3:]))
+
+
+# ---- speed, on a GPU
+
+
+def microseconds(calls):
+    """Of one call, from replays of a graph that makes all of them: each reads another cache, as a model's layers do."""
+    for call in calls:
+        call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    times = []
+    for _ in range(12):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        for _ in range(5):
+            graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1000 / (5 * len(calls)))
+    return float(np.median(times[2:]))
+
+
+def case(heads, context, n, dtype=torch.bfloat16):
+    """Calls of ours and of sdpa with a mask, one per layer."""
+    length, deepest = context - 13, 16  # a late block that is more than half full
+    capacity, h = context + 128, heads
+    size = capacity * h.key * (h.d + h.dv) * 2
+    layers = max(2, min(32, 400_000_000 // size))  # more than the L2 cache holds
+    rng = np.random.default_rng(0)
+    parents = [-1] + [int(rng.integers(max(0, i - 6), i)) for i in range(1, n)]
+    lines = []
+    for i, parent in enumerate(parents):
+        lines.append(([*lines[parent], i] if i else [0])[-deepest:])
+    paths = np.zeros((1, n, deepest), np.int32)
+    width = -(-(length + n) // 16) * 16  # aligned, as sdpa likes it
+    mask = np.zeros((1, 1, n, width), np.bool_)
+    mask[..., :length] = True
+    for i, line in enumerate(lines):
+        paths[0, i, : len(line)] = length + np.array(line)
+        mask[0, 0, i, length + np.array(line)] = True
+    depths = np.array([[len(line) - 1 for line in lines]])
+    rows, lengths = np.zeros(1), np.full(1, length)
+    integers = [torch.from_numpy(x.astype(np.int32)).to(DEVICE) for x in (rows, lengths, depths, paths)]
+    query = noise(1, n, h.query, h.d, seed=1, dtype=dtype).transpose(1, 2)
+    keys = torch.randn(layers, 1, h.key, capacity, h.d, dtype=dtype, device=DEVICE)
+    values = torch.randn(layers, 1, h.key, capacity, h.dv, dtype=dtype, device=DEVICE)
+    room = exact.scratch(1, n, h.query, capacity, deepest, h.dv, DEVICE)
+    scale, groups = h.d**-0.5, h.query // h.key
+    added = torch.zeros(mask.shape, dtype=dtype, device=DEVICE)
+    added.masked_fill_(~torch.from_numpy(mask).to(DEVICE), torch.finfo(dtype).min)
+    added = added.repeat(1, 1, groups, 1)
+    grouped = query.reshape(1, h.key, groups * n, h.d).contiguous()  # heads of one key head as rows
+
+    def ours(layer):
+        return lambda: exact.exact_attention(query, keys[layer], values[layer], *integers, room, scale=scale)
+
+    def sdpa(layer):
+        k, v = keys[layer, :, :, :width], values[layer, :, :, :width]
+        return lambda: torch.nn.functional.scaled_dot_product_attention(grouped, k, v, attn_mask=added, scale=scale)
+
+    return [ours(layer) for layer in range(layers)], [sdpa(layer) for layer in range(layers)]
+
+
+class Nothing:
+    """A kernel that isn't launched."""
+
+    def __getitem__(self, grid):
+        return lambda *_, **__: None
+
+
+def speed():
+    print(torch.cuda.get_device_name(), torch.__version__, "triton", triton.__version__)
+    print("microseconds per call, bfloat16; partials: the first of our two launches alone")
+    print("heads     context  rows     ours partials     sdpa")
+    combine = exact._combine
+    for heads, context, n in product([LLAMA_2, LLAMA_3, SMOL], [512, 8192], [1, 16, 64]):
+        ours, sdpa = case(heads, context, n)
+        times = [microseconds(ours)]
+        exact._combine = Nothing()
+        times += [microseconds(ours), microseconds(sdpa)]
+        exact._combine = combine
+        label = f"{heads.query}/{heads.key}x{heads.d}"
+        print(f"{label:<9} {context:7} {n:5}", *(f"{t:8.1f}" for t in times), flush=True)
+
+
+def sweep():
+    shapes = [(LLAMA_2, 512, 1), (LLAMA_2, 512, 64), (LLAMA_2, 8192, 64)]
+    names = ("TILE", "WARPS", "BLOCK", "STAGES", "OWN")
+    print(*names, ": microseconds for 32 heads x 128, context/rows 512/1, 512/64, 8192/64")
+    tiles = [(16, 1), (16, 2), (16, 4), (32, 2), (32, 4)]
+    choices = [(*tile, block, stages, 512) for tile, block, stages in product(tiles, [16, 32], [2, 3])]
+    choices += [(16, warps, 32, 2, own) for warps, own in product([1, 2], [256, 1024])]
+    for choice in choices:
+        for name, value in zip(names, choice, strict=True):
+            setattr(exact, name, value)
+        times = [microseconds(case(*shape)[0]) for shape in shapes]
+        print(*(f"{x:6}" for x in choice), ":", *(f"{t:7.1f}" for t in times), flush=True)
+
+
+if __name__ == "__main__":
+    {"speed": speed, "sweep": sweep}[sys.argv[1] if len(sys.argv) > 1 else "speed"]()

@@ -70,6 +70,18 @@ def test_a_step_survives_the_cache_growing(tiny, monkeypatch):
     assert fixed.pool.capacity > 60
 
 
+@pytest.mark.parametrize("count", [90, 140])
+def test_a_path_may_be_as_long_as_the_step_has_rows(count, tiny):
+    plain, fixed = open_target(tiny("llama")), graphs(tiny("llama"))
+    (one,), (other,) = read(plain, [[5, 6, 7]]), read(fixed, [[5, 6, 7]])
+    tree = TokenTree.chain(4, [i % 50 for i in range(count - 1)])
+    for _ in range(2 if count < 100 else 1):
+        (a,), (b,) = plain.score([one], [tree], Want()), fixed.score([other], [tree], Want())
+        torch.testing.assert_close(b.logits(count - 1), a.logits(count - 1), rtol=0, atol=1e-4)
+        plain.commit(one, range(count))
+        fixed.commit(other, range(count))
+
+
 def test_hidden_states_come_along(tiny):
     plain, fixed = open_target(tiny("llama")), graphs(tiny("llama"))
     (one,), (other,) = read(plain, [[5, 6, 7]]), read(fixed, [[5, 6, 7]])

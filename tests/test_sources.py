@@ -23,7 +23,7 @@ from slipstream.datastores.sources import Source, find_sources, is_text
 from slipstream.errors import StoreError
 
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]
-CODE = Path(sources.__file__).read_text("utf-8")
+CODE = "".join(Path(m.__file__).read_text("utf-8") for m in (sources, records, encoding))
 TEXT = CODE + "\n".join(line.strip() for line in CODE.split("\n")) + "Über Bäume;\n/root\n\nund\n  日本語\r\nEnde\n"
 
 

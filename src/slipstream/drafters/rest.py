@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 from slipstream.datastores.drafting import RetrievalSession, open_store
@@ -65,6 +65,7 @@ class Rest(Drafter):
             self.store.append(tokens, "learned", request.collection)
 
 
+@lru_cache(4)
 def store_of_answers(model: Any, count: int = 4, length: int = 32) -> str:
     """A small store, in a temporary folder, of a model's greedy answers to prompts of one token."""
     import torch

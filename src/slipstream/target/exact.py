@@ -300,38 +300,3 @@ def _combine(  # type: ignore[no-untyped-def]
     result = acc / tl.where(total == 0.0, 1.0, total)[:, None] + 0.0
     out += (sequence.to(tl.int64) * pitch + inner) * DV
     tl.store(out + dv[None, :], result.to(out.dtype.element_ty), mask=inside)
-
-
-def reference_attention(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    rows: torch.Tensor,
-    lengths: torch.Tensor,
-    depths: torch.Tensor,
-    paths: torch.Tensor,
-    *,
-    scale: float,
-    window: int | None = None,
-    soft_cap: float | None = None,
-) -> torch.Tensor:
-    """The same in plain torch, slowly, for tests: every row gathers its keys, all in float32."""
-    b, heads, n, _ = query.shape
-    groups = heads // keys.shape[1]
-    out = query.new_zeros(b, n, heads, values.shape[3])
-    for s in range(b):
-        length = int(lengths[s])
-        for i in range(n):
-            depth = int(depths[s, i])
-            if depth < 0:
-                continue
-            begin = 0 if window is None else max(0, length + depth + 1 - window)
-            committed = torch.arange(length, device=paths.device)
-            columns = torch.cat([committed, paths[s, i, : depth + 1].long()])[begin:]
-            k = keys[int(rows[s])][:, columns].float().repeat_interleave(groups, 0)  # (heads, seen, d)
-            v = values[int(rows[s])][:, columns].float().repeat_interleave(groups, 0)  # (heads, seen, dv)
-            scores = (k @ query[s, :, i, :, None].float())[:, :, 0] * scale  # (heads, seen)
-            if soft_cap is not None:
-                scores = soft_cap * torch.tanh(scores / soft_cap)
-            out[s, i] = (scores.softmax(-1)[:, None] @ v)[:, 0].to(out.dtype)
-    return out

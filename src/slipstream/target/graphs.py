@@ -102,13 +102,14 @@ class FixedStep:
 
     def __init__(self, target: GraphTarget, batch: int, rows: int, layers: tuple[int, ...]) -> None:
         self.target, self.batch, self.rows, self.layers = target, batch, rows, layers
-        self.depth = min(rows, 64)
+        self.depth = rows  # no path is longer
         device, cuda = target.device, target.device.type == "cuda"
         size = Inputs.size(batch, rows, self.depth)
         self._host = torch.zeros(size, dtype=torch.int32, pin_memory=cuda)
         self._device = torch.zeros(size, dtype=torch.int32, device=device)
         self.host = Inputs.of(self._host.numpy(), batch, rows, self.depth)
         self.inputs = Inputs.of(self._device, batch, rows, self.depth)
+        target.blank(self.host)  # a capture runs too: it must not write into anyone's row
         self.answer = torch.zeros((2, batch, rows), dtype=torch.int32, pin_memory=cuda)  # best tokens, their logits
         pool = target.pool
         self._cache = Cache(layers=[GraphLayer(k, v, self.inputs) for k, v in pool.tensors()])
@@ -239,11 +240,15 @@ class GraphTarget(TreeTarget):
             self._steps[key] = FixedStep(self, batch, rows, layers)
         return self._steps[key]
 
-    def _fill(self, host: Inputs, slots: Sequence[Slot], trees: Sequence[TokenTree]) -> None:
+    def blank(self, host: Inputs) -> None:
+        """Padding alone: it reads nothing, and writes into the spare row."""
         host.ids[:], host.depths[:], host.positions[:], host.paths[:] = 0, -1, 0, 0
         host.lengths[:], host.rows[:] = 0, self._spare.row
         host.columns[:] = np.arange(host.columns.shape[1])
         host.sources[:] = host.places[:] = 0
+
+    def _fill(self, host: Inputs, slots: Sequence[Slot], trees: Sequence[TokenTree]) -> None:
+        self.blank(host)
         for i, (slot, tree) in enumerate(zip(slots, trees, strict=True)):
             length, n = slot.length, len(tree)
             host.ids[i, :n] = tree.tokens

@@ -10,6 +10,7 @@ import time
 import pytest
 
 import slipstream
+from commands import command
 from slipstream.cli import options
 
 FRUIT = "Repeat this list twice: apples, oranges, bananas, pears, grapes, lemons, cherries, plums."
@@ -108,9 +109,16 @@ def test_drafters_are_listed_with_their_options():
     ],
 )
 def test_mistakes_are_one_line_and_exit_2(words, says):
-    done = run(*words)
+    code, _, said = command(*words)
+    assert code == 2
+    assert says in " ".join(said.split())
+    assert "Traceback" not in said
+
+
+def test_a_mistake_in_a_process_of_its_own():
+    done = run("generate", "x", "--drafter", "nope")
     assert done.returncode == 2
-    assert says in " ".join(done.stderr.split())
+    assert done.stderr.startswith("error: drafter 'nope' is unknown")
     assert "Traceback" not in done.stderr
 
 

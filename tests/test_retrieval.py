@@ -1,6 +1,5 @@
 """Drafting from text: the live text, earlier answers, a store; and what must never pass between collections."""
 
-import io
 import signal
 import subprocess
 import sys
@@ -10,9 +9,9 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from commands import command
 from slipstream import LLM, OptionError, Store, StoreError
 from slipstream.budget import Budget
-from slipstream.cli import main
 from slipstream.datastores.encoding import Encoder
 from slipstream.datastores.ingest import ingest
 from slipstream.datastores.live import LiveText, Said
@@ -257,17 +256,9 @@ def test_duplicates_are_left_out_on_request_also_of_what_is_there(tmp_path):
 
 
 def cli(*words, folder, code=0):
-    """A command, in this process: it is the same code, and need not load transformers each time."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        patch.setattr(sys, "argv", ["slipstream", "store", *map(str, words)])
-        out, err = io.StringIO(), io.StringIO()
-        patch.setattr("slipstream.cli.terminal.out.file", out)
-        patch.setattr("slipstream.cli.terminal.err.file", err)
-        with pytest.raises(SystemExit) as ended:
-            main()
-    assert (ended.value.code or 0) == code, err.getvalue()
-    return out.getvalue() + err.getvalue()
+    found, out, err = command("store", *words, folder=folder)
+    assert found == code, err
+    return out + err
 
 
 def test_a_store_from_the_command_line(tmp_path):

@@ -1,0 +1,21 @@
+"""Commands in this process: the same code as in one of their own, without loading transformers each time."""
+
+import io
+import sys
+
+import pytest
+
+from slipstream.cli import main
+
+
+def command(*words, folder="."):
+    """The exit code of a command, and what it printed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr(sys, "argv", ["slipstream", *map(str, words)])
+        out, err = io.StringIO(), io.StringIO()
+        patch.setattr("slipstream.cli.terminal.out.file", out)
+        patch.setattr("slipstream.cli.terminal.err.file", err)
+        with pytest.raises(SystemExit) as ended:
+            main()
+    return ended.value.code or 0, out.getvalue(), err.getvalue()

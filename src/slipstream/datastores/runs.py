@@ -94,9 +94,6 @@ class Runs:
     def __len__(self) -> int:
         return sum(len(run) for run in self.runs)
 
-    def __add__(self, other: Runs) -> Runs:
-        return Runs(self.runs + other.runs, self.dtype)
-
 
 def keys_of(tokens: Tokens, positions: Positions) -> NDArray[np.uint64]:
     """A run's keys."""

@@ -24,10 +24,12 @@ import transformers
 
 from slipstream import LLM
 from slipstream.bench.workloads import builtin, read, select
+from slipstream.sampling import Sampler, Sampling
 from slipstream.target import Target, Want, load_model, open_target
 from slipstream.tree import TokenTree
 
 ROWS = (1, 8, 16, 32, 64, 128)
+GREEDY = Sampler(Sampling(), [])
 
 
 def tell(text: str) -> None:
@@ -46,7 +48,7 @@ def step_times(target: Target, context: int, rows: tuple[int, ...] = ROWS, repea
         for repeat in range(repeats + 5):
             torch.cuda.synchronize()
             clock = perf_counter()
-            target.score([slot], [tree], Want(rows=n, argmax=True))
+            target.score([slot], [tree], Want(rows=n, samplers=(GREEDY,)))
             torch.cuda.synchronize()
             if repeat >= 5:
                 taken.append(perf_counter() - clock)

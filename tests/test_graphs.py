@@ -5,15 +5,24 @@ import pytest
 import torch
 
 from families import FAMILIES
+from slipstream.drafters import make
+from slipstream.engine import Engine
+from slipstream.errors import ModelError
+from slipstream.request import Request
+from slipstream.sampling import Sampler, Sampling
 from slipstream.target import Want
+from slipstream.target.cache import KeyValuePool, Shape
 from slipstream.target.choose import _probe, open_target
 from slipstream.target.graphs import GraphTarget, bucket
 from slipstream.target.masks import mask_kinds
+from slipstream.target.products import Products, Whole
 from slipstream.target.trees import TreeTarget
 from slipstream.tree import TokenTree
 
 # Attention with terms of its own (a bias by place, sinks): these keep their ordinary forwards.
 OTHERS = {"bloom", "falcon", "gpt_oss"}
+
+GREEDY = Sampler(Sampling(), [])
 
 
 def graphs(model):
@@ -44,12 +53,12 @@ def test_fixed_steps_say_what_ordinary_forwards_say(family, tiny):
         ([TokenTree.root(11), wide], [[0], [0, 1, 3]]),
         ([wide, wide], [[0, 1], [0, 2, 4]]),
     ]:
-        expected = plain.score(one, trees, Want(argmax=True))
-        found = fixed.score(other, trees, Want(rows=8, argmax=True))
+        expected = plain.score(one, trees, Want(samplers=(GREEDY,) * 2))
+        found = fixed.score(other, trees, Want(rows=8, samplers=(GREEDY,) * 2))
         for a, b, tree in zip(expected, found, trees, strict=True):
             for node in range(len(tree)):
                 torch.testing.assert_close(b.logits(node), a.logits(node), rtol=0, atol=1e-4 * float(a._logits.std()))
-                assert b.argmax(node) == a.argmax(node)
+                assert b.token(node, GREEDY) == a.token(node, GREEDY)
         for slots, target in ((one, plain), (other, fixed)):
             for slot, path in zip(slots, paths, strict=True):
                 target.commit(slot, path)
@@ -94,3 +103,73 @@ def test_hidden_states_come_along(tiny):
 def test_buckets():
     assert [bucket(n, (1, 8, 16)) for n in (1, 2, 8, 9, 16, 17, 33)] == [1, 8, 8, 16, 16, 32, 48]
     assert np.diff([bucket(n, (1, 8, 16)) for n in range(1, 60)]).min() >= 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 0.9, "top_k": 40, "top_p": 0.95},
+        {"temperature": 0.7, "min_p": 0.05, "repetition_penalty": 1.3},
+        {"repetition_penalty": 1.2, "presence_penalty": 0.4, "frequency_penalty": 0.2, "logit_bias": {7: 2.0, 9: -3.0}},
+        {"temperature": 0.9, "bad_words": ((7,), (8, 9))},
+    ],
+    ids=["sampled", "penalised", "penalised greedily", "outside the step"],
+)
+def test_tokens_are_drawn_within_the_step(options, tiny):
+    """Texts of a batch that is refilled, drafted for and not, are those that the sampler draws from the logits."""
+    model, sampling = tiny("llama"), Sampling(**options)
+    plain, fixed = open_target(model), graphs(model)
+    prompts = [[5, 6, 7, 8] * 4, [40], [11, 12, 11, 12, 11, 13], [3, 3, 3, 4]]
+
+    def texts(target, name):
+        requests = [Request(p, 40, sampling, seed=i) for i, p in enumerate(prompts)]
+        sequences = {id(s.request): s for s in Engine(target, make(name, target), max_batch=2).run(requests)}
+        return [sequences[id(r)].tokens for r in requests]
+
+    expected = texts(plain, "none")
+    assert texts(fixed, "none") == texts(fixed, "pld") == expected
+    drew = {key[3] for key in fixed._steps}
+    assert drew <= ({"best"} if "bad_words" in options else {"drawn", "drawn with history", "best"})
+    assert ("drawn with history" in drew) == sampling.penalises
+
+
+def test_a_draw_reads_no_logits(tiny, monkeypatch):
+    target = graphs(tiny("llama"))
+    monkeypatch.setattr("slipstream.sampling.Sampler.sample", lambda *_: pytest.fail("logits were read"))
+    (slot,) = read(target, [[5, 6, 7]])
+    sampler = Sampler(Sampling(temperature=1.0), [5, 6, 7, 8])
+    (scores,) = target.score([slot], [TokenTree.root(8)], Want(samplers=(sampler,)))
+    assert 0 <= scores.token(0, sampler) < target.vocabulary
+
+
+def test_layers_that_read_one_input_are_one_product(tiny):
+    """Weights lie side by side, no larger than before, and the model says the same by itself."""
+    model = tiny("qwen2")
+    before = model(torch.tensor([[1, 2, 3]])).logits
+    products = Products(model)
+    attention = model.model.layers[0].self_attn
+    assert attention.k_proj.weight.data_ptr() - attention.q_proj.weight.data_ptr() == attention.q_proj.weight.nbytes
+    assert torch.equal(model(torch.tensor([[1, 2, 3]])).logits, before)
+    calls = []
+    with products.in_place(), torch.inference_mode():
+        for layer in model.modules():
+            if isinstance(layer, Whole):
+                layer.register_forward_hook(lambda *_: calls.append(1))
+        torch.testing.assert_close(model(torch.tensor([[1, 2, 3]])).logits, before, rtol=0, atol=1e-5)
+    assert type(attention.q_proj) is torch.nn.Linear
+    assert len(calls) == 5 * model.config.num_hidden_layers  # asked five times, and computed twice
+    assert all(whole.made is None for whole in products.wholes())
+
+
+def test_a_cache_grows_no_further_than_the_model_reads():
+    pool = KeyValuePool([Shape(1, 4, 4, torch.float32, torch.device("cpu"))], longest=600)
+    pool.reserve(1, 300)
+    assert pool.capacity == 512
+    pool.reserve(1, 600)
+    assert pool.capacity == 768
+    pool.reserve(1, 800)
+    assert pool.capacity == 800
+    held = pool.bytes
+    with pytest.raises(ModelError, match=r"does not fit on cpu: 1 sequences × \d+ tokens × 32 bytes are [\d.]+ GiB"):
+        pool.reserve(1, 1 << 45)
+    assert pool.bytes == held

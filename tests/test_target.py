@@ -6,6 +6,7 @@ import torch
 
 from families import FAMILIES, STATEFUL, VOCABULARY, tiny_model
 from slipstream.errors import ModelError
+from slipstream.sampling import Sampler, Sampling
 from slipstream.target import Want, open_target
 from slipstream.target.choose import PROVEN, scores_trees
 from slipstream.tree import TokenTree
@@ -16,6 +17,8 @@ TREES = [
     TokenTree.chain(7, [8, 9, 10]),
 ]
 TEXTS = [list(range(3, 20)), [50], list(range(60, 20, -1))]
+
+GREEDY = Sampler(Sampling(), [])
 
 
 def paths_alone(model, text, tree):
@@ -139,12 +142,12 @@ def test_hidden_states_are_those_of_the_path(tiny):
         close(last.hidden[layer], whole[layer][0, : len(TEXTS[0])])
 
 
-def test_argmax_comes_with_the_forward(tiny):
+def test_the_best_tokens_come_with_the_forward(tiny):
     target = open_target(tiny("llama"))
     slot, _ = read(target, TEXTS[0])
-    (scores,) = target.score([slot], [TREES[0]], Want(argmax=True))
+    (scores,) = target.score([slot], [TREES[0]], Want(samplers=(GREEDY,)))
     expected = paths_alone(tiny("llama"), TEXTS[0], TREES[0]).argmax(-1)
-    assert [scores.argmax(i) for i in range(len(TREES[0]))] == expected.tolist()
+    assert [scores.token(i, GREEDY) for i in range(len(TREES[0]))] == expected.tolist()
 
 
 def test_bfloat16_stays_close_and_does_not_claim_to_be_exact():

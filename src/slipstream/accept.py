@@ -60,9 +60,7 @@ class Match(Rule):
     lossless: ClassVar[bool] = True
 
     def next_token(self, tree: TokenTree, node: int, scores: Scores, sampler: Sampler) -> int:  # noqa: ARG002
-        if sampler.sampling.plain:
-            return scores.argmax(node)
-        return sampler.sample(scores.logits(node))
+        return scores.token(node, sampler)
 
 
 @dataclass(frozen=True)

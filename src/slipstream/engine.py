@@ -110,7 +110,7 @@ class Engine:
         trees = self._propose(running)
         drafted = perf_counter()
         rows = 1 + max(s.request.max_draft for s in running) if self.drafter.pads else 1
-        want = Want(self.drafter.layers, rows, argmax=any(s.request.sampling.plain for s in running))
+        want = Want(self.drafter.layers, rows, tuple(chooser(s) for s in running))
         scores = self.target.score([s.slot for s in running], trees, want)
         scored = perf_counter()
         verdicts = []
@@ -132,6 +132,7 @@ class Engine:
         check_prompt(request, self.target)
         sampler = Sampler(request.sampling, request.tokens, request.seed, request.sample)
         stats = Stats(self.name, request.accept.lossless and self.target.exact, prompt_tokens=len(request.tokens))
+        stats.processors = tuple(type(p).__name__ for p in request.sampling.processors)
         session = self.drafter.begin(request)
         own = slot
         try:
@@ -145,7 +146,7 @@ class Engine:
 
     def _read_prompt(self, sequence: Sequence) -> Sequence:
         request, read = sequence.request, sequence.slot.length
-        want = Want(self.drafter.layers, argmax=request.sampling.plain)
+        want = Want(self.drafter.layers, samplers=(chooser(sequence),))
         if read:
             sequence.session.observe(Seen(request.tokens[:read], 0))
         clock = perf_counter()
@@ -205,6 +206,7 @@ class Engine:
         sequence.stats.draft_seconds += step.draft_seconds
         sequence.stats.verify_seconds += step.verify_seconds
         sequence.stats.host_seconds += step.host_seconds
+        sequence.stats.sampling_seconds = sequence.sampler.seconds
         sequence.stats.seconds = perf_counter() - sequence.started
         if sequence.finish is None and sequence.slot.length >= self.target.context:
             sequence.finish = "length"  # the context is full: the root can't be read any more
@@ -222,6 +224,11 @@ class Engine:
             self.drafter.ended(sequence.request, sequence.tokens)
             if sequence.slot is not keep:
                 self.target.close(sequence.slot)
+
+
+def chooser(sequence: Sequence) -> Sampler | None:
+    """Who chooses a sequence's tokens; nobody, where the rule looks at the logits themselves."""
+    return sequence.sampler if sequence.request.accept.name == "match" else None
 
 
 def check_prompt(request: Request, target: Target) -> None:

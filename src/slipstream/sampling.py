@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -67,17 +68,18 @@ class Sampler:
     def __init__(self, sampling: Sampling, history: Sequence[int], seed: int = 0, sample: int = 0) -> None:
         self.sampling = sampling
         self.seed, self.sample_index = seed, sample
+        self.seconds = 0.0  # spent in `sample`: where a step can't choose tokens by itself
         self.position = len(history)  # of the token to be chosen next
-        self._prompt = list(history)
-        self._output: list[int] = []
+        self.prompt = list(history)
+        self.output: list[int] = []
         self._ids: torch.Tensor | None = None  # (1, capacity) int64, kept only where a processor reads it
         if sampling.processors:
             self._ids = torch.empty(1, len(history) + 256, dtype=torch.long)
-            self._ids[0, : len(history)] = torch.tensor(self._prompt, dtype=torch.long)
+            self._ids[0, : len(history)] = torch.tensor(self.prompt, dtype=torch.long)
 
     def push(self, token: int) -> None:
         """`token` was chosen: the history is one longer."""
-        self._output.append(token)
+        self.output.append(token)
         if self._ids is not None:
             if self.position == self._ids.shape[1]:
                 self._ids = torch.cat([self._ids, torch.empty_like(self._ids)], dim=1)
@@ -86,6 +88,14 @@ class Sampler:
 
     def sample(self, row: torch.Tensor) -> int:
         """A token from one row (V,) of logits, by the Gumbel-max of this position's noise."""
+        if self.sampling.plain:
+            return self.best(row)
+        clock = perf_counter()
+        token = self._sample(row)
+        self.seconds += perf_counter() - clock
+        return token
+
+    def _sample(self, row: torch.Tensor) -> int:
         ids, logits = self.candidates(row)
         if self.sampling.greedy:
             return self.best(logits)
@@ -155,16 +165,16 @@ class Sampler:
             ids = torch.tensor(list(s.logit_bias), device=logits.device)
             logits[ids] += torch.tensor(list(s.logit_bias.values()), device=logits.device)
         if s.repetition_penalty != 1:
-            seen = torch.tensor(sorted({*self._prompt, *self._output}), device=logits.device)
+            seen = torch.tensor(sorted({*self.prompt, *self.output}), device=logits.device)
             value = logits[seen]
             logits[seen] = torch.where(value < 0, value * s.repetition_penalty, value / s.repetition_penalty)
-        if (s.presence_penalty or s.frequency_penalty) and self._output:
-            said, counts = np.unique(self._output, return_counts=True)
+        if (s.presence_penalty or s.frequency_penalty) and self.output:
+            said, counts = np.unique(self.output, return_counts=True)
             minus = s.presence_penalty + s.frequency_penalty * counts
             logits[torch.from_numpy(said).to(logits.device)] -= torch.from_numpy(minus).to(logits)
         if s.bad_words:
             longest = max(map(len, s.bad_words))
-            tail = (*self._prompt[-longest:], *self._output[-longest:])
+            tail = (*self.prompt[-longest:], *self.output[-longest:])
             for *head, last in s.bad_words:
                 if not head or tail[-len(head) :] == tuple(head):
                     logits[last] = -torch.inf

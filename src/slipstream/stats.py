@@ -23,6 +23,8 @@ class Stats:
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
     host_seconds: float = 0.0  # deciding, committing, observing
+    processors: tuple[str, ...] = ()  # the user's own, which keep the choice of tokens out of a GPU's step
+    sampling_seconds: float = 0.0  # of host_seconds: choosing tokens outside the step
     accepted_lengths: dict[int, int] = field(default_factory=dict)  # {drafted tokens kept: steps}
     by_source: dict[str, dict[str, int]] = field(default_factory=dict)
 
@@ -33,10 +35,10 @@ class Stats:
         self.accepted_lengths[len(path) - 1] = self.accepted_lengths.get(len(path) - 1, 0) + 1
         self.drafted_depth += tree.depth
         self.nodes_verified += len(tree) - 1
-        for name, proposed in tree.proposed_by().items():
+        for name, (proposed, accepted) in tree.proposed(path).items() if tree.sources else ():
             source = self.by_source.setdefault(name, {"proposed": 0, "accepted": 0})
-            source["proposed"] += int(proposed.sum())
-            source["accepted"] += int(proposed[path].sum())
+            source["proposed"] += proposed
+            source["accepted"] += accepted
 
     @property
     def tokens_per_step(self) -> float:
@@ -73,6 +75,8 @@ class Stats:
             "draft_seconds": round(self.draft_seconds, 6),
             "verify_seconds": round(self.verify_seconds, 6),
             "host_seconds": round(self.host_seconds, 6),
+            "sampling_seconds": round(self.sampling_seconds, 6),
+            "processors": list(self.processors),
             "exact": self.exact,
             "accepted_lengths": {str(k): v for k, v in sorted(self.accepted_lengths.items())},
             "by_source": self.by_source,

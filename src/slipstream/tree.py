@@ -126,7 +126,7 @@ class TokenTree:
         """(n,) the root's is 0."""
         return _depths(self.parents)
 
-    @property
+    @cached_property
     def depth(self) -> int:
         """Of the deepest node: how many drafted tokens could be accepted at most."""
         return int(self.depths.max())
@@ -146,8 +146,13 @@ class TokenTree:
 
     def child(self, node: int, token: int) -> int | None:
         """The child of `node` that carries `token`."""
-        found = np.flatnonzero((self.parents == node) & (self.tokens == token))
-        return int(found[0]) if len(found) else None
+        return self._links.get((node, token))
+
+    @cached_property
+    def _links(self) -> dict[tuple[int, int], int]:
+        """{(parent, token): node}; of equal siblings the first."""
+        pairs = list(zip(self.parents.tolist(), self.tokens.tolist(), strict=True))
+        return dict(zip(reversed(pairs), range(len(pairs) - 1, -1, -1), strict=True))
 
     def path_to(self, node: int) -> list[int]:
         """Nodes from the root to `node`, both included."""
@@ -161,11 +166,12 @@ class TokenTree:
         wrong answer."""
         if len(self) == 0 or self.parents[0] != -1 or self.tokens[0] != root:
             raise DrafterError(f"a draft must start with the root it was asked about, {root}, whose parent is -1")
-        if not _is_topological(self.parents):
+        ordered, known = _is_tree(self.parents, self.tokens, vocabulary)
+        if not ordered:
             raise DrafterError(
                 f"parents must stand before their children, found {self.parents.tolist()}: order the nodes so"
             )
-        if self.tokens.min() < 0 or self.tokens.max() >= vocabulary:
+        if not known:
             bad = self.tokens[(self.tokens < 0) | (self.tokens >= vocabulary)]
             raise DrafterError(f"draft tokens must lie in 0..{vocabulary - 1}, found {bad.tolist()}")
         if self.q is not None and self.q.shape[1] != vocabulary:
@@ -227,6 +233,11 @@ class TokenTree:
 
     def with_score(self, score: Floats) -> TokenTree:
         return replace(self, score=score)
+
+    def proposed(self, path: Sequence[int]) -> dict[str, tuple[int, int]]:
+        """For each source, how many nodes it proposed, and how many of those on the path."""
+        counts = _count_sources(self.raw, np.array(path)).tolist()
+        return {name: (every, kept) for name, (every, kept) in zip(self.sources, counts, strict=True)}
 
     def proposed_by(self) -> dict[str, Bools]:
         """For each source, which nodes (n,) it proposed."""
@@ -303,11 +314,25 @@ def _path_products(parents, score):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
-def _is_topological(parents):  # type: ignore[no-untyped-def]
-    for i in range(1, len(parents)):  # noqa: SIM110
-        if parents[i] < 0 or parents[i] >= i:
-            return False
-    return True
+def _is_tree(parents, tokens, vocabulary):  # type: ignore[no-untyped-def]
+    """Whether parents stand before their children, and whether all tokens are in the vocabulary."""
+    ordered, known = True, 0 <= tokens[0] < vocabulary
+    for i in range(1, len(parents)):
+        ordered = ordered and 0 <= parents[i] < i
+        known = known and 0 <= tokens[i] < vocabulary
+    return ordered, known
+
+
+@njit(cache=True, nogil=True)
+def _count_sources(raw, path):  # type: ignore[no-untyped-def]
+    """(S, 2) how many nodes each source proposed, of all and of the path."""
+    counts = np.zeros((raw.shape[1], 2), np.int64)
+    for source in range(raw.shape[1]):
+        for i in range(raw.shape[0]):
+            counts[source, 0] += not np.isnan(raw[i, source])
+        for i in path:
+            counts[source, 1] += not np.isnan(raw[i, source])
+    return counts
 
 
 @njit(cache=True, nogil=True)

@@ -106,7 +106,7 @@ def cost_curve(target: Target, text: list[int], rows: Sequence[int] = ROWS, repe
             parents = [max(i - 4, min(0, i - 1)) for i in range(n)]  # four branches side by side
             tree = TokenTree.build(rng.integers(0, target.vocabulary, n).tolist(), parents)
             start = perf_counter()
-            target.score([slot], [tree], Want(argmax=True))
+            target.score([slot], [tree], Want(samplers=(Sampler(Sampling(), []),)))
             if repeat:  # the first round warms up
                 times[n].append(perf_counter() - start)
     target.close(slot)
@@ -120,7 +120,7 @@ class Recited(Rule):
     lossless: ClassVar[bool] = True
 
     def next_token(self, tree: TokenTree, node: int, scores: Scores, sampler: Sampler) -> int:  # noqa: ARG002
-        return scores.argmax(node)
+        return scores.token(node, sampler)
 
 
 class TextTarget(Target):
@@ -187,7 +187,7 @@ class ReplayTarget(TextTarget):
     def _scores(self, positions: np.ndarray, hidden: dict[int, torch.Tensor]) -> Scores:
         scores = Scores(torch.empty(len(positions), 0), hidden, positions)
         after = np.array([self._text[min(p + 1, len(self._text) - 1)] for p in positions])
-        scores.take_argmax(after, np.ones(len(positions), np.float32))
+        scores.take(after, np.ones(len(positions), np.float32))
         return scores
 
 

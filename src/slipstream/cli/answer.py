@@ -22,6 +22,7 @@ def generate(
     model: o.Model = None,
     drafter: o.DrafterName = "pld",
     option: o.DrafterOption = None,
+    drafter_path: o.DrafterPath = None,
     dtype: o.Dtype = None,
     device: o.Device = None,
     max_new_tokens: o.MaxNew = 256,
@@ -39,12 +40,13 @@ def generate(
     learn: Annotated[bool, typer.Option("--learn", help="Append the answer to the drafter's store.")] = False,
     collection: Annotated[str, typer.Option(help="Whose text may draft, and whose the answer becomes.")] = "default",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON line last.")] = False,
+    compile: o.Compile = False,
     trust_remote_code: o.Trust = False,
 ) -> None:
     """Answer a prompt."""
     if learn:
         option = [*(option or []), "learn=true"]
-    llm = open_llm(model, drafter, option, dtype, device, trust_remote_code)
+    llm = open_llm(model, drafter, o.with_path(option, drafter_path), dtype, device, trust_remote_code, compile)
     stream = llm.stream(
         sys.stdin.read() if prompt == "-" else prompt,
         max_new_tokens=max_new_tokens,
@@ -75,6 +77,7 @@ def chat(
     model: o.Model = None,
     drafter: o.DrafterName = "pld",
     option: o.DrafterOption = None,
+    drafter_path: o.DrafterPath = None,
     dtype: o.Dtype = None,
     device: o.Device = None,
     max_new_tokens: o.MaxNew = 1024,
@@ -86,10 +89,11 @@ def chat(
     max_draft: o.MaxDraft = 16,
     accept: o.Accept = "match",
     system: Annotated[str | None, typer.Option(help="A system message.")] = None,
+    compile: o.Compile = False,
     trust_remote_code: o.Trust = False,
 ) -> None:
     """Talk with a model. An empty line or Ctrl-D ends the conversation, Ctrl-C the answer."""
-    llm = open_llm(model, drafter, option, dtype, device, trust_remote_code)
+    llm = open_llm(model, drafter, o.with_path(option, drafter_path), dtype, device, trust_remote_code, compile)
     conversation = llm.chat(system)
     while True:
         try:
@@ -127,6 +131,7 @@ def trace(
     model: o.Model = None,
     drafter: o.DrafterName = "pld",
     option: o.DrafterOption = None,
+    drafter_path: o.DrafterPath = None,
     dtype: o.Dtype = None,
     device: o.Device = None,
     max_new_tokens: o.MaxNew = 256,
@@ -136,6 +141,7 @@ def trace(
     max_draft: o.MaxDraft = 16,
     accept: o.Accept = "match",
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
+    compile: o.Compile = False,
     trust_remote_code: o.Trust = False,
 ) -> None:
     """Answer a prompt and show what happened: one page, each token coloured by who drafted it."""
@@ -146,7 +152,7 @@ def trace(
     if source is not None:
         lines = read(source)
     else:
-        llm = open_llm(model, drafter, option, dtype, device, trust_remote_code)
+        llm = open_llm(model, drafter, o.with_path(option, drafter_path), dtype, device, trust_remote_code, compile)
         with line_writer(jsonl) as write:
             stream = llm.stream(
                 sys.stdin.read() if prompt == "-" else prompt or "",

@@ -29,7 +29,16 @@ MinP = Annotated[float, typer.Option(help="Leave out tokens below this share of 
 Seed = Annotated[int | None, typer.Option(help="The same seed gives the same text; under match, with any drafter.")]
 MaxDraft = Annotated[int, typer.Option(help="Drafted tokens to verify per step at most; 0 turns speculation off.")]
 Accept = Annotated[str, typer.Option(help="match and rejection are exact; typical and lenient are LOSSY.")]
+Compile = Annotated[bool, typer.Option("--compile", help="On a GPU: compile each shape of step first (seconds).")]
+DrafterPath = Annotated[
+    str | None, typer.Option("--drafter-path", help="A trained head: a folder or a hub id. Default: the one shipped.")
+]
 Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")]
+
+
+def with_path(option: list[str] | None, drafter_path: str | None) -> list[str]:
+    """A drafter's options, the folder of its head among them."""
+    return [*(option or []), *([f"drafter_path={drafter_path}"] if drafter_path is not None else [])]
 
 
 def parse_options(kind: type, given: list[str]) -> dict[str, Any]:

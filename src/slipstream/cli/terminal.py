@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from slipstream.cli.options import parse_options
+from slipstream.notices import show_with
 
 if TYPE_CHECKING:
     from slipstream.llm import LLM
@@ -25,6 +26,7 @@ def open_llm(
     dtype: str | None,
     device: str | None,
     trust: bool,
+    compile: bool = False,
 ) -> LLM:
     """The model and drafter that the options name; a misspelt one is refused before anything is loaded."""
     from slipstream import drafters as registry
@@ -35,7 +37,11 @@ def open_llm(
     with busy("loading the model"):
         from slipstream.llm import load
 
-        return load(model, drafter=drafter, dtype=dtype, device=device, trust_remote_code=trust, **options)
+        llm = load(
+            model, drafter=drafter, dtype=dtype, device=device, trust_remote_code=trust, compile=compile, **options
+        )
+    show_with(busy)
+    return llm
 
 
 def ensure_embedded() -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from slipstream.sampling import check_choice
+from slipstream.sampling import Sampler, check_choice
 from slipstream.tree import TokenTree
 
 
@@ -20,7 +21,14 @@ class Want:
 
     layers: tuple[int, ...] = ()  # hidden states, numbered as in transformers: 0 the embeddings, L the last
     rows: int = 1  # to compute at least, padding included: the same number for all steps gives the same bits
-    argmax: bool = False  # the most probable token of every node, so that greedy decoding leaves logits on a device
+    # Who chooses the token after each sequence's nodes. Where it can, the forward chooses along with them, and logits
+    # stay on the device; None: this sequence's logits are read.
+    samplers: tuple[Sampler | None, ...] = ()
+
+    @property
+    def argmax(self) -> bool:
+        """Whether the most probable tokens are all that is asked for."""
+        return bool(self.samplers) and all(s is not None and s.sampling.plain for s in self.samplers)
 
 
 @dataclass(eq=False)
@@ -41,35 +49,30 @@ class Scores:
     """What the target says about one tree. Logits and hidden states are valid until the next forward."""
 
     def __init__(
-        self, logits: torch.Tensor, hidden: dict[int, torch.Tensor], positions: NDArray[np.int64], first: int = 0
+        self, logits: torch.Tensor, hidden: dict[int, torch.Tensor], positions: NDArray[Any], first: int = 0
     ) -> None:
         self._logits = logits  # (n - first, V)
         self._first = first  # the node of row 0
         self._positions = positions  # (n - first,) absolute
         self.hidden = hidden  # {layer: (n - first, H)} on the device
-        self._best: NDArray[np.int64] | None = None
-        self._value: NDArray[np.float32] | None = None
+        self._tokens: NDArray[np.int64] | None = None  # chosen along with the forward
+        self._values: NDArray[np.float32] | None = None
 
     def logits(self, node: int) -> torch.Tensor:
         """(V,) the logits of what follows `node`."""
         return self._logits[node - self._first]
 
-    def take_argmax(self, best: NDArray[np.int64], value: NDArray[np.float32]) -> None:
-        self._best, self._value = best, value
+    def take(self, tokens: NDArray[np.int64], values: NDArray[np.float32]) -> None:
+        """The forward chose by itself: the token after each node, and the logit that it won with."""
+        self._tokens, self._values = tokens, values
 
-    def argmax(self, node: int) -> int:
-        """The most probable token after `node`."""
+    def token(self, node: int, sampler: Sampler) -> int:
+        """The token after `node`: chosen along with the forward, or now."""
         i = node - self._first
-        if (
-            self._best is None or self._value is None
-        ):  # not brought along: on a CPU it is cheaper to look at the visited nodes alone
-            row = self.logits(node)
-            best = int(row.argmax())
-            value = float(row[best])
-        else:
-            best, value = int(self._best[i]), float(self._value[i])
-        check_choice(value, int(self._positions[i]) + 1)
-        return best
+        if self._tokens is not None and self._values is not None:
+            check_choice(float(self._values[i]), int(self._positions[i]) + 1)
+            return int(self._tokens[i])
+        return sampler.sample(self.logits(node))
 
 
 class Target(ABC):

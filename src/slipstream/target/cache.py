@@ -7,12 +7,14 @@ its committed length and reads up to the batch's longest.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
+
+from slipstream.errors import ModelError
 
 FIRST_CAPACITY = 256
 
@@ -77,9 +79,11 @@ class PoolLayer(CacheLayerMixin):
 class KeyValuePool(Cache):
     # Whoever changes the pool does so in inference mode: what a forward made larger can't be changed outside it.
 
-    def __init__(self, shapes: Sequence[Shape | None]) -> None:
-        """shapes: per layer of the model; None for a layer that keeps nothing of its own."""
+    def __init__(self, shapes: Sequence[Shape | None], longest: int) -> None:
+        """shapes: per layer of the model; None for a layer that keeps nothing of its own. longest: the model's context,
+        beyond which room is not doubled."""
         super().__init__(layers=[PoolLayer(self) for _ in shapes])
+        self._longest = longest
         self.rows, self.capacity = 0, 0
         self.window = Window(0, (0,), 0, 0)
         self._places: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -104,30 +108,49 @@ class KeyValuePool(Cache):
         capacity = max(self.capacity, FIRST_CAPACITY)
         while capacity < length:
             capacity *= 2
+        capacity = max(min(capacity, -(-self._longest // FIRST_CAPACITY) * FIRST_CAPACITY), length, self.capacity)
+        stores = {shape: self._larger(shape, rows, capacity) for shape in self._members}  # all of them, or none
         for shape, members in self._members.items():
-            old = self._stores.get(shape)
-            pair = []
-            for which, dim in enumerate((shape.key_dim, shape.value_dim)):
-                size = (len(members), rows, shape.heads, capacity, dim)
+            self._stores[shape] = stores[shape]
+            for i, layer in enumerate(members):
+                self.layers[layer].keys, self.layers[layer].values = (store[i] for store in stores[shape])
+        self.rows, self.capacity = rows, capacity
+
+    def _larger(self, shape: Shape, rows: int, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of that size, with what is there."""
+        old, pair = self._stores.get(shape), []
+        for which, dim in enumerate((shape.key_dim, shape.value_dim)):
+            size = (len(self._members[shape]), rows, shape.heads, capacity, dim)
+            try:
                 # Zeros, not garbage: a masked key still takes part in 0 × value, and 0 × NaN is NaN.
                 new = torch.zeros(size, dtype=shape.dtype, device=shape.device)
-                if old is not None:
-                    new[:, : self.rows, :, : self.capacity] = old[which]
-                pair.append(new)
-            self._stores[shape] = (pair[0], pair[1])
-            for i, layer in enumerate(members):
-                self.layers[layer].keys, self.layers[layer].values = pair[0][i], pair[1][i]
-        self.rows, self.capacity = rows, capacity
+            except RuntimeError as error:
+                raise ModelError(self._too_large(rows, capacity, shape.device)) from error
+            if old is not None:
+                new[:, : self.rows, :, : self.capacity] = old[which]
+            pair.append(new)
+        return pair[0], pair[1]
+
+    def _too_large(self, rows: int, capacity: int, device: torch.device) -> str:
+        per_token = sum(
+            len(members) * s.heads * (s.key_dim + s.value_dim) * s.dtype.itemsize
+            for s, members in self._members.items()
+        )
+        free = f", and {torch.cuda.mem_get_info(device)[0] / 2**30:.2f} GiB are free" if device.type == "cuda" else ""
+        return (
+            f"the cache does not fit on {device}: {rows} sequences × {capacity} tokens × {per_token} bytes are "
+            f"{rows * capacity * per_token / 2**30:.2f} GiB, beside the {self.bytes / 2**30:.2f} GiB it has now{free}. "
+            "Run fewer sequences at a time (max_batch), shorten the prompts, or use a smaller dtype"
+        )
 
     def tensors(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Keys and values of each layer, (rows, heads, capacity, dim)."""
         for layer in self.layers:
             yield layer.keys, layer.values
 
-    def stores(self) -> Iterator[torch.Tensor]:
-        """Keys, then values, of all layers of one shape, (layers, rows, heads, capacity, dim)."""
-        for pair in self._stores.values():
-            yield from pair
+    def stores(self) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+        """Keys and values of all layers of one shape, (layers, rows, heads, capacity, dim)."""
+        return self._stores.values()
 
     def look(self, window: Window) -> None:
         """Fix where the next forward writes and reads."""

@@ -135,8 +135,9 @@ def scores_trees(target: TreeTarget) -> bool:
     """
     windows = [v for k, v in target.model.config.to_dict().items() if "window" in k and isinstance(v, int)]
     long = min(target.context - 8, 600, max([24, *(w + 8 for w in windows)]))
-    texts = [[1, 2, 3], [1 + i % 7 for i in range(long)]]
-    tree, want = TokenTree.build([4, 5, 6, 7, 8], [-1, 0, 0, 1, 2]), Want(rows=8)
+    ids = [1 + 389 * i % (target.vocabulary - 1) for i in range(long + 5)]  # varied, so that a wrong mask shows
+    texts = [[1, 2, 3], ids[5:]]
+    tree, want = TokenTree.build(ids[:5], [-1, 0, 0, 1, 2]), Want(rows=8)
     slots = [target.open() for _ in texts]
     try:
         for slot, text in zip(slots, texts, strict=True):
@@ -145,7 +146,7 @@ def scores_trees(target: TreeTarget) -> bool:
         for node in (3, 4):
             path = tree.path_to(node)
             rows = [s.logits(node).float() for s in target.score(slots, [tree] * 2, want)]
-            chain = TokenTree.chain(4, tree.tokens[path[1:]])
+            chain = TokenTree.chain(ids[0], tree.tokens[path[1:]])
             alone = [s.logits(len(path) - 1).float() for s in target.score(slots, [chain] * 2, want)]
             if target.exact and not is_exact(target.model) and not all(map(torch.equal, rows, alone)):
                 return False

@@ -12,7 +12,11 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch._dynamo import config as dynamo
+from torch._inductor import config as inductor
 from transformers.cache_utils import Cache
+
+SHAPES = 1024  # of steps, for all models: each is compiled once, which torch would take for a mistake
 
 
 @contextmanager
@@ -28,7 +32,8 @@ def compiled_layers(model: Any, whole: Cache, backend: str) -> Iterator[None]:
     for module, _ in numbers:
         module.layer_idx = 0
     try:
-        yield
+        with dynamo.patch(recompile_limit=SHAPES, accumulated_recompile_limit=SHAPES):
+            yield
     finally:
         for layer in layers:
             del layer.forward
@@ -47,7 +52,11 @@ def decoder_layers(model: Any) -> torch.nn.ModuleList:
 
 @cache
 def compiled(kind: Any, backend: str) -> Callable[..., Any]:
-    return torch.compile(kind.forward, backend=backend, dynamic=False)
+    """A layer's forward, whose kernels overlap as ours do (`overlap.py`), where torch knows how."""
+    early: dict[str, Any] = (
+        {"triton.enable_pdl": True} if backend == "inductor" and hasattr(inductor.triton, "enable_pdl") else {}
+    )
+    return torch.compile(kind.forward, backend=backend, dynamic=False, options=early or None)
 
 
 def _on_its_own(layer: torch.nn.Module, forward: Callable[..., Any], own: Cache) -> Callable[..., Any]:

@@ -21,12 +21,15 @@ import torch
 import triton  # type: ignore[import-not-found, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
 
+from slipstream.target.overlap import overlap, wait_turn
+
 # These decide the bits, so none may depend on the number of rows or sequences or on the capacity.
-SPLIT = 128  # positions that a program of the first launch merges
-BLOCK = 32  # positions scored at once
-CHUNK = 8  # splits that the second launch adds up at once
+SPLIT = 64  # positions that a program of the first launch merges
+BLOCK = 16  # positions scored at once
+CHUNK = 16  # splits that the second launch adds up at once
 TILE = 16  # rows × grouped heads of one product: the height of a tensor core
-WARPS = 2  # of the first launch: how a row's sum of weights is cut up
+WARPS = 1  # of the first launch: how a row's sum of weights is cut up
+COMBINING = 2  # warps of the second launch
 
 # These decide who computes what, not the bits.
 STAGES = 2  # blocks on their way from memory to a program
@@ -109,6 +112,7 @@ def exact_attention(
         "SPLIT": SPLIT,
         "WINDOW": window is not None,
         "enable_fp_fusion": False,  # a product and a sum are rounded once only where the code says so, alike everywhere
+        **overlap(),
     }
     # fmt: off
     _partials[(tiles * kv_heads * turns + n * late * -(-heads // span), b)](
@@ -123,7 +127,7 @@ def exact_attention(
     )
     _combine[(heads, n, b)](
         lengths, depths, scratch.stats, scratch.sums, out, depths.stride(0), n, slots, splits, window or 0,
-        LATE=late, CHUNK=CHUNK, num_warps=1, **constants,
+        LATE=late, CHUNK=CHUNK, num_warps=COMBINING, **constants,
     )
     # fmt: on
     return out
@@ -159,7 +163,7 @@ def _partials(  # type: ignore[no-untyped-def]
     n, slots, splits, late, tiles, turns, span, scale, cap, window,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     PAD_K: tl.constexpr, PAD_V: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr,
-    WINDOW: tl.constexpr, CAP: tl.constexpr, STAGES: tl.constexpr,
+    WINDOW: tl.constexpr, CAP: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):
     # fmt: on
     """Shared programs, the first ones: a tile of rows × grouped heads, one key head, every turns-th split of committed
@@ -169,6 +173,7 @@ def _partials(  # type: ignore[no-untyped-def]
     PER: tl.constexpr = SPLIT // BLOCK
     KV_HEADS: tl.constexpr = HEADS // GROUPS
     program, sequence = tl.program_id(0), tl.program_id(1)
+    wait_turn(EARLY)
     length = tl.load(lengths + sequence)
     whole = length // BLOCK  # blocks of committed text alone
     seen = _first_seen(length, window, BLOCK, WINDOW)
@@ -254,12 +259,13 @@ def _partials(  # type: ignore[no-untyped-def]
 def _combine(  # type: ignore[no-untyped-def]
     lengths, depths, stats, sums, out, depth_sequence, n, slots, splits, window,
     LATE: tl.constexpr, CHUNK: tl.constexpr, HEADS: tl.constexpr, DV: tl.constexpr, PAD_V: tl.constexpr,
-    BLOCK: tl.constexpr, SPLIT: tl.constexpr, WINDOW: tl.constexpr,
+    BLOCK: tl.constexpr, SPLIT: tl.constexpr, WINDOW: tl.constexpr, EARLY: tl.constexpr,
 ):
     # fmt: on
     """One head of one row."""
     PER: tl.constexpr = SPLIT // BLOCK
     head, row, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    wait_turn(EARLY)
     length = tl.load(lengths + sequence)
     depth = tl.load(depths + sequence * depth_sequence + row)
     whole = length // BLOCK

@@ -1,36 +1,34 @@
-"""GraphTarget: on a GPU, a step of fixed shape is captured once and replayed: inputs up, accepted keys moved into
-place, forward, best tokens down. One launch instead of a thousand.
+"""GraphTarget: on a GPU, steps of fixed shape are captured once and replayed (`steps.py`).
 
-Attention reads a row's keys in order of absolute position, through a table of its path (`exact.py`), and all matrices
-have the shape of the bucket, whatever is in it. So a row's logits depend, bit for bit, on its own tokens alone, and a
-text does not depend on what was drafted, in bfloat16 either.
+Attention reads a row's keys in order of absolute position, through a table of its path (`exact.py`), and matrix
+products treat every row alike (`linear.py`). So a row's logits depend, bit for bit, on its own tokens alone, and a text
+does not depend on what was drafted, or on what else ran with it, in bfloat16 either.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 from numba import njit
-from transformers import AttentionInterface
-from transformers.cache_utils import Cache, CacheLayerMixin
 
+from slipstream.sampling import Sampler
+from slipstream.target import steps
 from slipstream.target.base import Scores, Slot, Want
 from slipstream.target.cache import KeyValuePool
-from slipstream.target.compiled import compiled_layers
-from slipstream.target.ops import attend, write_keys
+from slipstream.target.draw import drawable, needs_history, noise_keys
+from slipstream.target.products import Products
+from slipstream.target.steps import BEST, DRAWN, DRAWN_WITH_HISTORY, FixedStep, Inputs
 from slipstream.target.trees import TreeTarget, is_quantised
 from slipstream.tree import TokenTree
 
 log = logging.getLogger("slipstream")
 
-NAME = "slipstream-exact"
 ROWS = (1, 8, 16, 32, 64, 128)
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 FIRST_CAPACITY = 1024  # every growth captures anew, and capacity that isn't used costs nothing but memory
@@ -44,137 +42,13 @@ def bucket(n: int, sizes: Sequence[int]) -> int:
     return -(-n // sizes[-1]) * sizes[-1]
 
 
-@dataclass(frozen=True)
-class Inputs:
-    """What a step reads, as views of one tensor, so that it goes up in one copy."""
+@dataclass
+class Told:
+    """What of a sequence's text the device knows, for its penalties."""
 
-    flat: Any  # numpy on the host, torch on the device, int32
-    ids: Any  # (b, n)
-    positions: Any  # (b, n) absolute
-    depths: Any  # (b, n) -1 for padding
-    columns: Any  # (b, n) where each new key goes
-    paths: Any  # (b, n, D) the columns of each row's ancestors
-    lengths: Any  # (b,)
-    rows: Any  # (b,) of the pool
-    sources: Any  # (b, D) columns of the keys that the last step accepted
-    places: Any  # (b, D) and the columns they belong in
-
-    @classmethod
-    def of(cls, flat: Any, batch: int, rows: int, depth: int) -> Inputs:
-        shapes = [(batch, rows)] * 4 + [(batch, rows, depth), (batch,), (batch,), (batch, depth), (batch, depth)]
-        ends = np.cumsum([int(np.prod(s)) for s in shapes])
-        return cls(flat, *(flat[e - int(np.prod(s)) : e].reshape(s) for s, e in zip(shapes, ends, strict=True)))
-
-    @staticmethod
-    def size(batch: int, rows: int, depth: int) -> int:
-        return batch * (4 * rows + rows * depth + 2 + 2 * depth)
-
-
-class GraphLayer(CacheLayerMixin):
-    """One layer's keys and values: the whole pool, written where the step's inputs say."""
-
-    is_sliding = False
-
-    def __init__(self, keys: torch.Tensor, values: torch.Tensor, inputs: Inputs) -> None:
-        super().__init__()
-        self.keys, self.values, self.inputs = keys, values, inputs  # (pool rows, heads, capacity, dim)
-        self.is_initialized = True
-
-    def update(self, keys: torch.Tensor, values: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        write_keys(self.keys, self.values, keys, values, self.inputs.rows, self.inputs.columns)
-        return self.keys, self.values
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """The pool is laid out beforehand."""
-
-    def get_seq_length(self) -> int:
-        return 0  # positions are given
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return query_length, 0
-
-    def get_max_length(self) -> int:
-        return int(self.keys.shape[2])
-
-
-class FixedStep:
-    """A step of one shape. On a GPU it is captured; elsewhere it runs as it is, which is how tests try it."""
-
-    def __init__(self, target: GraphTarget, batch: int, rows: int, layers: tuple[int, ...]) -> None:
-        self.target, self.batch, self.rows, self.layers = target, batch, rows, layers
-        self.depth = rows  # no path is longer
-        device, cuda = target.device, target.device.type == "cuda"
-        size = Inputs.size(batch, rows, self.depth)
-        self._host = torch.zeros(size, dtype=torch.int32, pin_memory=cuda)
-        self._device = torch.zeros(size, dtype=torch.int32, device=device)
-        self.host = Inputs.of(self._host.numpy(), batch, rows, self.depth)
-        self.inputs = Inputs.of(self._device, batch, rows, self.depth)
-        target.blank(self.host)  # a capture runs too: it must not write into anyone's row
-        self.answer = torch.zeros((2, batch, rows), dtype=torch.int32, pin_memory=cuda)  # best tokens, their logits
-        pool = target.pool
-        self._cache = Cache(layers=[GraphLayer(k, v, self.inputs) for k, v in pool.tensors()])
-        self._mask = torch.zeros((batch, 1, rows, 1), dtype=target.dtype, device=device)  # nobody looks at it
-        self._graph: Any = None
-        nothing = torch.empty(0, device=device)
-        self.scratch: Any = SimpleNamespace(stats=nothing, sums=nothing)
-        if cuda:
-            from slipstream.target.exact import scratch
-
-            widest = max(v.shape[3] for _, v in pool.tensors())
-            self.scratch = scratch(batch, rows, target.heads, pool.capacity, self.depth, widest, device)
-            self._capture()
-
-    def run(self) -> None:
-        """Everything a step does, as the device sees it."""
-        self._device.copy_(self._host, non_blocking=True)
-        if self.rows > 1:
-            self._move()
-        i = self.inputs
-        out = self.target.model(
-            input_ids=i.ids.long(),
-            position_ids=i.positions.long(),
-            attention_mask=self._mask,
-            past_key_values=self._cache,
-            use_cache=True,
-            **({"output_hidden_states": True} if self.layers else {}),
-        )
-        self.logits = out.logits  # (b, n, V)
-        self.hidden = {layer: out.hidden_states[layer] for layer in self.layers}
-        best = self.logits.argmax(-1)
-        value = self.logits.gather(-1, best[..., None])[..., 0].float()
-        self.answer.copy_(torch.stack([best.int(), value.view(torch.int32)]), non_blocking=True)
-
-    def _move(self) -> None:
-        """Bring the keys that the last step accepted into place, in all layers at once."""
-        i = self.inputs
-        row, source, place = i.rows[:, None].long(), i.sources.long(), i.places.long()
-        for store in self.target.pool.stores():  # (layers, rows, heads, capacity, dim)
-            store[:, row, :, place] = store[:, row, :, source]
-
-    def _capture(self) -> None:
-        with self.target.exact_attention(self), self._compiled():
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                for _ in range(2):
-                    self.run()
-            torch.cuda.current_stream().wait_stream(stream)
-            self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph, pool=self.target.memory):
-                self.run()
-
-    def _compiled(self) -> AbstractContextManager[None]:
-        if not self.target.compile:
-            return nullcontext()
-        return compiled_layers(self.target.model, self._cache, self.target.compile)
-
-    def __call__(self) -> None:
-        if self._graph is None:
-            with self.target.exact_attention(self), self._compiled():
-                self.run()
-        else:
-            self._graph.replay()
-            torch.cuda.current_stream().synchronize()
+    slot: Slot
+    sampler: Sampler
+    said: int = 0  # tokens of the output
 
 
 class GraphTarget(TreeTarget):
@@ -186,9 +60,15 @@ class GraphTarget(TreeTarget):
         self.compile = compile
         self.heads = int(self._config.num_attention_heads)
         self.exact = self.exact or by_row(self.model)
-        self.memory = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
-        self._steps: dict[tuple[int, int, tuple[int, ...]], FixedStep] = {}
+        self.exact_together = self.exact
+        self._products = Products(self.model)
+        self.memory: Any = None  # what all graphs take theirs from
+        self._steps: dict[tuple[Any, ...], FixedStep] = {}
         self._drawn: tuple[int, int] = (0, 0)  # the pool's size that the steps were made for
+        self._histories: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+        self._told: dict[int, Told] = {}  # by row of the pool
+        self._alike: dict[tuple[int, int], bool] = {}  # by batch and rows
+        self._sample: torch.Tensor | None = None  # logits that every shape of step should give its sample text
         self._spare = self.open()  # where the padding of a batch writes
         self.pool.reserve(len(self._slots), min(FIRST_CAPACITY, self.context))
 
@@ -197,74 +77,146 @@ class GraphTarget(TreeTarget):
         return self._pool
 
     @contextmanager
-    def exact_attention(self, step: FixedStep) -> Iterator[None]:
-        """For one forward: attention by path."""
-        global _step
-        kept, _step = self._config._attn_implementation_internal, step
-        self._config._attn_implementation_internal = NAME
+    def fixed(self, step: FixedStep) -> Iterator[None]:
+        """For one forward: attention by path, and products that treat every row alike."""
+        kept, steps.under_way = self._config._attn_implementation_internal, step
+        self._config._attn_implementation_internal = steps.NAME
         try:
-            yield
+            with self._products.in_place():
+                yield
         finally:
-            self._config._attn_implementation_internal, _step = kept, None
+            self._config._attn_implementation_internal, steps.under_way = kept, None
 
     @torch.inference_mode()
     def score(self, slots: Sequence[Slot], trees: Sequence[TokenTree], want: Want, known: int = 0) -> list[Scores]:
         if known:
             return super().score(slots, trees, want, known)
-        n = bucket(max(want.rows, *(len(tree) for tree in trees)), ROWS)
-        batch = bucket(len(slots), BATCHES)
-        self.pool.reserve(len(self._slots), max(slot.length for slot in slots) + n)
-        step = self._step(batch, n, want.layers)
+        batch, rows = bucket(len(slots), BATCHES), self._rows(slots, trees, want)
+        self.pool.reserve(len(self._slots), max(slot.length for slot in slots) + rows)
+        chooses = len(want.samplers) == len(slots) and all(
+            s is not None and drawable(s.sampling) for s in want.samplers
+        )
+        samplers = want.samplers if chooses else ()
+        step = self._step(batch, rows, want.layers, choice(samplers))
         for slot, tree in zip(slots, trees, strict=True):
-            if slot.pending is not None and (n == 1 or len(slot.pending) > step.depth):
-                self._settle(slot)
             slot.tree = tree
         self._fill(step.host, slots, trees)
+        self._tell(step, slots, trees, samplers)
         step()
-        best, value = step.answer[0].numpy().astype(np.int64), step.answer[1].view(torch.float32).numpy().copy()
+        tokens, values = step.tokens, step.values
         found = []
         for i, tree in enumerate(trees):
             hidden = {layer: h[i, : len(tree)] for layer, h in step.hidden.items()}
-            positions = step.host.positions[i, : len(tree)].astype(np.int64)
-            scores = Scores(step.logits[i, : len(tree)], hidden, positions)
-            scores.take_argmax(best[i], value[i])
+            scores = Scores(step.by_sequence[i], hidden, step.host.positions[i].copy())
+            if chooses:
+                scores.take(tokens[i], values[i])
             found.append(scores)
         return found
 
-    def _step(self, batch: int, rows: int, layers: tuple[int, ...]) -> FixedStep:
+    def _rows(self, slots: Sequence[Slot], trees: Sequence[TokenTree], want: Want) -> int:
+        """How many rows to compute. Fewer than wanted only where that changes no bit."""
+        least, wanted = bucket(max(len(tree) for tree in trees), ROWS), bucket(want.rows, ROWS)
+        batch = bucket(len(slots), BATCHES)
+        if least < wanted and not (self.alike(batch, least) and self.alike(batch, wanted)):
+            least = wanted
+        if batch > 1 and self.exact_together and not self.alike(batch, least):
+            self.exact_together = False
+        return least
+
+    def alike(self, batch: int, rows: int) -> bool:
+        """Whether steps of this shape give a text the bits that other shapes give it. Tried once per shape, on a
+        sample text; the first shape sets the example."""
+        if (batch, rows) not in self._alike:
+            slot, tree = self.open(), TokenTree.chain(1, [2, 3, 4][: rows - 1])
+            for _ in self.prefill(slot, [1 + 389 * i % (self.vocabulary - 1) for i in range(40)], Want()):
+                pass
+            self.pool.reserve(len(self._slots), slot.length + rows)
+            step = self._step(batch, rows, (), BEST)
+            self._fill(step.host, [slot], [tree])
+            step()
+            self.close(slot)
+            found = step.logits[0, : len(tree)].clone()
+            if self._sample is None or len(self._sample) < len(found):
+                same = self._sample is None or torch.equal(self._sample, found[: len(self._sample)])
+                self._sample = found if same else self._sample
+            else:
+                same = torch.equal(self._sample[: len(found)], found)
+            self._alike[batch, rows] = same
+        return self._alike[batch, rows]
+
+    def _step(self, batch: int, rows: int, layers: tuple[int, ...], chosen: str) -> FixedStep:
         if self._drawn != (self.pool.rows, self.pool.capacity):  # the cache has moved
             self._steps.clear()
+            self._told.clear()
+            self._histories = None
+            # The graphs are gone, and with the last of them their memory.
+            self.memory = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
             self._drawn = (self.pool.rows, self.pool.capacity)
-        key = (batch, rows, layers)
+        key = (batch, rows, layers, chosen)
         if key not in self._steps:
-            self._steps[key] = FixedStep(self, batch, rows, layers)
+            self._steps[key] = FixedStep(self, *key)
         return self._steps[key]
+
+    def histories(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """For every row of the pool, over the vocabulary: whether the prompt has a token, how often the output has
+        it, its bias. Made when first somebody needs them."""
+        if self._histories is None:
+            shape = (self.pool.rows, self.vocabulary)
+            kinds = (torch.uint8, torch.int32, torch.float32)
+            one, other, third = (torch.zeros(shape, dtype=kind, device=self.device) for kind in kinds)
+            self._histories = one, other, third
+        return self._histories
+
+    def _tell(
+        self,
+        step: FixedStep,
+        slots: Sequence[Slot],
+        trees: Sequence[TokenTree],
+        samplers: Sequence[Sampler | None],
+    ) -> None:
+        """How each sequence draws, its noise, and what is new in its text."""
+        if step.choice == BEST:
+            return
+        host = step.host
+        for i, (slot, tree, sampler) in enumerate(zip(slots, trees, samplers, strict=True)):
+            assert sampler is not None, "a step that draws has all samplers"
+            host.draws.put(i, sampler.sampling)
+            positions = sampler.position + tree.depths
+            host.draws.keys[i, : len(tree)] = noise_keys(sampler.seed, sampler.sample_index, positions)
+            if step.history is None:
+                continue
+            told = self._told.get(slot.row)
+            if told is None or told.slot is not slot or told.sampler is not sampler:
+                step.history.begin(slot.row, sampler.prompt, sampler.sampling.logit_bias)
+                told = self._told[slot.row] = Told(slot, sampler)
+            new = sampler.output[told.said : -1]  # the last is the root, which the step reads itself
+            told.said += len(new)
+            late = new[: -host.reach] if len(new) > host.reach else []
+            if late:
+                row = torch.full((len(late),), slot.row, device=self.device)
+                ids = torch.tensor(late, device=self.device)
+                step.history.said.index_put_((row, ids), torch.ones_like(ids, dtype=torch.int32), accumulate=True)
+            host.said[i, : len(new) - len(late)] = new[len(late) :]
 
     def blank(self, host: Inputs) -> None:
         """Padding alone: it reads nothing, and writes into the spare row."""
-        host.ids[:], host.depths[:], host.positions[:], host.paths[:] = 0, -1, 0, 0
-        host.lengths[:], host.rows[:] = 0, self._spare.row
-        host.columns[:] = np.arange(host.columns.shape[1])
-        host.sources[:] = host.places[:] = 0
+        for i in range(len(host.ids)):
+            self._put(host, i, NO_NODES, NO_NODES, NO_NODES, 0, self._spare.row, NO_NODES)
 
     def _fill(self, host: Inputs, slots: Sequence[Slot], trees: Sequence[TokenTree]) -> None:
-        self.blank(host)
         for i, (slot, tree) in enumerate(zip(slots, trees, strict=True)):
-            length, n = slot.length, len(tree)
-            host.ids[i, :n] = tree.tokens
-            host.depths[i, :n] = tree.depths
-            host.positions[i] = length
-            host.positions[i, :n] += tree.depths
-            host.columns[i] += length
-            host.lengths[i], host.rows[i] = length, slot.row
-            _fill_paths(tree.parents, tree.depths, length, host.paths[i])
-            if slot.pending is not None:
-                kept, start = len(slot.pending), length - len(slot.pending)
-                host.places[i, :kept] = start + np.arange(kept)
-                host.sources[i, :kept] = start + np.asarray(slot.pending)
-                # The rest moves the last of them once more: writing the same value twice is no race.
-                host.places[i, kept:], host.sources[i, kept:] = host.places[i, kept - 1], host.sources[i, kept - 1]
-                slot.pending = None
+            if slot.pending is not None and len(slot.pending) > host.reach:
+                self._settle(slot)
+            moved = NO_NODES if slot.pending is None else np.array(slot.pending, np.int32)
+            self._put(host, i, tree.tokens, tree.parents, tree.depths, slot.length, slot.row, moved)
+            slot.pending = None
+        for i in range(len(slots), len(host.ids)):
+            self._put(host, i, NO_NODES, NO_NODES, NO_NODES, 0, self._spare.row, NO_NODES)
+
+    def _put(self, host: Inputs, i: int, *of_one: Any) -> None:
+        h = host
+        tables = (h.ids, h.positions, h.depths, h.columns, h.paths, h.lengths, h.rows, h.moves, h.sources, h.places)
+        _put(i, *tables, h.said, *of_one)
 
 
 def by_row(model: Any) -> bool:
@@ -274,40 +226,39 @@ def by_row(model: Any) -> bool:
     return not experts and not is_quantised(model)
 
 
+def choice(samplers: Sequence[Sampler | None]) -> str:
+    """How a step must choose for these sequences; none: nobody will look at what it chose."""
+    asked = [s.sampling for s in samplers if s is not None]
+    if all(s.plain for s in asked):
+        return BEST
+    return DRAWN_WITH_HISTORY if any(map(needs_history, asked)) else DRAWN
+
+
+NO_NODES = np.empty(0, np.int32)
+
+
+# fmt: off
 @njit(cache=True, nogil=True)
-def _fill_paths(parents, depths, length, paths):  # type: ignore[no-untyped-def]
-    """paths[i, k]: the column of node i's ancestor at depth k."""
-    for i in range(len(parents)):
-        if i > 0:
-            for k in range(depths[i]):
-                paths[i, k] = paths[parents[i], k]
-        paths[i, depths[i]] = length + i
-
-
-_step: FixedStep | None = None  # whose inputs the attention of the forward under way reads
-
-
-def attention_by_path(
-    module: torch.nn.Module,  # noqa: ARG001
-    query: torch.Tensor,  # (b, heads, n, d)
-    key: torch.Tensor,  # (pool rows, key heads, capacity, d)
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,  # noqa: ARG001
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    if kwargs.get("s_aux") is not None or kwargs.get("position_bias") is not None:
-        raise NotImplementedError("this model's attention has terms that attention by path does not know")
-    assert _step is not None, "only within a fixed step"
-    i = _step.inputs
-    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    room = _step.scratch
-    out = attend(
-        query, key, value, i.rows, i.lengths, i.depths, i.paths, room.stats, room.sums, scale, sliding_window, softcap
-    )
-    return out, None
-
-
-AttentionInterface.register(NAME, attention_by_path)
+def _put(  # type: ignore[no-untyped-def]
+    i, ids, positions, depths, columns, paths, lengths, rows, moves, sources, places, said,  # tables to fill in
+    tokens, parents, node_depths, length, row, moved,  # one sequence
+):
+    # fmt: on
+    """Sequence i of a step: its tree behind `length` committed tokens, the rest padding; `moved` is the path of the
+    tree before, whose keys stand behind one another from here on."""
+    lengths[i], rows[i] = length, row
+    for j in range(ids.shape[1]):
+        columns[i, j] = length + j
+        if j >= len(tokens):
+            ids[i, j], positions[i, j], depths[i, j] = 0, length, -1
+            continue
+        depth = node_depths[j]
+        ids[i, j], positions[i, j], depths[i, j] = tokens[j], length + depth, depth
+        for k in range(depth):
+            paths[i, j, k] = paths[i, parents[j], k]
+        paths[i, j, depth] = length + j
+    start = length - len(moved)
+    moves[i] = len(moved)
+    for j in range(len(moved)):
+        sources[i, j], places[i, j] = start + moved[j], start + j
+    said[i, :] = -1

@@ -30,6 +30,41 @@ def _write_nothing(*_: object) -> None:
     """For tracing: it returns nothing."""
 
 
+@torch.library.custom_op("slipstream::move_keys", mutates_args=("keys", "values"))
+def move_keys(
+    keys: torch.Tensor,  # (layers, pool rows, heads, capacity, d)
+    values: torch.Tensor,
+    rows: torch.Tensor,  # (b,) int32
+    sources: torch.Tensor,  # (b, D) int32, columns
+    places: torch.Tensor,  # (b, D) int32, never behind their sources
+    counts: torch.Tensor,  # (b,) int32, how many of the D move
+) -> None:
+    if keys.device.type == "cuda":
+        from slipstream.target.write import move_cache
+
+        move_cache(keys, values, rows, sources, places, counts)
+        return
+    for row, source, place, count in zip(rows.tolist(), sources.long(), places.long(), counts.tolist(), strict=True):
+        for store in (keys, values):
+            store[:, row, :, place[:count]] = store[:, row, :, source[:count]]
+
+
+@torch.library.custom_op("slipstream::linear", mutates_args=())
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """x (…, K), weight (N, K), bias (N,) → (…, N). On a GPU, in half precision, a row depends on itself alone."""
+    if x.device.type == "cuda" and x.dtype in (torch.bfloat16, torch.float16) and weight.shape[1] % 8 == 0:
+        from slipstream.target.linear import skinny_linear
+
+        return skinny_linear(x, weight, bias)
+    return torch.nn.functional.linear(x, weight, bias)
+
+
+@linear.register_fake
+def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:  # noqa: ARG001
+    """For tracing: the shape alone."""
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
 @torch.library.custom_op("slipstream::attend", mutates_args=("stats", "sums"))
 def attend(
     query: torch.Tensor,  # (b, heads, n, d)

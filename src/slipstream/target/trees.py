@@ -35,7 +35,7 @@ class TreeTarget(Target):
         self.exact = self.exact_together = is_exact(model)
         self.chunk = chunk
         self._config, self._kinds = model.config.get_text_config(), kinds
-        self._pool = KeyValuePool(shapes)
+        self._pool = KeyValuePool(shapes, self.context)
         self._slots: list[Slot | None] = []  # by row
         accepted = inspect.signature(unwrapped(model).forward).parameters
         self._takes_positions = "position_ids" in accepted
@@ -164,7 +164,7 @@ class TreeTarget(Target):
             rows = slice(n - 1, n) if last_only else slice(0, n)
             scores = Scores(logits[i, :1] if last_only else logits[i, :n], hidden, query[i, rows], known)
             if bring:
-                scores.take_argmax(best[i], value[i])
+                scores.take(best[i], value[i])
             found.append(scores)
         return found
 

@@ -1,0 +1,86 @@
+"""collect: the command that lets the target write what heads learn from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from slipstream.cli import options as o
+from slipstream.cli.terminal import busy, ensure_embedded, err, out
+
+
+def collect(
+    prompts: Annotated[
+        list[str],
+        typer.Option("--prompts", "-p", help="A file, folder or glob: JSON lines, JSON, parquet. Repeatable."),
+    ],
+    out_file: Annotated[Path, typer.Option("--out", help="Append the answers here: JSON lines.")],
+    model: o.Model = None,
+    dtype: o.Dtype = None,
+    device: o.Device = None,
+    max_new_tokens: o.MaxNew = 512,
+    temperature: o.Temperature = 0.0,
+    top_p: o.TopP = 1.0,
+    seed: Annotated[int, typer.Option(help="For sampled answers.")] = 0,
+    batch: Annotated[int, typer.Option("--batch", "-b", help="Answers written at a time.")] = 16,
+    limit: Annotated[int | None, typer.Option(help="Use the first so many prompts.")] = None,
+    rounds: Annotated[int | None, typer.Option(help="Turns of a conversation at most. Default: all.")] = None,
+    system: Annotated[str | None, typer.Option(help="A system message, where a prompt has none.")] = None,
+    compile: Annotated[bool, typer.Option("--compile", help="On a GPU: compile first, then run faster.")] = False,
+    trust_remote_code: o.Trust = False,
+) -> None:
+    """Let the target answer prompts, to train a head on. Interrupted, the same command goes on where it stopped."""
+    from slipstream.training.prompts import read_questions
+
+    with busy("reading the prompts"):
+        questions = read_questions(prompts, system, rounds, limit)
+    if model is None:
+        ensure_embedded()
+    with busy("loading the model"):
+        from slipstream.llm import load
+        from slipstream.training.collect import Settings
+        from slipstream.training.collect import collect as answer
+
+        llm = load(
+            model,
+            drafter="none",
+            dtype=dtype,
+            device=device,
+            trust_remote_code=trust_remote_code,
+            max_batch=batch,
+            compile=compile,
+        )
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(elapsed_when_finished=True),
+    )
+    with Progress(*columns, console=err, disable=not err.is_terminal, speed_estimate_period=120) as bars:
+        task = bars.add_task("answering", total=len(questions))
+
+        def progress(done: int, of: int, tokens: int) -> None:
+            rate = tokens / max(bars.tasks[task].elapsed or 0, 1e-9)
+            bars.update(task, description=f"{tokens:,} tokens, {rate:,.0f}/s", completed=done, total=of)
+
+        try:
+            found = answer(llm, questions, out_file, Settings(max_new_tokens, temperature, top_p, seed), progress)
+        except KeyboardInterrupt:
+            err.print(f"stopped: what was answered is in {out_file}; the same command goes on from here", markup=False)
+            raise
+    more = [f"{found.known:,} were there already"] * bool(found.known)
+    more += [f"{found.too_long:,} don't fit the model's context"] * bool(found.too_long)
+    said = "; ".join([f"{found.conversations:,} conversations, {found.tokens:,} tokens written", *more])
+    out.print(f"{said}; in {out_file}", markup=False)

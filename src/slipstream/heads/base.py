@@ -1,0 +1,274 @@
+"""Head: a small module trained to guess, from the target's hidden states, what comes after its next token.
+
+The target has read tokens 0..i; its state h_i (`hidden_states[L]` of transformers: after the final norm, what `lm_head`
+reads) chose token i+1, the root. A head guesses tokens i+2, i+3, …: depth k is about token i+2+k.
+
+Parameters carry the names of the published checkpoints, so `state_dict()` is the published layout, less what the head
+borrows from its target. A head knows nothing of caches, trees or files.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from slipstream.errors import DrafterError, OptionError
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One depth of guesses at every position."""
+
+    logits: Tensor  # (b, t, V') over the head's own vocabulary
+    features: Tensor | None = None  # (b, t, H) EAGLE: the predicted state, which the next depth reads
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadConfig:
+    """The sizes that every head has."""
+
+    vocab_size: int  # the target's
+    hidden_size: int  # the target's
+    target_layers: int | None = None  # the target's; None: the files don't say
+    target: str | None = None  # its name
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if type(value) is int and value < 1:
+                raise OptionError(f"{field.name} of a head must be 1 or more, not {value}")
+
+
+@dataclass(frozen=True)
+class Lender:
+    """What a head reads of its target. Not a module, so that nothing in it becomes part of the head."""
+
+    name: str
+    architectures: tuple[str, ...]
+    embedding: nn.Module
+    lm_head: nn.Module
+    scale: float  # some targets multiply their logits by a constant; a cap on them changes no order and is left out
+    vocab_size: int
+    hidden_size: int
+    layers: int
+
+    @classmethod
+    def of(cls, model: Any) -> Lender:
+        text = model.config.get_text_config()
+        name = getattr(model.config, "_name_or_path", "") or type(model).__name__
+        embedding, lm_head = model.get_input_embeddings(), model.get_output_embeddings()
+        if embedding is None or lm_head is None:
+            raise DrafterError(f"{name} has no language-modelling head, which every trained head needs")
+        if (reads := getattr(lm_head, "in_features", text.hidden_size)) != text.hidden_size:
+            raise DrafterError(f"{name} has states of size {text.hidden_size} but an lm_head that reads {reads}")
+        return cls(
+            name=name,
+            architectures=tuple(getattr(model.config, "architectures", None) or (type(model).__name__,)),
+            embedding=embedding,
+            lm_head=lm_head,
+            scale=float(getattr(text, "logit_scale", None) or 1 / (getattr(text, "logits_scaling", None) or 1)),
+            vocab_size=int(getattr(lm_head, "out_features", text.vocab_size)),
+            hidden_size=int(text.hidden_size),
+            layers=int(text.num_hidden_layers),
+        )
+
+    def sizes(self) -> dict[str, Any]:
+        """The fields of a HeadConfig."""
+        return {
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden_size,
+            "target_layers": self.layers,
+            "target": self.name,
+        }
+
+    def logits(self, x: Tensor, bias: bool = False) -> Tensor:
+        """(…, H) -> (…, V). Gradients reach x, but leave nothing behind at the target's own weights.
+
+        bias: with the target's, if it has one. The published layouts have no place for it, so a head that could hold
+        the output matrix itself leaves it out.
+        """
+        head = self.lm_head
+        if type(head) is nn.Linear:
+            shift = head.bias.detach() if bias and head.bias is not None else None
+            out = functional.linear(x.to(head.weight.dtype), head.weight.detach(), shift)
+        else:  # quantised, or an adapter's
+            out = head(x)
+        return out if self.scale == 1 else out * self.scale
+
+    def table(self) -> Tensor:
+        """(V, H) the embedding of every token, with whatever the target's module does to it."""
+        weight: Any = self.embedding.weight
+        if type(self.embedding) is nn.Embedding:
+            return weight.detach()
+        with torch.no_grad():
+            return self.embedding(torch.arange(self.vocab_size, device=weight.device))
+
+    def matrix(self) -> Tensor:
+        """(V, H) the output matrix by itself, as the published layouts hold one."""
+        head = self.lm_head
+        if type(head) is not nn.Linear:
+            raise DrafterError(
+                f"the output matrix of {self.name} is a {type(head).__name__}, whose values can't be copied: "
+                "load the target without quantisation or adapters"
+            )
+        return head.weight.detach() if self.scale == 1 else head.weight.detach() * self.scale
+
+
+class Head(nn.Module, ABC):
+    """A trained head. `borrowed` names the tensors of its layout that it reads from its target, not from itself."""
+
+    kind: ClassVar[str]
+    Config: ClassVar[type[HeadConfig]]
+    config: Any
+
+    def __init__(self, config: Any, borrowed: Iterable[str] = ()) -> None:
+        super().__init__()
+        self.config = config
+        self.borrowed = frozenset(borrowed)
+        self._lender: Lender | None = None
+        if unknown := sorted(self.borrowed - set(self.lendable(config))):
+            raise DrafterError(f"a {self.kind} head can't share {', '.join(unknown)} with its target")
+
+    # ---- the target
+
+    def bind(self, model: Any) -> Self:
+        """Take what belongs to the target from it, once it has proved to be the right one."""
+        lender = Lender.of(model)
+        for what, mine, its in (
+            ("a hidden size of {}", self.config.hidden_size, lender.hidden_size),
+            ("a vocabulary of {}", self.config.vocab_size, lender.vocab_size),
+            ("{} layers", self.config.target_layers, lender.layers),
+        ):
+            if mine is not None and mine != its:
+                raise DrafterError(
+                    f"this {self.kind} head was made for a target with {what.format(mine)}, "
+                    f"but {lender.name} has {its}: use it with the model it was trained for"
+                )
+        self._lender = lender
+        self.config = replace(self.config, target_layers=lender.layers, target=self.config.target or lender.name)
+        return self
+
+    @property
+    def bound(self) -> bool:
+        return self._lender is not None
+
+    @property
+    def lender(self) -> Lender:
+        if self._lender is None:
+            raise DrafterError(f"this {self.kind} head borrows from its target: call bind(model) first")
+        return self._lender
+
+    @property
+    def embedding(self) -> nn.Module | None:
+        """Where it reads token embeddings: its own or the target's. None: it reads none, or isn't bound."""
+        own = self._modules.get("embed_tokens")
+        return own if own is not None or self._lender is None else self._lender.embedding
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """(…) -> (…, H). Embeddings are never trained with a head."""
+        embedding = self.embedding
+        if embedding is None:
+            embedding = self.lender.embedding
+        with torch.no_grad():
+            return embedding(tokens).to(self.dtype)
+
+    @classmethod
+    def lendable(cls, config: Any) -> tuple[str, ...]:  # noqa: ARG003
+        """The tensors of its layout that can be the target's."""
+        return ()
+
+    def lent(self, name: str) -> Tensor:
+        """What the bound target has in the place of a lendable tensor."""
+        raise NotImplementedError(f"{self.kind} shares no {name}")
+
+    # ---- guessing
+
+    @property
+    def draft_ids(self) -> Tensor | None:
+        """(V',) the target's id of each of the head's own. None: the same ids."""
+        return None
+
+    @property
+    def reach(self) -> int | None:
+        """How many depths it can guess. None: as many as asked."""
+        return None
+
+    def layers(self, count: int) -> tuple[int, ...]:
+        """Which hidden states of a target with `count` layers it reads, as transformers numbers them."""
+        return (count,)
+
+    def join(self, hidden: Mapping[int, Tensor]) -> Tensor:
+        """The states it reads, side by side: (…, H), or (…, 3H) for eagle3."""
+        (state,) = hidden.values()
+        return state
+
+    @abstractmethod
+    def predict(self, states: Tensor, tokens: Tensor, depths: int) -> Iterator[Prediction]:
+        """Teacher-forced guesses at every position at once. states (b, t, ·) = join(hidden), tokens (b, t).
+
+        The k-th Prediction at position i is about token i+2+k, given the true tokens up to i+1+k. Where those lie
+        beyond t, the row's first tokens stand in: whoever reads the predictions masks them.
+        """
+
+    # ---- making
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(p.dtype for p in self.parameters() if p.is_floating_point())
+
+    @classmethod
+    @abstractmethod
+    def fresh(cls, model: Any, *args: Any, **sizes: Any) -> Self:
+        """A bound head for this model (a transformers causal LM), ready to be trained. Sizes have defaults; so do
+        `seed` (0) and `dtype` (float32)."""
+
+    @classmethod
+    def blank(cls, config: Any, borrowed: Iterable[str] = ()) -> Self:
+        """A head whose parameters have shapes but no values yet."""
+        with torch.device("meta"):
+            return cls(config, borrowed)
+
+    @classmethod
+    def begin(
+        cls, config: Any, borrowed: Iterable[str], model: Any, seed: int, dtype: torch.dtype = torch.float32
+    ) -> Self:
+        """An unbound head on the model's device, with values to train from that are the same for the same seed."""
+        head = cls.blank(config, borrowed)
+        head.to(dtype).to_empty(device=model.get_output_embeddings().weight.device)
+        random = torch.Generator().manual_seed(seed)
+        for module in head.modules():
+            for name, value in module.named_parameters(recurse=False):
+                if value.ndim == 2:
+                    bound = 1 / math.sqrt(value.shape[1])
+                    value.data.copy_(torch.empty(value.shape).uniform_(-bound, bound, generator=random))
+                else:
+                    value.data.fill_(0.0 if name == "bias" else 1.0)
+        return head
+
+    def check_depths(self, depths: int) -> None:
+        if depths < 1 or (self.reach is not None and depths > self.reach):
+            most = "1 or more" if self.reach is None else f"1 to {self.reach}"
+            raise OptionError(f"this {self.kind} head guesses {most} tokens ahead, not {depths}")
+
+
+class Residual(nn.Module):
+    """x + silu(linear(x)): the block of Medusa and of ReDrafter."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(size, size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + functional.silu(self.linear(x))
+
+
+def later(tokens: Tensor, by: int) -> Tensor:
+    """(b, t) the token that stands `by` places further on; the last ones see the row's first."""
+    return tokens.roll(-by, dims=1)

@@ -1,0 +1,132 @@
+"""The config.json of a head, as its published layout has it."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from slipstream.heads.base import Head
+from slipstream.heads.decoder import LayerConfig
+from slipstream.heads.eagle import Eagle
+from slipstream.heads.eagle3 import Eagle3
+from slipstream.heads.medusa import Medusa
+from slipstream.heads.mlp import MLPSpeculator
+from slipstream.heads.redrafter import ReDrafter
+
+VERSION = 1  # of what slipstream adds to it
+_DEPTHS = 5  # what an exported head recommends to draft
+
+
+def published_config(head: Head) -> dict[str, Any]:
+    """The fields of the published config.json."""
+    c: Any = head.config
+    dtype = str(head.dtype).removeprefix("torch.")
+    if isinstance(head, Medusa):
+        return {
+            "medusa_num_heads": c.heads,
+            "medusa_num_layers": c.blocks,
+            "base_model_name_or_path": c.target,
+            "hidden_size": c.hidden_size,
+            "vocab_size": c.vocab_size,
+        }
+    if isinstance(head, ReDrafter):
+        return {
+            "model_type": "recurrent_drafting_drafter",
+            "architectures": ["Drafter"],
+            "vocab_size": c.vocab_size,
+            "hidden_size": c.hidden_size,
+            "exit_dim": c.exit_dim,
+            "num_draft_layers": c.num_draft_layers,
+            "rnn": c.rnn,
+            "torch_dtype": dtype,
+        }
+    if isinstance(head, MLPSpeculator):
+        return {
+            "model_type": "mlp_speculator",
+            "architectures": ["MLPSpeculatorPreTrainedModel"],
+            "vocab_size": c.vocab_size,
+            "emb_dim": c.hidden_size,
+            "inner_dim": c.inner_dim,
+            "n_predict": c.n_predict,
+            "top_k_tokens_per_head": [max(5 - k, 1) for k in range(c.n_predict)],  # vLLM wants one per depth
+            "tie_weights": c.tie_weights,
+            "scale_input": c.scale_input,
+            "torch_dtype": dtype,
+        }
+    if isinstance(head, Eagle):
+        biases = {"bias": c.bias, "attention_bias": False, "qkv_bias": c.qkv_bias}
+        return {"architectures": ["LlamaForCausalLM"], **_llama(c, c.hidden_size), **biases, "torch_dtype": dtype}
+    fields: dict[str, Any] = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        **_llama(c, c.width),
+        "draft_vocab_size": c.draft_vocab_size,
+        "torch_dtype": dtype,
+    }
+    if "embed_tokens.weight" not in head.borrowed:
+        fields["target_hidden_size"] = c.hidden_size
+    if c.aux_layers is not None:
+        fields["eagle_aux_hidden_state_layer_ids"] = list(c.aux_layers)
+    if c.norm_before_residual:
+        fields["norm_before_residual"] = True
+    if c.norm_before_fc:
+        fields["norm_before_fc"] = True
+    return fields
+
+
+def _llama(c: LayerConfig, width: int) -> dict[str, Any]:
+    return {
+        "model_type": "llama",
+        "vocab_size": c.vocab_size,
+        "hidden_size": width,
+        "intermediate_size": c.intermediate_size,
+        "num_hidden_layers": 1,
+        "num_attention_heads": c.num_attention_heads,
+        "num_key_value_heads": c.num_key_value_heads,
+        "head_dim": c.head_dim,
+        "rms_norm_eps": c.rms_norm_eps,
+        "hidden_act": c.hidden_act,
+        "rope_theta": c.rope_theta,
+        "rope_scaling": None if c.rope_scaling is None else dict(c.rope_scaling),
+        "max_position_embeddings": c.max_position_embeddings,
+        "tie_word_embeddings": False,
+        "attention_bias": c.qkv_bias,
+    }
+
+
+def speculators_config(head: Eagle3) -> dict[str, Any]:
+    c = head.config
+    aux = c.aux_layers if c.target_layers is None else head.layers(c.target_layers)
+    return {
+        "architectures": ["Eagle3DraftModel"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": "0.3.0",
+        "draft_vocab_size": c.draft_vocab_size,
+        "norm_before_residual": c.norm_before_residual,
+        "norm_before_fc": c.norm_before_fc,
+        "target_hidden_size": c.hidden_size if c.hidden_size != c.width else None,
+        "eagle_aux_hidden_state_layer_ids": None if aux is None else list(aux),
+        "embed_requires_grad": False,
+        "tie_word_embeddings": False,
+        "torch_dtype": str(head.dtype).removeprefix("torch."),
+        "transformer_layer_config": _llama(c, c.width),
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [
+                {
+                    "proposal_type": "greedy",
+                    "speculative_tokens": _DEPTHS,
+                    "verifier_accept_k": 1,
+                    "accept_tolerance": 0.0,
+                }
+            ],
+            "verifier": {
+                "name_or_path": c.target,
+                "architectures": list(head.lender.architectures) if head.bound else [],
+            },
+        },
+    }
+
+
+def spell_speculators(name: str) -> str:
+    return re.sub(r"^midlayer\.", "layers.0.", name)

@@ -1,0 +1,242 @@
+"""One decoder layer of Llama's shape, and the heads made of it, which predict states and read them again.
+
+The layer owns no cache: whoever calls it passes `attend`, a function of queries, keys and values. `Chains` is the one
+for training: it attends as if a chain were being drafted from every position at once.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import LlamaConfig
+from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from slipstream.errors import DrafterError, OptionError
+from slipstream.heads.base import Head, HeadConfig, Prediction, later
+
+# (b, heads, n, d), (b, kv, n, d), (b, kv, n, d) -> (b, n, heads, d)
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerConfig(HeadConfig):
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float = 1e-6
+    hidden_act: str = "silu"
+    rope_theta: float = 10000.0
+    rope_scaling: Mapping[str, Any] | None = None
+    max_position_embeddings: int = 2048
+    qkv_bias: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise OptionError(
+                f"{self.num_attention_heads} attention heads can't share {self.num_key_value_heads} key heads evenly"
+            )
+        if self.head_dim % 2:
+            raise OptionError(f"head_dim must be even for rotary positions, not {self.head_dim}")
+        if self.hidden_act not in ACT2FN:
+            raise OptionError(f"hidden_act {self.hidden_act!r} is unknown: use one that transformers has, as silu")
+
+
+def layer_sizes(text: Any, width: int) -> dict[str, Any]:
+    """The fields of a LayerConfig for a layer of this width that resembles the target's own."""
+    heads = int(text.num_attention_heads)
+    rope = getattr(text, "rope_parameters", None) or {}
+    theta = rope.get("rope_theta") or getattr(text, "rope_theta", None) or 10000.0
+    return {
+        "intermediate_size": int(getattr(text, "intermediate_size", None) or 4 * width),
+        "num_attention_heads": heads,
+        "num_key_value_heads": int(getattr(text, "num_key_value_heads", None) or heads),
+        "head_dim": width // heads,
+        "rms_norm_eps": float(getattr(text, "rms_norm_eps", None) or 1e-6),
+        "rope_theta": float(theta),
+        "max_position_embeddings": int(getattr(text, "max_position_embeddings", None) or 2048),
+    }
+
+
+class FeatureHead(Head):
+    """A head that predicts the target's next state, reads it again and goes on: EAGLE's kind."""
+
+    config: Any
+
+    @abstractmethod
+    def read(self, states: Tensor) -> Tensor:
+        """(b, n, ·) the target's states as join gives them -> (b, n, H) features."""
+
+    @abstractmethod
+    def enter(self, embedding: Tensor, features: Tensor) -> Tensor:
+        """(b, n, H) of the tokens, (b, n, H) of the states before them -> what `layer` reads."""
+
+    @abstractmethod
+    def layer(self, x: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """(b, n, ·), (b, n) -> (b, n, H) features of the next states."""
+
+    @abstractmethod
+    def logits(self, features: Tensor) -> Tensor:
+        """(…, H) -> (…, V')."""
+
+    def step(self, tokens: Tensor, features: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """(b, n) tokens and (b, n, H) the features of the states before them -> (b, n, H) the features after them."""
+        return self.layer(self.enter(self.embed(tokens), features), positions, attend)
+
+    def predict(self, states: Tensor, tokens: Tensor, depths: int) -> Iterator[Prediction]:
+        """From depth 1 on it reads its own features, through which gradients flow."""
+        self.check_depths(depths)
+        features = self.read(states)
+        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        attend = Chains()
+        for k in range(depths):
+            features = self.step(later(tokens, 1 + k), features, positions + k, attend)
+            yield Prediction(self.logits(features), features)
+
+
+class Chains:
+    """Attention in chains drafted from every position at once, called once per depth.
+
+    At depth k, position i sees the keys of depth 0 up to i, which were made from true states, and of each later depth
+    only its own: those that its own chain made.
+    """
+
+    def __init__(self) -> None:
+        self._keys: list[Tensor] = []  # per depth (b, kv, 1, t, d)
+        self._values: list[Tensor] = []
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        self._keys.append(key[:, :, None])
+        self._values.append(value[:, :, None])
+        if len(self._keys) == 1:
+            grouped = query.shape[1] != key.shape[1]
+            out = functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
+            return out.transpose(1, 2)
+        t, d = query.shape[2:]
+        q = query.unflatten(1, (key.shape[1], -1)) / math.sqrt(d)  # (b, kv, g, t, d): query heads that share a key
+        past = q @ self._keys[0].transpose(-1, -2)  # (b, kv, g, t, t)
+        past = past.masked_fill(torch.ones(t, t, dtype=torch.bool, device=q.device).triu(1), -torch.inf)
+        own = torch.stack([(q * k).sum(-1) for k in self._keys[1:]], dim=-1)  # (b, kv, g, t, depth)
+        wide = torch.promote_types(q.dtype, torch.float32)
+        weights = torch.cat((past, own), dim=-1).softmax(-1, dtype=wide).to(q.dtype)
+        mixed = weights[..., :t] @ self._values[0]  # (b, kv, g, t, d)
+        for j, v in enumerate(self._values[1:]):
+            mixed = mixed + weights[..., t + j, None] * v
+        return mixed.flatten(1, 2).transpose(1, 2)
+
+
+class Layer(nn.Module):
+    """Attention and a gated MLP. What stands before the attention is the head's own affair."""
+
+    def __init__(self, config: LayerConfig, width: int, reads: int) -> None:
+        super().__init__()
+        self.self_attn = _Attention(config, width, reads)
+        self.mlp = _MLP(config, width)
+        self.post_attention_layernorm = RMSNorm(width, config.rms_norm_eps)
+
+    def carry(self, x: Tensor, residual: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """(b, n, reads), (b, n, H), (b, n) -> (b, n, H)."""
+        h = residual + self.self_attn(x, positions, attend)
+        return h + self.mlp(self.post_attention_layernorm(h))
+
+
+class _Attention(nn.Module):
+    def __init__(self, config: LayerConfig, width: int, reads: int) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        rows, shared = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+        self.q_proj = nn.Linear(reads, rows, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(reads, shared, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(reads, shared, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(rows, width, bias=False)
+        self.rotary = _Rotary(config)
+
+    def forward(self, x: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        query, key, value = (
+            proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (b, heads, n, d)
+            for proj in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        cos, sin = self.rotary(positions)
+        mixed = attend(_rotate(query, cos, sin), _rotate(key, cos, sin), value)  # (b, n, heads, d)
+        return self.o_proj(mixed.flatten(2))
+
+
+class _MLP(nn.Module):
+    def __init__(self, config: LayerConfig, width: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(width, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(width, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, width, bias=False)
+        self.act = ACT2FN[config.hidden_act]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+
+
+class _Rotary(nn.Module):
+    """Cosines and sines of positions. Its frequencies keep their precision whatever the head is cast to."""
+
+    frequencies: Tensor
+
+    def __init__(self, config: LayerConfig) -> None:
+        super().__init__()
+        with torch.device("cpu"):  # real values, also in a blank head
+            self._exact, self._scale = _frequencies(config)
+        self.register_buffer("frequencies", self._exact, persistent=False)  # (d/2,)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> _Rotary:
+        super()._apply(fn, recurse)
+        self.frequencies = self._exact.to(self.frequencies.device)
+        return self
+
+    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """(b, n) -> twice (b, 1, n, d)."""
+        angles = positions[:, None, :, None].float() * self.frequencies
+        angles = torch.cat((angles, angles), dim=-1)
+        return angles.cos() * self._scale, angles.sin() * self._scale
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
+
+
+def _frequencies(config: LayerConfig) -> tuple[Tensor, float]:
+    """(d/2,) radians per position, and what cosines and sines are multiplied by."""
+    scaling = dict(config.rope_scaling or {})
+    kind = scaling.pop("rope_type", None) or scaling.pop("type", None) or "default"
+    scaling.pop("type", None)
+    d = config.head_dim
+    if kind == "default":
+        return config.rope_theta ** -(torch.arange(0, d, 2).float() / d), 1.0
+    if kind not in ("linear", "llama3", "yarn"):
+        raise DrafterError(f"this head scales rotary positions by {kind!r}: known are default, linear, llama3, yarn")
+    like = LlamaConfig(
+        hidden_size=config.num_attention_heads * d,
+        num_attention_heads=config.num_attention_heads,
+        head_dim=d,
+        max_position_embeddings=config.max_position_embeddings,
+        rope_parameters={"rope_theta": config.rope_theta, **scaling, "rope_type": kind},
+    )
+    frequencies, scale = ROPE_INIT_FUNCTIONS[kind](like, torch.device("cpu"))
+    return frequencies.float(), float(scale)

@@ -1,0 +1,79 @@
+"""EAGLE (versions 1 and 2, and HASS, which is trained otherwise): one layer predicts the target's next last state.
+
+It reads (h_i, embedding of token i+1), guesses h_{i+1}, and the target's own `lm_head` turns that into logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.heads.base import Lender
+from slipstream.heads.decoder import Attend, FeatureHead, Layer, LayerConfig, layer_sizes
+
+
+@dataclass(frozen=True, kw_only=True)
+class EagleConfig(LayerConfig):
+    bias: bool = True  # of fc
+
+
+class Eagle(FeatureHead):
+    kind = "eagle"
+    Config = EagleConfig
+    config: EagleConfig
+
+    def __init__(self, config: EagleConfig, borrowed: Iterable[str] = ()) -> None:
+        super().__init__(config, borrowed)
+        size = config.hidden_size
+        if not self.borrowed:
+            self.embed_tokens = nn.Embedding(config.vocab_size, size).requires_grad_(False)
+        self.fc = nn.Linear(2 * size, size, bias=config.bias)
+        # Published as `layers.0.…`; as an attribute that name is a method of every head.
+        self._modules["layers"] = nn.ModuleList([Layer(config, width=size, reads=size)])
+
+    @classmethod
+    def fresh(
+        cls, model: Any, *, bias: bool = False, seed: int = 0, dtype: torch.dtype = torch.float32, **sizes: Any
+    ) -> Self:
+        """A layer like the target's own. It starts by handing the state on unchanged. bias: of fc, which vLLM can't
+        read; sizes: fields of EagleConfig."""
+        size = Lender.of(model)
+        fields = {**layer_sizes(model.config.get_text_config(), size.hidden_size), **sizes}
+        config = EagleConfig(
+            **size.sizes(),
+            bias=bias,
+            **fields,
+        )
+        head = cls.begin(config, cls.lendable(config), model, seed, dtype)
+        head.fc.weight.data[:, size.hidden_size :] = torch.eye(size.hidden_size)
+        head.decoder.self_attn.o_proj.weight.data.zero_()
+        head.decoder.mlp.down_proj.weight.data.zero_()
+        return head.bind(model)
+
+    @classmethod
+    def lendable(cls, config: EagleConfig) -> tuple[str, ...]:  # noqa: ARG003
+        return ("embed_tokens.weight",)
+
+    def lent(self, name: str) -> Tensor:  # noqa: ARG002
+        return self.lender.table()
+
+    @property
+    def decoder(self) -> Any:
+        layers: Any = self._modules["layers"]
+        return layers[0]
+
+    def read(self, states: Tensor) -> Tensor:
+        return states.to(self.dtype)
+
+    def enter(self, embedding: Tensor, features: Tensor) -> Tensor:
+        return self.fc(torch.cat((embedding, features), dim=-1))
+
+    def layer(self, x: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        return self.decoder.carry(x, x, positions, attend)
+
+    def logits(self, features: Tensor) -> Tensor:
+        return self.lender.logits(features, bias=True)

@@ -1,0 +1,188 @@
+"""EAGLE-3: one layer over three of the target's hidden states, with an output matrix and often a vocabulary of its own.
+
+Its features need not resemble the target's states: it is trained on its own, unrolled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from slipstream.errors import DrafterError, OptionError
+from slipstream.heads.base import Lender
+from slipstream.heads.decoder import Attend, FeatureHead, Layer, LayerConfig, RMSNorm, layer_sizes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eagle3Config(LayerConfig):
+    width: int  # the head's own hidden size
+    draft_vocab_size: int
+    aux_layers: tuple[int, int, int] | None = None  # which states it reads; None: the published rule
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+
+
+class Eagle3(FeatureHead):
+    kind = "eagle3"
+    Config = Eagle3Config
+    config: Eagle3Config
+    d2t: Tensor
+    t2d: Tensor
+
+    def __init__(self, config: Eagle3Config, borrowed: Iterable[str] = ()) -> None:
+        super().__init__(config, borrowed)
+        width, eps = config.width, config.rms_norm_eps
+        if "embed_tokens.weight" not in self.borrowed:
+            self.embed_tokens = nn.Embedding(config.vocab_size, width).requires_grad_(False)
+        if config.norm_before_fc:
+            self.input_norm = RMSNorm(3 * config.hidden_size, eps)
+        self.fc = nn.Linear(3 * config.hidden_size, width, bias=False)
+        self.midlayer = _MidLayer(config)
+        self.norm = RMSNorm(width, eps)
+        if "lm_head.weight" not in self.borrowed:
+            self.lm_head = nn.Linear(width, config.draft_vocab_size, bias=False)
+        if config.draft_vocab_size != config.vocab_size:
+            self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
+            self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool))
+        self.register_buffer("_rows", None, persistent=False)  # (V', H) the target's output rows of its draft ids
+
+    @classmethod
+    def fresh(
+        cls,
+        model: Any,
+        *,
+        draft_ids: Sequence[int] | Tensor | None = None,
+        tied: bool = True,
+        seed: int = 0,
+        dtype: torch.dtype = torch.float32,
+        **sizes: Any,
+    ) -> Self:
+        """draft_ids: the tokens it may guess; all unless told. tied: its output matrix is the target's rows for them
+        and stays so; otherwise it starts as a copy of them. sizes: fields of Eagle3Config."""
+        size = Lender.of(model)
+        chosen = range(size.vocab_size) if draft_ids is None else draft_ids
+        ids = torch.as_tensor(chosen, device="cpu").long().unique()  # sorted
+        if not len(ids) or int(ids[0]) < 0 or int(ids[-1]) >= size.vocab_size:
+            raise OptionError(f"draft_ids must be token ids from 0 to {size.vocab_size - 1}, at least one of them")
+        count = size.layers
+        config = Eagle3Config(
+            **size.sizes(),
+            width=size.hidden_size,
+            draft_vocab_size=len(ids),
+            **{
+                "aux_layers": None if count >= 6 else (count // 4, count // 2, count - 1),  # too few for the rule
+                **layer_sizes(model.config.get_text_config(), size.hidden_size),
+                **sizes,
+            },
+        )
+        head = cls.begin(config, cls.lendable(config) if tied else ("embed_tokens.weight",), model, seed, dtype)
+        if len(ids) < size.vocab_size:
+            head.set_draft_ids(ids)
+        if (scale := _final_scale(model)) is not None:  # the output matrix was made for states of this scale
+            head.norm.weight.data.copy_(scale)
+        head.bind(model)
+        if not tied:
+            head.lm_head.weight.data.copy_(head.lent("lm_head.weight"))
+        return head
+
+    def set_draft_ids(self, ids: Tensor) -> None:
+        """(V',) ascending."""
+        self.d2t.copy_(ids - torch.arange(len(ids), device=ids.device))
+        self.t2d.zero_()
+        self.t2d[ids.to(self.t2d.device)] = True
+
+    @classmethod
+    def lendable(cls, config: Eagle3Config) -> tuple[str, ...]:
+        return ("embed_tokens.weight", "lm_head.weight") if config.width == config.hidden_size else ()
+
+    def lent(self, name: str) -> Tensor:
+        if name == "embed_tokens.weight":
+            return self.lender.table()
+        matrix, ids = self.lender.matrix(), self.draft_ids
+        return matrix if ids is None else matrix[ids.to(matrix.device)]
+
+    def bind(self, model: Any) -> Self:
+        super().bind(model)
+        if max(self.layers(self.lender.layers)) > self.lender.layers:
+            raise DrafterError(
+                f"this eagle3 head reads hidden states {self.config.aux_layers}, but {self.lender.name} has "
+                f"{self.lender.layers} layers: use it with the model it was trained for"
+            )
+        if "lm_head.weight" in self.borrowed and self.draft_ids is not None:
+            self._rows = self.lent("lm_head.weight")
+        return self
+
+    @property
+    def draft_ids(self) -> Tensor | None:
+        if "d2t" not in self._buffers:
+            return None
+        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+
+    def layers(self, count: int) -> tuple[int, ...]:
+        if self.config.aux_layers is not None:
+            return self.config.aux_layers
+        if count < 6:
+            raise DrafterError(
+                f"an eagle3 head reads hidden states 2, {count // 2} and {count - 3} of a target with {count} layers "
+                "unless its config names others (eagle_aux_hidden_state_layer_ids): below six layers it must"
+            )
+        return (2, count // 2, count - 3)
+
+    def join(self, hidden: Mapping[int, Tensor]) -> Tensor:
+        if self._lender is not None:
+            which = self.layers(self._lender.layers)
+        else:
+            which = self.config.aux_layers or tuple(sorted(hidden))
+        if len(which) != 3 or not set(which) <= set(hidden):
+            raise DrafterError(f"an eagle3 head reads three hidden states, {which}, but got {sorted(hidden)}")
+        return torch.cat([hidden[layer] for layer in which], dim=-1)
+
+    def read(self, states: Tensor) -> Tensor:
+        x = states.to(self.dtype)
+        return self.fc(self.input_norm(x) if self.config.norm_before_fc else x)
+
+    def enter(self, embedding: Tensor, features: Tensor) -> Tensor:
+        return torch.cat((embedding, features), dim=-1)  # (b, n, 2H)
+
+    def layer(self, x: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        return self.midlayer(x, positions, attend)
+
+    def logits(self, features: Tensor) -> Tensor:
+        x = self.norm(features)
+        if "lm_head.weight" not in self.borrowed:
+            return self.lm_head(x)
+        return self.lender.logits(x) if self._rows is None else functional.linear(x.to(self._rows.dtype), self._rows)
+
+
+class _MidLayer(Layer):
+    """A layer whose attention reads embedding and features side by side, each under a norm of its own."""
+
+    def __init__(self, config: Eagle3Config) -> None:
+        super().__init__(config, width=config.width, reads=2 * config.width)
+        self.hidden_norm = RMSNorm(config.width, config.rms_norm_eps)
+        self.input_layernorm = RMSNorm(config.width, config.rms_norm_eps)
+        self.norm_before_residual = config.norm_before_residual
+
+    def forward(self, x: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """(b, n, 2H), (b, n) -> (b, n, H)."""
+        embedding, features = x.chunk(2, dim=-1)
+        normed = self.hidden_norm(features)
+        x = torch.cat((self.input_layernorm(embedding), normed), dim=-1)
+        return self.carry(x, normed if self.norm_before_residual else features, positions, attend)
+
+
+def _final_scale(model: Any) -> Tensor | None:
+    """(H,) what the target's final norm, whatever its kind, multiplies a state of unit size by."""
+    for name in ("norm", "ln_f", "final_layernorm", "final_layer_norm"):
+        norm = getattr(model.base_model, name, None)
+        if norm is not None and getattr(norm, "weight", None) is not None:
+            unit = torch.ones_like(norm.weight)
+            unit[1::2] = -1  # a mean of zero, so that taking it away changes nothing
+            with torch.no_grad():
+                return (norm(unit) - norm(-unit)) / 2 * unit
+    return None

@@ -1,0 +1,153 @@
+"""Checkpoints of heads: read a folder into a head, write a head.
+
+Every published layout is read. What slipstream writes for itself is the published layout too, less the tensors that
+are the target's: `config.json` names those under `slipstream`, and reading them back needs the target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.errors import DrafterError, OptionError
+from slipstream.heads.base import Head, Lender
+from slipstream.heads.configs import VERSION, published_config, speculators_config, spell_speculators
+from slipstream.heads.eagle3 import Eagle3
+from slipstream.heads.files import WEIGHTS, find_folder, read_config, read_tensors, write
+from slipstream.heads.medusa import Medusa
+from slipstream.heads.readers import EMBEDDING, Found, Tensors, understand
+
+
+def load_head(source: str | Path, model: Any = None, dtype: torch.dtype | None = None) -> Head:
+    """The head in a folder, or under a name on the model hub, whatever its layout.
+
+    With a model (the transformers causal LM that is its target) it is checked against it, bound, and on its device.
+    dtype: the model's unless told, without a model the file's.
+    """
+    folder = find_folder(source)
+    config, tensors = read_config(folder), read_tensors(folder)
+    try:
+        found = understand(folder, config, tensors)
+    except KeyError as error:
+        raise DrafterError(f"config.json of {folder} lacks {error}, which its layout has") from error
+    except (TypeError, ValueError, AttributeError, OptionError) as error:
+        raise DrafterError(f"{folder} can't be understood as a head: {error}") from error
+    if model is None:
+        if found.borrowed and "slipstream" in config:
+            raise DrafterError(
+                f"{folder} leaves out what its target has anyway ({', '.join(sorted(found.borrowed))}): "
+                f"load it with its target, {found.config.target or 'the model it was trained for'}"
+            )
+    else:
+        found = _share_embedding(found, model)
+    head = found.kind.blank(found.config, found.borrowed)
+    _check(folder, head, found)
+    head.load_state_dict(found.tensors, assign=True)
+    if dtype is None:
+        floats = (tensor.dtype for tensor in found.tensors.values() if tensor.is_floating_point())
+        dtype = reduce(torch.promote_types, floats) if model is None else model.dtype
+    head.to(dtype)
+    if model is not None:
+        head.to(model.get_output_embeddings().weight.device).bind(model)
+    return head
+
+
+def save_head(head: Head, folder: str | Path, tied: bool = True) -> None:
+    """In slipstream's own form. tied: without the tensors that equal the target's, often most of a head."""
+    tensors, shared = head.state_dict(), set(head.borrowed)
+    if not tied:
+        tensors, shared = _complete(head, head.borrowed), set()
+    elif head.bound:
+        shared |= {
+            name for name in head.lendable(head.config) if name in tensors and _is_lent(head, name, tensors[name])
+        }
+    about = {
+        "kind": head.kind,
+        "version": VERSION,
+        "tied": sorted(shared),
+        "target": head.config.target,
+        "target_layers": head.config.target_layers,
+    }
+    kept = {name: tensor for name, tensor in tensors.items() if name not in shared}
+    write(Path(folder), {**published_config(head), "slipstream": about}, kept)
+
+
+def export_head(head: Head, folder: str | Path, layout: str | None = None) -> None:
+    """The published layout of the head's kind, complete, for other software. layout: "speculators" is another one for
+    eagle3, which vLLM loads."""
+    theirs = {EMBEDDING} if isinstance(head, Eagle3) else set()  # in both of its layouts the target's, unless its own
+    tensors = _complete(head, head.borrowed - theirs)
+    if layout is None:
+        name = "medusa_lm_head.pt" if isinstance(head, Medusa) else WEIGHTS
+        write(Path(folder), published_config(head), tensors, name)
+    elif layout == "speculators" and isinstance(head, Eagle3):
+        write(Path(folder), speculators_config(head), {spell_speculators(name): t for name, t in tensors.items()})
+    else:
+        known = '"speculators" or none' if isinstance(head, Eagle3) else "none: there is one"
+        raise OptionError(f"layout {layout!r} of {head.kind} heads is unknown: give {known}")
+
+
+def _share_embedding(found: Found, model: Any) -> Found:
+    """Published files repeat the target's embedding: no need to hold it twice."""
+    own = found.tensors.get(EMBEDDING)
+    if own is None or EMBEDDING not in found.kind.lendable(found.config) or not _same(own, Lender.of(model).table()):
+        return found
+    rest = {name: tensor for name, tensor in found.tensors.items() if name != EMBEDDING}
+    return replace(found, tensors=rest, borrowed=found.borrowed | {EMBEDDING})
+
+
+def _check(folder: Path, head: Head, found: Found) -> None:
+    """Every tensor the head has is in the file, in the right shape, and nothing else is."""
+    wanted = {name: tuple(t.shape) for name, t in head.state_dict().items()}
+    has = {name: tuple(t.shape) for name, t in found.tensors.items()}
+    wrong = [
+        f"{found.spell(name)} is {has[name]}, not {shape}"
+        for name, shape in wanted.items()
+        if name in has and has[name] != shape
+    ]
+    wrong += [
+        f"{found.spell(name)} holds {found.tensors[name].dtype}, not floating point"
+        for name, _ in head.named_parameters()
+        if name in has and not found.tensors[name].is_floating_point()
+    ]
+    missing = sorted(found.spell(name) for name in wanted.keys() - has.keys())
+    extra = sorted(found.spell(name) for name in has.keys() - wanted.keys())
+    faults = []
+    if missing:
+        faults.append(f"lacks {_some(missing)}")
+    if extra:
+        faults.append(f"has {_some(extra)}, unknown to this layout")
+    if wrong:
+        faults.append(f"doesn't hold what its config.json says: {_some(wrong)}")
+    if faults:
+        raise DrafterError(f"{folder} looks like {head.kind}, but {'; '.join(faults)}")
+
+
+def _some(names: list[str], most: int = 8) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def _complete(head: Head, borrowed: Iterable[str]) -> Tensors:
+    """The head's tensors, and copies of these that it borrows."""
+    lent = {name: head.lent(name).to(head.dtype, copy=True) for name in sorted(borrowed)}
+    return {**head.state_dict(), **lent}
+
+
+def _is_lent(head: Head, name: str, tensor: Tensor) -> bool:
+    try:
+        return _same(tensor, head.lent(name))
+    except DrafterError:  # the target can't show its values
+        return False
+
+
+def _same(mine: Tensor, its: Tensor) -> bool:
+    if mine.shape != its.shape:
+        return False
+    wide = torch.promote_types(mine.dtype, its.dtype)
+    return torch.equal(mine.to(its.device, wide), its.to(wide))

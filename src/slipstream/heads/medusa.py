@@ -1,0 +1,92 @@
+"""Medusa: one head per depth, each a few residual blocks and an output matrix on the target's last state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.heads.base import Head, HeadConfig, Lender, Prediction, Residual
+
+
+@dataclass(frozen=True, kw_only=True)
+class MedusaConfig(HeadConfig):
+    heads: int = 5
+    blocks: int = 1
+
+
+class Medusa(Head):
+    kind = "medusa"
+    Config = MedusaConfig
+    config: MedusaConfig
+
+    def __init__(self, config: MedusaConfig, borrowed: Iterable[str] = ()) -> None:
+        super().__init__(config, borrowed)
+        for k, name in enumerate(self.lendable(config)):  # "0", "1", …: the published names
+            parts: list[nn.Module] = [Residual(config.hidden_size) for _ in range(config.blocks)]
+            if name not in self.borrowed:
+                parts.append(nn.Linear(config.hidden_size, config.vocab_size, bias=False))
+            self.add_module(str(k), nn.ModuleList(parts))
+
+    @classmethod
+    def fresh(
+        cls,
+        model: Any,
+        *,
+        heads: int = 5,
+        blocks: int = 1,
+        tied: bool = False,
+        seed: int = 0,
+        dtype: torch.dtype = torch.float32,
+    ) -> Self:
+        """Every head starts as the target's own: its blocks add nothing yet. tied: the output matrices are the
+        target's for good, and only the blocks are trained."""
+        size = Lender.of(model)
+        config = MedusaConfig(
+            **size.sizes(),
+            heads=heads,
+            blocks=blocks,
+        )
+        head = cls.begin(config, cls.lendable(config) if tied else (), model, seed, dtype).bind(model)
+        for module in head.modules():
+            if isinstance(module, Residual):
+                module.linear.weight.data.zero_()
+        if not tied:
+            for name in cls.lendable(config):
+                head.get_parameter(name).data.copy_(head.lent(name))
+        return head
+
+    @classmethod
+    def lendable(cls, config: MedusaConfig) -> tuple[str, ...]:
+        return tuple(f"{k}.{config.blocks}.weight" for k in range(config.heads))
+
+    def lent(self, name: str) -> Tensor:  # noqa: ARG002
+        return self.lender.matrix()
+
+    @property
+    def embedding(self) -> None:
+        return None
+
+    @property
+    def reach(self) -> int:
+        return self.config.heads
+
+    def heads(self, h: Tensor) -> Tensor:
+        """(b, H) -> (b, K, V) the logits of all heads."""
+        return torch.stack([self.logits(h, k) for k in range(self.config.heads)], dim=1)
+
+    def logits(self, h: Tensor, k: int) -> Tensor:
+        """(…, H) -> (…, V) the logits of head k."""
+        parts: Any = self._modules[str(k)]
+        x = h.to(self.dtype)
+        for part in parts:
+            x = part(x)
+        return x if len(parts) > self.config.blocks else self.lender.logits(x)
+
+    def predict(self, states: Tensor, tokens: Tensor, depths: int) -> Iterator[Prediction]:  # noqa: ARG002
+        self.check_depths(depths)
+        for k in range(depths):
+            yield Prediction(self.logits(states, k))

@@ -1,0 +1,110 @@
+"""A model's linear layers as fixed steps compute them: by a product that treats every row alike (`linear.py`), and
+layers that read the same input, such as q, k and v, as one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from slipstream.target.ops import linear
+
+TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+class Products:
+    """Stand-ins for the linear layers of a model, put in their places for the length of a forward."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._places: list[tuple[nn.Module, str, nn.Module, nn.Module]] = []  # parent, name, the layer, its stand-in
+        for parent in model.modules():
+            joined: dict[str, nn.Module] = {}
+            for names in TOGETHER:
+                layers = [getattr(parent, name, None) for name in names]
+                if can_join(layers):
+                    joined.update(zip(names, join(layers), strict=True))  # type: ignore[arg-type]
+            for name, layer in parent.named_children():
+                if is_plain(layer):
+                    self._places.append((parent, name, layer, joined.get(name) or Product(layer)))
+
+    def wholes(self) -> list[Whole]:
+        """What several layers are parts of."""
+        return list(dict.fromkeys(p.whole for _, _, _, p in self._places if isinstance(p, Part)))
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        for parent, name, _, product in self._places:
+            parent._modules[name] = product
+        try:
+            yield
+        finally:
+            for parent, name, layer, _ in self._places:
+                parent._modules[name] = layer
+
+
+def is_plain(layer: Any) -> bool:
+    """A linear layer that computes x·Wᵀ + b and nothing else: no adapter, no hook, no quantised weights."""
+    return (
+        type(layer) is nn.Linear
+        and not (layer._forward_hooks or layer._forward_pre_hooks or hasattr(layer, "_hf_hook"))
+        and layer.weight.is_floating_point()
+        and layer.weight.is_contiguous()
+    )
+
+
+def can_join(layers: list[Any]) -> bool:
+    if not all(map(is_plain, layers)):
+        return False
+    shapes = {(layer.in_features, layer.weight.dtype, layer.weight.device, layer.bias is None) for layer in layers}
+    return len(shapes) == 1 and len({id(layer.weight) for layer in layers}) == len(layers)
+
+
+@torch.no_grad()
+def join(layers: list[nn.Linear]) -> list[Part]:
+    """Lay the weights side by side in memory; each layer goes on with its own part of it, so none is held twice."""
+    sizes = [layer.out_features for layer in layers]
+    weight = torch.cat([layer.weight for layer in layers])
+    bias = torch.cat([layer.bias for layer in layers]) if layers[0].bias is not None else None
+    for layer, own in zip(layers, weight.split(sizes), strict=True):
+        layer.weight.data = own
+    whole, ends = Whole(weight, bias), torch.tensor(sizes).cumsum(0).tolist()
+    return [Part(whole, end - size, end, end == ends[-1]) for size, end in zip(sizes, ends, strict=True)]
+
+
+class Product(nn.Module):
+    """One linear layer."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.weight, self.bias = layer.weight, layer.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return linear(x, self.weight, self.bias)
+
+
+class Whole(nn.Module):
+    """Several layers of one input. What it makes is kept until the last part has taken its own."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        super().__init__()
+        self.register_buffer("weight", weight)
+        self.register_buffer("bias", bias)
+        self.made: tuple[torch.Tensor, torch.Tensor] | None = None  # input, output
+
+    def forward(self, x: torch.Tensor, last: bool) -> torch.Tensor:
+        made = self.made[1] if self.made is not None and self.made[0] is x else linear(x, self.weight, self.bias)
+        self.made = None if last else (x, made)
+        return made
+
+
+class Part(nn.Module):
+    def __init__(self, whole: Whole, first: int, end: int, last: bool) -> None:
+        super().__init__()
+        self.whole, self.first, self.end = whole, first, end
+        self.last = last
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.whole(x, self.last)[..., self.first : self.end]

@@ -1,0 +1,1 @@
+"""Training: the target answers prompts (`collect`), and heads learn from its answers (`train`)."""

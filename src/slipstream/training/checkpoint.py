@@ -1,0 +1,42 @@
+"""Checkpoints: all that a run needs to go on as if it had never stopped. One file, replaced as a whole."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slipstream.errors import OptionError
+
+NAME = "checkpoint.pt"
+
+
+def save(folder: Path, state: dict[str, Any]) -> None:
+    state = {**state, "random": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        state["cuda_random"] = torch.cuda.get_rng_state()
+    fresh = folder / (NAME + ".new")
+    torch.save(state, fresh)
+    os.replace(fresh, folder / NAME)
+
+
+def load(folder: Path, setup: dict[str, Any]) -> dict[str, Any]:
+    """The state, if it was made under the same setup."""
+    path = folder / NAME
+    if not path.is_file():
+        raise OptionError(f"{folder} holds no checkpoint to go on from: leave --resume out, and name a new folder")
+    state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    different = {name: (old, setup.get(name)) for name, old in state["setup"].items() if setup.get(name) != old}
+    if different:
+        said = "; ".join(f"{name} was {old}, now {new}" for name, (old, new) in different.items())
+        raise OptionError(f"the run in {folder} was started otherwise: {said}. Go on with the same, or start a new one")
+    torch.set_rng_state(state["random"])
+    if "cuda_random" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda_random"])
+    return state
+
+
+def remove(folder: Path) -> None:
+    (folder / NAME).unlink(missing_ok=True)

@@ -1,0 +1,203 @@
+"""collect: the target itself answers prompts, in batches, and what it wrote is kept as token ids to learn from.
+
+One JSON line per conversation, written when its last answer is there:
+    id       of the question, by its content
+    tokens   all token ids, the chat template's included
+    answers  [begin, end) ranges of the tokens that the target wrote
+    text     the answers as text
+    model, sampling   who wrote it, and how
+A run that was stopped goes on with the questions that have no line yet; a line that was cut off is dropped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from slipstream.engine import Sequence as Running
+from slipstream.engine import check_prompt
+from slipstream.errors import ContextError, OptionError, PromptError
+from slipstream.llm import LLM, result
+from slipstream.request import Request
+from slipstream.text import Prompt
+from slipstream.training.prompts import Question
+
+Progress = Callable[[int, int, int], None]  # conversations done, of how many, tokens written
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How answers are drawn. A data file has one of these for all its lines."""
+
+    max_new_tokens: int = 512
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Collected:
+    conversations: int  # answered by this run
+    tokens: int  # written by this run
+    known: int  # there already
+    too_long: int  # whose first turn does not fit the model's context
+
+
+def collect(
+    llm: LLM, questions: Sequence[Question], out: Path, settings: Settings, progress: Progress | None = None
+) -> Collected:
+    """Answer the questions that `out` does not hold yet, and append to it. The LLM's max_batch run together."""
+    known = resume(out, llm.name, settings)
+    left = [q for q in questions if q.id not in known]
+    done = tokens = too_long = 0
+    with out.open("a", encoding="utf-8") as file:
+        for talk in converse(llm, left, settings):
+            if talk.answers:
+                file.write(json.dumps(talk.line(llm.name, settings), ensure_ascii=False) + "\n")
+                file.flush()
+                done, tokens = done + 1, tokens + talk.written
+            else:
+                too_long += 1
+            if progress is not None:
+                progress(len(questions) - len(left) + done + too_long, len(questions), tokens)
+    return Collected(done, tokens, len(questions) - len(left), too_long)
+
+
+def resume(out: Path, model: str, settings: Settings) -> set[str]:
+    """The ids that the file holds. What a killed run left of its last line is cut off."""
+    if not out.exists():
+        return set()
+    ids: set[str] = set()
+    whole = 0  # bytes of complete lines
+    with out.open("rb+") as file:
+        for number, line in enumerate(file, 1):
+            if not line.endswith(b"\n"):
+                break
+            try:
+                record = json.loads(line)
+                name, *made = record["id"], record["model"], record["sampling"]
+            except (ValueError, TypeError, KeyError) as error:
+                raise OptionError(
+                    f"{out}, line {number} was not written by `slipstream collect`: name another file with --out"
+                ) from error
+            if made != [model, asdict(settings)]:
+                raise OptionError(
+                    f"{out}, line {number} was written by {made[0]} with {made[1]}, not by {model} with "
+                    f"{asdict(settings)}: go on with the same, or name another file with --out"
+                )
+            ids.add(name)
+            whole += len(line)
+        file.truncate(whole)
+    return ids
+
+
+@dataclass
+class Talk:
+    """One conversation while it is held."""
+
+    question: Question
+    messages: list[dict[str, str]]
+    tokens: list[int] = field(default_factory=list)
+    answers: list[tuple[int, int]] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    written: int = 0
+
+    def ask(self, llm: LLM, settings: Settings) -> Request | None:
+        """The request for the next answer; None if there is no further turn, or no room for it."""
+        turns = self.question.turns if has_template(llm) else self.question.turns[:1]
+        if len(self.texts) == len(turns):
+            return None
+        turn = turns[len(self.texts)]
+        self.messages.append({"role": "user", "content": turn})
+        prompt: Prompt = self.messages if has_template(llm) else turn
+        # A seed of its own for each conversation: else all would share the noise at each position.
+        digest = hashlib.sha256(f"{settings.seed} {self.question.id}".encode()).digest()
+        request = llm.request(
+            prompt,
+            max_new_tokens=settings.max_new_tokens,
+            temperature=settings.temperature,
+            top_p=settings.top_p,
+            seed=int.from_bytes(digest[:4], "big"),
+            max_draft=0,
+        )
+        try:
+            check_prompt(request, llm.target)
+        except ContextError:
+            return None
+        return request
+
+    def take(self, ended: Running) -> None:
+        """An answer is there.
+
+        The next turn's template writes earlier answers anew, from their text. Where that gives other tokens than the
+        target wrote (a template may leave out thoughts, or a text has several spellings), they count no longer.
+        """
+        answer, asked = result(ended), ended.request.tokens
+        same = 0
+        while same < min(len(self.tokens), len(asked)) and self.tokens[same] == asked[same]:
+            same += 1
+        self.answers = [(begin, min(end, same)) for begin, end in self.answers if begin < same]
+        self.answers.append((len(asked), len(asked) + len(answer.tokens)))
+        self.tokens = asked + answer.tokens
+        self.texts.append(answer.text)
+        self.messages.append({"role": "assistant", "content": answer.text})
+        self.written += len(answer.tokens)
+
+    def line(self, model: str, settings: Settings) -> dict[str, Any]:
+        return {
+            "id": self.question.id,
+            "tokens": self.tokens,
+            "answers": self.answers,
+            "text": "\n\n".join(self.texts),
+            "model": model,
+            "sampling": asdict(settings),
+        }
+
+
+def converse(llm: LLM, questions: Sequence[Question], settings: Settings) -> Iterator[Talk]:
+    """Hold all conversations, the LLM's max_batch at a time, and yield each when it is over. A place that becomes free
+    is taken at once: by the conversation's own next turn, or by the next conversation."""
+    engine = llm.engine
+    waiting = deque(begin(llm, question) for question in questions)
+    running: list[tuple[Running, Talk]] = []
+    try:
+        while waiting or running:
+            while waiting and len(running) < engine.max_batch:
+                talk = waiting.popleft()
+                request = talk.ask(llm, settings)
+                if request is None:
+                    yield talk
+                else:
+                    running.append((engine.start(request), talk))
+            if open_ones := [sequence for sequence, _ in running if sequence.finish is None]:
+                engine.step(open_ones)
+            for sequence, talk in [pair for pair in running if pair[0].finish is not None]:
+                running.remove((sequence, talk))
+                close(llm, sequence)
+                talk.take(sequence)
+                waiting.appendleft(talk)
+    finally:
+        for sequence, _ in running:
+            close(llm, sequence)
+
+
+def begin(llm: LLM, question: Question) -> Talk:
+    if question.system and not has_template(llm):
+        raise PromptError(f"{llm.name} has no chat template, so a system message has no place: leave it out")
+    return Talk(question, [{"role": "system", "content": question.system}] if question.system else [])
+
+
+def close(llm: LLM, sequence: Running) -> None:
+    sequence.session.close()
+    llm.engine.drafter.ended(sequence.request, sequence.tokens)
+    llm.target.close(sequence.slot)
+
+
+def has_template(llm: LLM) -> bool:
+    """Without one, a model continues a question's first turn as text."""
+    return bool(getattr(llm.tokenizer, "chat_template", None))

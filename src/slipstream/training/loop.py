@@ -1,0 +1,230 @@
+"""The loop: batches through the frozen target, guesses, gradients, a step of the optimiser; now and then an accuracy.
+
+Nothing in it waits for the device but the log, every so many steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+
+from slipstream.errors import OptionError
+from slipstream.heads.base import Head
+from slipstream.training import checkpoint
+from slipstream.training.data import Order, Texts, cut
+from slipstream.training.log import Log
+from slipstream.training.losses import Weights, backward, hits
+from slipstream.training.processes import Processes
+from slipstream.training.teacher import Teacher
+
+Watch = Callable[[int, float, dict[str, Any]], None]  # step, of how many (0: not known yet), a line of the log or {}
+DEPTHS = 5  # whose accuracy is told
+_HELD_OUT = 256  # texts that are looked at in an evaluation, at most
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How long, and with what steps. One of steps, epochs and minutes is set."""
+
+    steps: int | None = None
+    epochs: int | None = None
+    minutes: float | None = None
+    batch_tokens: int = 16384  # of a batch, padding included
+    accumulate: int = 1  # batches per step
+    rate: float = 1e-3  # at its peak
+    warmup: int = 50  # steps until there
+    clip: float = 1.0  # the longest gradient
+    seed: int = 0  # of the order of the texts
+    log_every: int = 20  # steps
+    eval_every: int = 500
+    save_every: int = 1000
+
+    def __post_init__(self) -> None:
+        given = [name for name in ("steps", "epochs", "minutes") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise OptionError(f"{', '.join(given) or 'nothing'} was given: say one of steps, epochs and minutes")
+        for name in (*given, "batch_tokens", "accumulate", "rate", "clip", "log_every", "eval_every", "save_every"):
+            if not getattr(self, name) > 0:
+                raise OptionError(f"{name}={getattr(self, name)} is out of range: it must be more than 0")
+        if self.warmup < 0:
+            raise OptionError(f"warmup={self.warmup} is out of range: 0 begins with the full rate")
+
+    def rate_at(self, step: int, total: float) -> float:
+        """Linear up to the peak, within a tenth of the run at most, then half a cosine down to nothing."""
+        warmup = min(self.warmup, total / 10)
+        if step < warmup:
+            return self.rate * min(1.0, (step + 1) / warmup)
+        done = min(1.0, (step - warmup) / max(1.0, total - warmup))
+        return self.rate * 0.5 * (1 + math.cos(math.pi * done))
+
+
+class Loop:
+    def __init__(
+        self,
+        head: Head,
+        teacher: Teacher,
+        weights: Weights,
+        depths: int,
+        texts: Texts,
+        held_out: Texts,
+        plan: Plan,
+        processes: Processes,
+    ) -> None:
+        self.head, self.teacher, self.weights, self.depths = head, teacher, weights, depths
+        self.texts, self.held_out, self.plan, self.processes = texts, held_out, plan, processes
+        self.order = Order(texts, plan.batch_tokens, plan.seed)
+        self.parameters = [p for p in head.parameters() if p.requires_grad]
+        self.optimiser = torch.optim.AdamW(
+            self.parameters, lr=plan.rate, betas=(0.9, 0.95), fused=teacher.device.type == "cuda"
+        )
+        self.step = 0
+        self.seconds = 0.0  # spent in this run and those it goes on from
+        self.accuracy: list[float] = []
+        self._loss = torch.zeros((), device=teacher.device)  # since the last line of the log
+        self._logged = (0, 0.0)  # the step and the seconds of that line
+        self._tokens = 0  # since then
+        self._evaluation = 0.0  # seconds that the last one took
+        share = processes.count * plan.accumulate
+        self.total = float(plan.steps or 0)
+        if plan.epochs is not None:
+            self.total = float(-(-self.order.until(plan.epochs) // share))
+
+    def run(self, folder: Path, log: Log | None, setup: dict[str, Any], save: Callable[[], None], watch: Watch) -> None:
+        """Train to the end. `save` writes the head; the checkpoint beside it holds the `setup`. Only the first process
+        has a log, and writes. `watch` may raise KeyboardInterrupt: then a checkpoint is made first."""
+        plan, begun = self.plan, perf_counter() - self.seconds
+        while not self.total or self.step < self.total:
+            self._train_step()
+            line: dict[str, Any] = {}
+            # Powers of two as well, so that a slow machine learns early how many steps its minutes have.
+            if self.step % plan.log_every == 0 or (self.step < plan.log_every and self.step & (self.step - 1) == 0):
+                line = self._tell(begun, log, self.step % plan.log_every == 0)
+            if self.step % plan.eval_every == 0 and self.step < self.total:
+                line |= self._evaluate(begun, log)
+            self.seconds = perf_counter() - begun
+            if self.step % plan.save_every == 0 and self.step < self.total:
+                self.save(folder, setup, save)
+            try:
+                watch(self.step, self.total, line)
+            except KeyboardInterrupt:
+                self.save(folder, setup, save)
+                raise
+        watch(self.step, self.total, self._evaluate(begun, log))
+        self.seconds = perf_counter() - begun
+
+    def save(self, folder: Path, setup: dict[str, Any], save: Callable[[], None]) -> None:
+        # Losses differ between processes, and the sum is what the log wants: the first one keeps it.
+        loss = self.processes.sum(self._loss.clone())
+        self._loss = loss if self.processes.rank == 0 else torch.zeros_like(loss)
+        if self.processes.rank == 0:
+            save()
+            state = {
+                "setup": setup,
+                "head": self.head.state_dict(),
+                "optimiser": self.optimiser.state_dict(),
+                "step": self.step,
+                "seconds": self.seconds,
+                "total": self.total,
+                "since": [self._logged[0], self._logged[1], self._tokens],
+                "loss": self._loss,
+            }
+            checkpoint.save(folder, state)
+        self.processes.wait()
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.head.load_state_dict(state["head"])
+        self.optimiser.load_state_dict(state["optimiser"])
+        self.step, self.seconds = state["step"], state["seconds"]
+        if self.plan.minutes is not None:
+            self.total = state["total"]
+        step, seconds, self._tokens = state["since"]
+        self._logged = (step, seconds)
+        if self.processes.rank == 0:
+            self._loss = state["loss"].to(self._loss.device)
+
+    def _train_step(self) -> None:
+        """One step of the optimiser: `accumulate` batches in each process, weighted as if they were one."""
+        plan, processes = self.plan, self.processes
+        share = processes.count * plan.accumulate
+        together = [self.order[place] for place in range(self.step * share, (self.step + 1) * share)]
+        guesses = int(sum(self.texts.guesses[texts].sum() for texts in together))
+        for texts in together[processes.rank :: processes.count]:
+            batch = self.texts.batch(texts).to(self.teacher.device)
+            states, last = self.teacher.read(batch.tokens)
+            with self._precision():
+                unrolled = self.weights.recipe.unroll(self.head, states, batch.tokens, self.depths)
+                self._loss += backward(unrolled, batch, last, self.teacher, self.weights, guesses)
+        self._tokens += int(sum(self.texts.lengths[texts].sum() for texts in together))
+        processes.sum_gradients(self.parameters)
+        torch.nn.utils.clip_grad_norm_(self.parameters, plan.clip)
+        for group in self.optimiser.param_groups:
+            group["lr"] = plan.rate_at(self.step, self.total or math.inf)
+        self.optimiser.step()
+        self.optimiser.zero_grad(set_to_none=True)
+        self.step += 1
+
+    def _tell(self, begun: float, log: Log | None, due: bool) -> dict[str, Any]:
+        """A line about the steps since the last one; and, if minutes are what is given, how many steps they have."""
+        loss = float(self.processes.sum(self._loss.clone()))  # waits for the device, so the clock is right
+        step, seconds = self._logged
+        elapsed = self.processes.agree(perf_counter() - begun)
+        steps, spent = self.step - step, max(elapsed - seconds, 1e-9)
+        if self.plan.minutes is not None:
+            left = self.plan.minutes * 60 - elapsed - self._evaluation
+            self.total = float(self.step + max(0, round(left * steps / spent)))
+        if not math.isfinite(loss):
+            raise OptionError(
+                f"the loss is {loss} after {self.step} steps: train with a lower --rate than {self.plan.rate}"
+            )
+        line = {
+            "step": self.step,
+            "loss": loss / steps,
+            "rate": self.plan.rate_at(self.step - 1, self.total or math.inf),
+            "tokens_per_second": self._tokens / spent,
+            "seconds": elapsed,
+        }
+        if due:
+            self._loss, self._tokens, self._logged = torch.zeros_like(self._loss), 0, (self.step, elapsed)
+            if log is not None:
+                log.write(line)
+        return line
+
+    def _evaluate(self, begun: float, log: Log | None) -> dict[str, Any]:
+        start = perf_counter()
+        self.accuracy = self.evaluate()
+        self._evaluation = perf_counter() - start
+        # The time of evaluations is no time of steps.
+        self._logged = (self._logged[0], self._logged[1] + self._evaluation)
+        line = {"step": self.step, "accuracy": self.accuracy, "seconds": perf_counter() - begun}
+        if log is not None:
+            log.write(line)
+        return line
+
+    def evaluate(self) -> list[float]:
+        """The share of right guesses on held-out texts, one number per depth."""
+        depths = DEPTHS if self.head.reach is None else min(DEPTHS, self.head.reach)
+        some = np.arange(len(self.held_out))[:_HELD_OUT]
+        some = some[np.argsort(self.held_out.lengths[some], kind="stable")]
+        batches = list(cut(some, self.held_out, self.plan.batch_tokens))
+        found = torch.zeros(depths, 2, dtype=torch.long, device=self.teacher.device)
+        for texts in batches[self.processes.rank :: self.processes.count]:
+            batch = self.held_out.batch(texts).to(self.teacher.device)
+            states, _ = self.teacher.read(batch.tokens)
+            with torch.no_grad(), self._precision():
+                unrolled = self.weights.recipe.unroll(self.head, states, batch.tokens, depths)
+                found += hits(unrolled, batch, self.teacher)
+        right, made = self.processes.sum(found).T.tolist()
+        return [r / max(1, m) for r, m in zip(right, made, strict=True)]
+
+    def _precision(self) -> AbstractContextManager[Any]:
+        if self.teacher.device.type == "cuda":
+            return torch.autocast("cuda", torch.bfloat16)
+        return nullcontext()

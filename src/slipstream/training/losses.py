@@ -1,0 +1,97 @@
+"""Losses, and their gradients in pieces: logits exist only at positions that count, for few positions at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from slipstream.training.data import Batch
+from slipstream.training.recipes import Guess, Recipe
+from slipstream.training.teacher import Teacher
+
+_LOGITS = 1 << 27  # computed at once, at most
+
+
+@dataclass(frozen=True)
+class Weights:
+    recipe: Recipe
+    decay: float = 0.8  # each depth counts so much of the one before
+    soft: bool = True  # against the target's distribution; else against the tokens of the data
+
+
+def backward(
+    guesses: Iterable[Guess], batch: Batch, last: Tensor, teacher: Teacher, weights: Weights, by: int
+) -> Tensor:
+    """Add the gradient of a batch's loss, divided `by`, to the head's parameters, and return the loss (a scalar).
+
+    Each piece is differentiated at once, down to the states that the guesses are read from. What has gathered there
+    goes through the rest of the head in the end.
+    """
+    roots, leaves = [], []
+    for guess in guesses:
+        roots.append(guess)
+        leaves.append([x.detach().requires_grad_() if x.requires_grad else x for x in guess.inputs])
+    total = torch.zeros((), device=last.device)
+    for piece in pieces(batch, teacher):
+        true = last.flatten(0, 1).index_select(0, piece.places - 1)  # (n, H) the states that chose the tokens
+        said = teacher.distribution(true) if weights.soft or weights.recipe.top else None  # (n, V')
+        labels, known = teacher.labels(batch.tokens.flatten().index_select(0, piece.places))
+        for k, (guess, inputs) in enumerate(zip(roots, leaves, strict=True)):
+            rows, reaches = piece.aims(k)
+            own = [x.flatten(0, 1).index_select(0, rows) for x in inputs]
+            each = token_loss(guess.read(*own).float(), labels, said, weights) * known  # (n,)
+            if weights.recipe.features:
+                near = functional.smooth_l1_loss(own[0].float(), true.float(), reduction="none").mean(-1)
+                each = each + weights.recipe.features * near
+            loss = (each * reaches).sum() * (weights.decay**k / by)
+            loss.backward()
+            total += loss.detach()
+    grown = [
+        (x, leaf.grad)
+        for guess, inputs in zip(roots, leaves, strict=True)
+        for x, leaf in zip(guess.inputs, inputs, strict=True)
+        if leaf is not x and leaf.grad is not None
+    ]
+    if grown:
+        torch.autograd.backward([x for x, _ in grown], [grad for _, grad in grown])
+    return total
+
+
+def token_loss(logits: Tensor, labels: Tensor, said: Tensor | None, weights: Weights) -> Tensor:
+    """(n, V'), (n,), (n, V') -> (n,)."""
+    norm = logits.logsumexp(-1)
+    if weights.soft and said is not None:
+        loss = norm - (said * logits).sum(-1)
+    else:
+        loss = norm - logits.gather(-1, labels[:, None])[:, 0]
+    loss = weights.recipe.tokens * loss
+    if weights.recipe.top and said is not None:
+        best, ids = said.topk(min(weights.recipe.top, said.shape[-1]), -1)
+        loss = loss + (best * (norm[:, None] - logits.gather(-1, ids))).sum(-1)
+    return loss
+
+
+@torch.no_grad()
+def hits(guesses: Iterable[Guess], batch: Batch, teacher: Teacher) -> Tensor:
+    """(depths, 2) how many guesses were the data's own token, and how many were made."""
+    found = []
+    for k, guess in enumerate(guesses):
+        right = torch.zeros(2, device=batch.tokens.device, dtype=torch.long)
+        for piece in pieces(batch, teacher):
+            rows, reaches = piece.aims(k)
+            logits = guess.read(*(x.flatten(0, 1).index_select(0, rows) for x in guess.inputs))
+            labels, known = teacher.labels(batch.tokens.flatten().index_select(0, piece.places))
+            hit = (logits.argmax(-1) == labels) & known & reaches
+            right += torch.stack((hit.sum(), reaches.sum()))
+        found.append(right)
+    return torch.stack(found)
+
+
+def pieces(batch: Batch, teacher: Teacher) -> Iterator[Batch]:
+    size = max(1, _LOGITS // teacher.vocabulary)
+    for places, columns in zip(batch.places.split(size), batch.columns.split(size), strict=True):
+        yield Batch(batch.tokens, places, columns)

@@ -1,0 +1,56 @@
+"""Processes: one, or as many as `accelerate launch` started. Each trains on its own batches; gradients are added up.
+
+The head is not wrapped: its parts are called one by one, and its gradients come in pieces. So they are summed here, as
+one tensor, when all of them are there.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.errors import OptionError
+
+
+class Processes:
+    def __init__(self, device: str | None = None) -> None:
+        self.rank, self.count = 0, 1
+        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self._accelerator: Any = None
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            try:
+                accelerate = importlib.import_module("accelerate")
+            except ImportError as error:
+                raise OptionError(
+                    "several processes were launched, which needs accelerate: `pip install accelerate`, or "
+                    "slipstream-llm[train]"
+                ) from error
+            self._accelerator = accelerate.Accelerator(cpu=self.device.type == "cpu")
+            self.rank, self.count = self._accelerator.process_index, self._accelerator.num_processes
+            self.device = self._accelerator.device
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Over all processes."""
+        return tensor if self._accelerator is None else self._accelerator.reduce(tensor, "sum")
+
+    def sum_gradients(self, parameters: Iterable[Tensor]) -> None:
+        if self._accelerator is not None:
+            grads = [p.grad for p in parameters if p.grad is not None]
+            total = self.sum(torch.cat([grad.flatten() for grad in grads]))
+            for grad, part in zip(grads, total.split([grad.numel() for grad in grads]), strict=True):
+                grad.copy_(part.view_as(grad))
+
+    def agree(self, number: float) -> float:
+        """The first process's number, for all."""
+        if self._accelerator is None:
+            return number
+        return float(self.sum(torch.tensor(number if self.rank == 0 else 0.0, device=self.device)))
+
+    def wait(self) -> None:
+        if self._accelerator is not None:
+            self._accelerator.wait_for_everyone()

@@ -1,0 +1,126 @@
+"""train: from a target and what it wrote to a head in a folder, with the log of how it came about."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from slipstream.errors import OptionError
+from slipstream.heads import HEADS, save_head
+from slipstream.heads.base import Head, Lender
+from slipstream.training import checkpoint, recipes
+from slipstream.training.data import Texts, read_texts
+from slipstream.training.log import Log
+from slipstream.training.loop import Loop, Plan, Watch
+from slipstream.training.losses import Weights
+from slipstream.training.processes import Processes
+from slipstream.training.teacher import Teacher
+
+DRAFT_VOCAB = 8192
+_FREE = ("steps", "epochs", "minutes", "log_every", "eval_every", "save_every", "accumulate")  # may change in between
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """What is learnt, and what counts."""
+
+    head: str  # its kind
+    hass: bool = False  # eagle alone
+    labels: str = "distill"  # or hard
+    depths: int | None = None  # guessed in training; None: the recipe's
+    decay: float = 0.8  # each depth counts so much of the one before
+    length: int = 1024  # tokens of a text at most
+    count_all: bool = False  # tokens that the target only read count too
+    any_author: bool = False  # texts that another model wrote will do
+
+    def __post_init__(self) -> None:
+        recipes.find(self.head, self.hass)
+        if self.labels not in ("distill", "hard"):
+            raise OptionError(
+                f"labels={self.labels!r} is unknown: distill learns the target's distribution, hard the data"
+            )
+        if not 0 < self.decay <= 1:
+            raise OptionError(f"decay={self.decay} is out of range: more than 0, and 1 at most")
+
+
+@dataclass(frozen=True)
+class Trained:
+    accuracy: list[float]  # on held-out texts, at t+1, t+2, …
+    steps: int
+    seconds: float
+    parameters: int
+
+
+def train(
+    model: Any,
+    data: Sequence[Path],
+    folder: Path,
+    lesson: Lesson,
+    plan: Plan,
+    sizes: dict[str, Any] | None = None,
+    *,
+    resume: bool = False,
+    processes: Processes | None = None,
+    watch: Watch | None = None,
+) -> Trained:
+    """Train a head for a transformers model on files that `collect` wrote, into a new folder.
+
+    sizes go to the head's `fresh`, but for eagle3's draft_vocab: how many of the data's most frequent tokens it can
+    guess. resume: go on from the folder's checkpoint.
+    """
+    processes = processes or Processes(str(model.device))
+    if resume and not (folder / checkpoint.NAME).is_file():
+        raise OptionError(f"{folder} holds no checkpoint to go on from: leave --resume out, and name a new folder")
+    if not resume and folder.exists() and any(folder.iterdir()):
+        raise OptionError(f"{folder} is there already: go on with --resume, or name a new folder")
+    author = str(getattr(model.config, "_name_or_path", "") or type(model).__name__)
+    vocabulary = Lender.of(model).vocab_size
+    texts, held_out = read_texts(
+        data, vocabulary, None if lesson.any_author else author, lesson.length, lesson.count_all
+    )
+    sizes = {"draft_vocab": DRAFT_VOCAB, **(sizes or {})} if lesson.head == "eagle3" else dict(sizes or {})
+    head = make_head(model, lesson, plan.seed, sizes, texts)
+    recipe = recipes.find(lesson.head, lesson.hass)
+    depths = lesson.depths or recipe.depths or head.reach or 5
+    head.check_depths(depths)
+
+    weights = Weights(recipe, lesson.decay, soft=lesson.labels == "distill")
+    loop = Loop(head, Teacher(model, head), weights, depths, texts, held_out, plan, processes)
+    setup = {
+        "model": author,
+        "data": texts.fingerprint(),
+        **asdict(lesson),
+        **sizes,
+        **{name: value for name, value in asdict(plan).items() if name not in _FREE},
+        "batches_per_step": processes.count * plan.accumulate,
+    }
+    if resume:
+        loop.restore(checkpoint.load(folder, setup))
+    log = None
+    if processes.rank == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        log = Log(folder, loop.step)
+    processes.wait()
+    try:
+        loop.run(folder, log, setup, lambda: save_head(head, folder), watch or (lambda *_: None))
+    finally:
+        if log is not None:
+            log.close()
+    if processes.rank == 0:
+        save_head(head, folder)
+        checkpoint.remove(folder)
+    processes.wait()
+    return Trained(loop.accuracy, loop.step, loop.seconds, sum(p.numel() for p in loop.parameters))
+
+
+def make_head(model: Any, lesson: Lesson, seed: int, sizes: dict[str, Any], texts: Texts) -> Head:
+    own = dict(sizes)
+    if (size := own.pop("draft_vocab", None)) is not None:
+        if size < 1:
+            raise OptionError(f"draft_vocab={size} is out of range: at least one token must be left to guess")
+        vocabulary = Lender.of(model).vocab_size
+        own["draft_ids"] = texts.frequent(size, vocabulary) if size < vocabulary else None
+    fresh: Any = HEADS[lesson.head]
+    return fresh.fresh(model, seed=seed, **own)

@@ -1,5 +1,7 @@
 """Steps of fixed shape, as they are captured on a GPU, run here without capture: they say what forwards say."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -15,7 +17,7 @@ from slipstream.target.cache import KeyValuePool, Shape
 from slipstream.target.choose import _probe, open_target
 from slipstream.target.graphs import GraphTarget, bucket
 from slipstream.target.masks import mask_kinds
-from slipstream.target.products import Products, Whole
+from slipstream.target.standins import Norm, StandIns, Whole
 from slipstream.target.trees import TreeTarget
 from slipstream.tree import TokenTree
 
@@ -146,19 +148,19 @@ def test_layers_that_read_one_input_are_one_product(tiny):
     """Weights lie side by side, no larger than before, and the model says the same by itself."""
     model = tiny("qwen2")
     before = model(torch.tensor([[1, 2, 3]])).logits
-    products = Products(model)
+    stand_ins = StandIns(model)
     attention = model.model.layers[0].self_attn
     assert attention.k_proj.weight.data_ptr() - attention.q_proj.weight.data_ptr() == attention.q_proj.weight.nbytes
     assert torch.equal(model(torch.tensor([[1, 2, 3]])).logits, before)
     calls = []
-    with products.in_place(), torch.inference_mode():
+    with stand_ins.in_place(), torch.inference_mode():
         for layer in model.modules():
             if isinstance(layer, Whole):
                 layer.register_forward_hook(lambda *_: calls.append(1))
         torch.testing.assert_close(model(torch.tensor([[1, 2, 3]])).logits, before, rtol=0, atol=1e-5)
     assert type(attention.q_proj) is torch.nn.Linear
     assert len(calls) == 5 * model.config.num_hidden_layers  # asked five times, and computed twice
-    assert all(whole.made is None for whole in products.wholes())
+    assert all(whole.made is None for whole in stand_ins.wholes())
 
 
 def test_a_cache_grows_no_further_than_the_model_reads():
@@ -173,3 +175,18 @@ def test_a_cache_grows_no_further_than_the_model_reads():
     with pytest.raises(ModelError, match=r"does not fit on cpu: 1 sequences × \d+ tokens × 32 bytes are [\d.]+ GiB"):
         pool.reserve(1, 1 << 45)
     assert pool.bytes == held
+
+
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f not in OTHERS])
+def test_all_norms_have_stand_ins(family, tiny):
+    """None is left that a step's number of rows could matter to."""
+    model = copy.deepcopy(tiny(family))
+    for parameter in model.parameters():
+        parameter.data += 0.3 * torch.rand(parameter.shape, generator=torch.Generator().manual_seed(1))
+    norms = [m for m in model.modules() if "Norm" in type(m).__name__]
+    assert norms
+    for layer in norms:
+        same = Norm.like(layer)
+        assert same is not None
+        x = torch.randn(2, 5, len(layer.weight))
+        torch.testing.assert_close(same(x), layer(x), rtol=1e-5, atol=1e-5)

@@ -24,15 +24,15 @@ import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
 from slipstream.target.overlap import overlap, wait_turn
 
 # These decide the bits, so none may depend on the number of rows or sequences or on the capacity.
-SPLIT = 64  # positions that a program of the first launch merges
-BLOCK = 16  # positions scored at once
-CHUNK = 16  # splits that the second launch adds up at once
+SPLIT = 128  # positions that a program of the first launch merges
+BLOCK = 32  # positions scored at once
+CHUNK = 8  # splits that the second launch adds up at once
 TILE = 16  # rows × grouped heads of one product: the height of a tensor core
-WARPS = 1  # of the first launch: how a row's sum of weights is cut up
-COMBINING = 2  # warps of the second launch
+WARPS = 2  # of the first launch: how a row's sum of weights is cut up
+COMBINING = 1  # warps of the second launch
 
 # These decide who computes what, not the bits.
-STAGES = 2  # blocks on their way from memory to a program
+STAGES = 3  # blocks on their way from memory to a program
 SHARED = 1024  # about how many programs read committed blocks: more than fill a GPU, few where capacity is unused
 OWN = 512  # about how many programs read late blocks: beyond it one takes several key heads
 

@@ -1,8 +1,8 @@
 """GraphTarget: on a GPU, steps of fixed shape are captured once and replayed (`steps.py`).
 
-Attention reads a row's keys in order of absolute position, through a table of its path (`exact.py`), and matrix
-products treat every row alike (`linear.py`). So a row's logits depend, bit for bit, on its own tokens alone, and a text
-does not depend on what was drafted, or on what else ran with it, in bfloat16 either.
+Attention reads a row's keys in order of absolute position, through a table of its path (`exact.py`), and linear layers
+and norms treat every row alike (`standins.py`). So a row's logits depend, bit for bit, on its own tokens alone, and a
+text does not depend on what was drafted, or on what else ran with it, in bfloat16 either.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from slipstream.target import steps
 from slipstream.target.base import Scores, Slot, Want
 from slipstream.target.cache import KeyValuePool
 from slipstream.target.draw import drawable, needs_history, noise_keys
-from slipstream.target.products import Products
+from slipstream.target.standins import StandIns
 from slipstream.target.steps import BEST, DRAWN, DRAWN_WITH_HISTORY, FixedStep, Inputs
 from slipstream.target.trees import TreeTarget, is_quantised
 from slipstream.tree import TokenTree
@@ -61,7 +61,7 @@ class GraphTarget(TreeTarget):
         self.heads = int(self._config.num_attention_heads)
         self.exact = self.exact or by_row(self.model)
         self.exact_together = self.exact
-        self._products = Products(self.model)
+        self._stand_ins = StandIns(self.model)
         self.memory: Any = None  # what all graphs take theirs from
         self._steps: dict[tuple[Any, ...], FixedStep] = {}
         self._drawn: tuple[int, int] = (0, 0)  # the pool's size that the steps were made for
@@ -78,11 +78,11 @@ class GraphTarget(TreeTarget):
 
     @contextmanager
     def fixed(self, step: FixedStep) -> Iterator[None]:
-        """For one forward: attention by path, and products that treat every row alike."""
+        """For one forward: attention by path, and layers that treat every row alike."""
         kept, steps.under_way = self._config._attn_implementation_internal, step
         self._config._attn_implementation_internal = steps.NAME
         try:
-            with self._products.in_place():
+            with self._stand_ins.in_place():
                 yield
         finally:
             self._config._attn_implementation_internal, steps.under_way = kept, None

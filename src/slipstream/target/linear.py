@@ -35,7 +35,7 @@ def tile(rows: int, cut: int) -> dict[str, int]:
     if rows <= 16:
         shape = (TALL, 128, 4, 4)
     elif rows <= 64:
-        shape = (TALL, 64, 8 if cut > 1 else 5, 4)
+        shape = (TALL, 128, 4 if cut > 1 else 3, 4)
     else:
         shape = (TALL, 128, 4, 4) if cut > 1 else (2 * TALL, 64, 5, 8)
     names = ("HIGH", "DEEP", "STAGES", "num_warps")

@@ -65,6 +65,32 @@ def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
+@torch.library.custom_op("slipstream::norm", mutates_args=())
+def norm(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, centre: bool, shift: bool
+) -> torch.Tensor:
+    """x (…, H) divided by its root mean square, times weight (H,). centre: its mean is taken away first; shift: the
+    weight is one less than the factor."""
+    if x.device.type == "cuda":
+        from slipstream.target.norm import normalise
+
+        return normalise(x, weight, bias, eps, centre, shift)
+    v = x.float()
+    if centre:
+        v = v - v.mean(-1, keepdim=True)
+    v = v * torch.rsqrt(v.pow(2).mean(-1, keepdim=True) + eps)
+    if not shift and bias is None:
+        return weight * v.to(x.dtype)
+    v = v * (weight.float() + float(shift))
+    return (v if bias is None else v + bias.float()).to(x.dtype)
+
+
+@norm.register_fake
+def _normalised(x: torch.Tensor, *_: object) -> torch.Tensor:
+    """For tracing: the shape alone."""
+    return x.new_empty(x.shape)
+
+
 @torch.library.custom_op("slipstream::attend", mutates_args=("stats", "sums"))
 def attend(
     query: torch.Tensor,  # (b, heads, n, d)

@@ -1,5 +1,5 @@
-"""A model's linear layers as fixed steps compute them: by a product that treats every row alike (`linear.py`), and
-layers that read the same input, such as q, k and v, as one."""
+"""A model's linear layers and norms as fixed steps compute them: by kernels that treat every row alike (`linear.py`,
+`norm.py`), and layers that read the same input, such as q, k and v, as one."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from slipstream.target.ops import linear
+from slipstream.target.ops import linear, norm
 
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
-class Products:
-    """Stand-ins for the linear layers of a model, put in their places for the length of a forward."""
+class StandIns:
+    """For the linear layers and norms of a model, put in their places for the length of a forward."""
 
     def __init__(self, model: nn.Module) -> None:
         self._places: list[tuple[nn.Module, str, nn.Module, nn.Module]] = []  # parent, name, the layer, its stand-in
@@ -29,6 +29,8 @@ class Products:
             for name, layer in parent.named_children():
                 if is_plain(layer):
                     self._places.append((parent, name, layer, joined.get(name) or Product(layer)))
+                elif (same := Norm.like(layer)) is not None:
+                    self._places.append((parent, name, layer, same))
 
     def wholes(self) -> list[Whole]:
         """What several layers are parts of."""
@@ -36,8 +38,8 @@ class Products:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        for parent, name, _, product in self._places:
-            parent._modules[name] = product
+        for parent, name, _, other in self._places:
+            parent._modules[name] = other
         try:
             yield
         finally:
@@ -108,3 +110,34 @@ class Part(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.whole(x, self.last)[..., self.first : self.end]
+
+
+class Norm(nn.Module):
+    """A norm of one of the usual kinds."""
+
+    def __init__(self, layer: Any, eps: float, centre: bool, shift: bool) -> None:
+        super().__init__()
+        self.weight, self.bias = layer.weight, getattr(layer, "bias", None)
+        self.eps, self.centre, self.shift = eps, centre, shift
+
+    @classmethod
+    @torch.no_grad()
+    def like(cls, layer: Any) -> Norm | None:
+        """What says the same as `layer` of a few numbers, if anything does: models write their norms themselves."""
+        weight = getattr(layer, "weight", None)
+        if "Norm" not in type(layer).__name__ or not isinstance(weight, nn.Parameter) or weight.dim() != 1:
+            return None
+        eps = getattr(layer, "variance_epsilon", getattr(layer, "eps", None))
+        if not isinstance(eps, float) or layer._forward_hooks or layer._forward_pre_hooks or hasattr(layer, "_hf_hook"):
+            return None
+        x = torch.linspace(-3, 4, 3 * len(weight), device=weight.device, dtype=weight.dtype).reshape(3, -1)
+        said = layer(x)
+        near = 4 * torch.finfo(weight.dtype).eps
+        for centre, shift in ((False, False), (False, True), (True, False)):
+            found = cls(layer, eps, centre, shift)
+            if torch.allclose(found(x), said, rtol=near, atol=near * float(said.abs().max())):
+                return found
+        return None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return norm(x, self.weight, self.bias, self.eps, self.centre, self.shift)

@@ -1,0 +1,70 @@
+"""Products and norms in Triton: right, and for each row independent of the others. On a GPU; in Triton's interpreter
+(TRITON_INTERPRET=1) all but the bits, since its products depend on numpy."""
+
+import os
+
+import pytest
+import torch
+
+if not (torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET")):
+    pytest.exit("these tests need a CUDA device, or TRITON_INTERPRET=1", returncode=1)
+
+from slipstream.target.linear import parts, skinny_linear
+from slipstream.target.norm import normalise
+from slipstream.target.write import move_cache
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # numpy has no bfloat16
+
+
+def noise(*shape, seed=0, scale=1.0):
+    generator = torch.Generator().manual_seed(seed)
+    return (scale * torch.randn(shape, generator=generator)).to(DEVICE, DTYPE)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("outputs", "inputs"), [(576, 1536), (200, 104), (64, 4096), (4096, 2048), (9000, 576)])
+def test_products_are_right_and_rows_alone(outputs, inputs, bias):
+    weight, b = noise(outputs, inputs, scale=0.05), noise(outputs, seed=1) if bias else None
+    x = noise(3, 50, inputs, seed=2)
+    whole = skinny_linear(x, weight, b)
+    right = x.double() @ weight.double().T + (0 if b is None else b.double())
+    torch.testing.assert_close(whole.double(), right, rtol=0.02, atol=0.02)
+    if DEVICE == "cuda":
+        for rows in (1, 7, 16, 17, 64, 100, 128):
+            assert torch.equal(skinny_linear(x.view(150, -1)[:rows].clone(), weight, b), whole.view(150, -1)[:rows])
+
+
+def test_few_outputs_are_summed_up_in_parts():
+    assert parts(64, 4096) > 1
+    assert parts(22016, 4096) == 1
+
+
+@pytest.mark.parametrize("kind", ["plain", "shifted", "centred"])
+@pytest.mark.parametrize("width", [64, 576, 4096])
+def test_norms_are_right_and_rows_alone(width, kind):
+    x, weight = noise(70, width, scale=3), noise(width, seed=1)
+    bias = noise(width, seed=2) if kind == "centred" else None
+    found = normalise(x, weight, bias, 1e-5, kind == "centred", kind == "shifted")
+    v = x.double() - (x.double().mean(-1, keepdim=True) if kind == "centred" else 0)
+    v = v * torch.rsqrt(v.pow(2).mean(-1, keepdim=True) + 1e-5) * (weight.double() + (kind == "shifted"))
+    torch.testing.assert_close(found.double(), v + (0 if bias is None else bias.double()), rtol=0.02, atol=0.02)
+    for rows in (1, 16, 33):
+        alone = normalise(x[:rows].clone(), weight, bias, 1e-5, kind == "centred", kind == "shifted")
+        assert torch.equal(alone, found[:rows])
+
+
+def test_accepted_keys_move_into_place_even_over_one_another():
+    keys, values = noise(3, 4, 2, 40, 24), noise(3, 4, 2, 40, 16, seed=1)
+    expected = keys.clone(), values.clone()
+    paths = {1: (10, [0, 2, 3, 7]), 3: (0, [1, 2, 3, 4, 5])}
+    integers = {name: torch.zeros((2, 8), dtype=torch.int32) for name in ("sources", "places")}
+    for i, (row, (start, path)) in enumerate(paths.items()):
+        integers["sources"][i, : len(path)] = start + torch.tensor(path)
+        integers["places"][i, : len(path)] = start + torch.arange(len(path))
+        for before, after in zip((keys, values), expected, strict=True):
+            after[:, row, :, start : start + len(path)] = before[:, row, :, [start + p for p in path]]
+    rows, counts = torch.tensor([1, 3], dtype=torch.int32), torch.tensor([4, 5], dtype=torch.int32)
+    move_cache(keys, values, rows.to(DEVICE), *(t.to(DEVICE) for t in integers.values()), counts.to(DEVICE))
+    assert torch.equal(keys, expected[0])
+    assert torch.equal(values, expected[1])

@@ -1,13 +1,13 @@
 """`draw` in Triton. Every row is cut into chunks of the vocabulary, so that few rows fill a GPU too.
 
-`_adjust` applies biases and penalties, where there are any. `_tops` finds each chunk's largest logit. `_survey` sorts
-tokens into bins by their distance from the row's largest, and adds up how many a bin has or what they weigh; so it is
-known in which bin the top k, or the nucleus, ends. `_sort_out` draws among the tokens of the bins before, and lists those
-of that bin. (With a top k it lists all, since where the nucleus ends is known only when the top k are.) `_pick`, one
-program per row, searches the list for the exact end and draws among what is left of it.
+Noise first: a token is drawn among all, and one look at those before it tells whether it is among the top k and in the
+nucleus. If it is not, neither are those after it, and the next is drawn among those before. So however flat a
+distribution is, a few looks are enough, and nothing is sorted.
 
-Counts and weights are integers. So it doesn't matter in which order they are added up, nor in which order tokens are
-listed, and what one launch adds up agrees with another's to the last bit.
+`_adjust` applies biases and penalties, where there are any. `_peaks` finds the largest logit of every few tokens. The
+k-th largest peak has at least k tokens at or above it: `_floor` finds it, and the top k are no lower. `_list` adds the
+noise, draws within each chunk, and lists the tokens that a top k or a nucleus may keep. `_pick`, one program per row,
+looks at the list. Weights are integers, so that their sums don't depend on the order of the list.
 """
 
 from __future__ import annotations
@@ -20,18 +20,19 @@ from slipstream.target.draw import Draws, History
 
 # These decide who computes what, not the answer.
 CHUNK = 2048  # tokens per program
-BINS = 2048  # 16 octaves of distance, from 2⁻⁶ to 2¹⁰
-BLOCK = 1024  # listed tokens read at once
+PEAK = 64  # tokens that share a peak
+BLOCK = 2048  # listed tokens read at once
 
-NOBODY = tl.constexpr(0x7FFFFFFF)  # larger than any token id
-BEYOND = tl.constexpr(1 << 62)  # larger than any key of a search
+NOBODY = tl.constexpr(0x7FFFFFFF)  # larger than any rank
+BEYOND = tl.constexpr(1 << 62)  # larger than any place in the order
 ONE = tl.constexpr(2.0**39)  # the weight of a row's most probable token
+EXACT = {"enable_fp_fusion": False}  # a product and a sum are rounded each, as on a CPU
 
 
 def draw_rows(logits: torch.Tensor, draws: Draws, history: History | None) -> tuple[torch.Tensor, torch.Tensor]:
     """See `draw.draw`. The launches depend on shapes alone: a captured CUDA graph follows the tensors' contents."""
     b, n, vocabulary = logits.shape
-    assert vocabulary < 1 << 24, "a row's weight has 64 bits, and a token 24 of a search's key"
+    assert vocabulary < 1 << 24, "a row's weight has 64 bits, and a token 24 of its place in the order"
     assert draws.keys.shape == (b, n, 2), "one key per row"
     assert draws.keys.is_contiguous(), "keys lie side by side"
     if history is not None:
@@ -39,23 +40,28 @@ def draw_rows(logits: torch.Tensor, draws: Draws, history: History | None) -> tu
     assert logits.stride(2) == 1, "a row's logits lie side by side"
     chunks, rows, device = -(-vocabulary // CHUNK), b * n, logits.device
     tops = torch.empty((rows, chunks), dtype=torch.float32, device=device)
-    bins = torch.zeros((rows, BINS + 1), dtype=torch.int64, device=device)  # the last: how long the list is
-    noisy = torch.empty((rows, chunks), dtype=torch.float64, device=device)
-    winners = torch.empty((rows, chunks), dtype=torch.int32, device=device)
-    listed = torch.empty((rows, vocabulary), dtype=torch.float32, device=device)
-    listed_ids = torch.empty((rows, vocabulary), dtype=torch.int32, device=device)
+    peaks = torch.empty((rows, chunks * (CHUNK // PEAK)), dtype=torch.float32, device=device)
+    floors = torch.empty(rows, dtype=torch.int32, device=device)
+    masses = torch.empty((rows, chunks), dtype=torch.int64, device=device)
+    bests = torch.empty((rows, chunks), dtype=torch.float64, device=device)
+    winners = torch.empty((rows, chunks), dtype=torch.int64, device=device)
+    sizes = torch.empty(rows, dtype=torch.int32, device=device)  # of the list, which is:
+    ids = torch.empty((rows, vocabulary), dtype=torch.int32, device=device)
+    values = torch.empty((rows, vocabulary), dtype=torch.float32, device=device)
+    noisies = torch.empty((rows, vocabulary), dtype=torch.float64, device=device)
     tokens = torch.empty((b, n), dtype=torch.int32, device=device)
     value = torch.empty((b, n), dtype=torch.float32, device=device)
-    source = (logits, logits.stride(0), logits.stride(1), n, vocabulary)
-    filters = (draws.temperature, draws.top_k, draws.top_p)
-    found = (draws.min_p, draws.keys, tops, bins, noisy, winners, listed, listed_ids)
-    octave = BINS.bit_length() - 5  # bits of a bin's number within its octave
-    sizes = {"CHUNK": CHUNK, "PAD": triton.next_power_of_2(chunks), "BINS": BINS, "enable_fp_fusion": False}
+    source = (logits, logits.stride(0), logits.stride(1), n, vocabulary, draws.temperature)
+    filters = (draws.top_k, draws.top_p)
+    found = (draws.min_p, tops, masses, bests, winners, sizes, ids, values, noisies)
+    pad = triton.next_power_of_2(chunks)
     # fmt: off
-    _tops[(chunks, rows)](*source, draws.temperature, tops, CHUNK=CHUNK, enable_fp_fusion=False)
-    _survey[(chunks, rows)](*source, *filters, tops, bins, SHIFT=23 - octave, **sizes)
-    _sort_out[(chunks, rows)](*source, *filters, *found, SHIFT=23 - octave, num_warps=8, **sizes)
-    _pick[(rows,)](*source, *filters, *found, tokens, value, BLOCK=BLOCK, num_warps=8, **sizes)
+    _peaks[(chunks, rows)](*source, tops, peaks, sizes, CHUNK=CHUNK, PEAK=PEAK, **EXACT)
+    _floor[(rows,)](
+        n, vocabulary, draws.temperature, *filters, peaks, peaks.shape[1], floors, BLOCK=BLOCK, num_warps=8, **EXACT
+    )
+    _list[(chunks, rows)](*source, *filters, *found, draws.keys, floors, CHUNK=CHUNK, PAD=pad, num_warps=8, **EXACT)
+    _pick[(rows,)](*source, *filters, *found, chunks, tokens, value, PAD=pad, BLOCK=BLOCK, num_warps=8, **EXACT)
     # fmt: on
     return tokens, value
 
@@ -78,7 +84,7 @@ def _with_history(logits: torch.Tensor, draws: Draws, history: History) -> torch
         draws.repetition, draws.presence, draws.frequency,
         history.prompt, history.said, history.bias, history.rows, history.lengths, history.ids, history.depths,
         history.paths, depth, out,
-        CHUNK=CHUNK, PAD_D=triton.next_power_of_2(depth), OTHERS=32, enable_fp_fusion=False,
+        CHUNK=CHUNK, PAD_D=triton.next_power_of_2(depth), OTHERS=32, **EXACT,
     )
     # fmt: on
     return out
@@ -181,12 +187,6 @@ def _weight(distance):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _bin(distance, BINS: tl.constexpr, SHIFT: tl.constexpr):  # type: ignore[no-untyped-def]
-    bits = distance.to(tl.int32, bitcast=True)
-    return tl.minimum(tl.maximum((bits - 0x3C800000) >> SHIFT, 0), BINS - 1)  # 0x3C800000: 2⁻⁶
-
-
-@triton.jit
 def _rank(x):  # type: ignore[no-untyped-def]
     """An integer that is the smaller, the larger x is; both zeros have the same."""
     bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
@@ -210,20 +210,25 @@ def _noisy(x, token, keys, row, temperature):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _best(noisy, token, among):  # type: ignore[no-untyped-def]
-    """The largest and its token, the smaller one of equals."""
-    best = tl.max(tl.where(among, noisy, float("-inf")), 0)
-    return best, tl.min(tl.where(among & (noisy == best), token, NOBODY), 0)
+def _order(distance, token):  # type: ignore[no-untyped-def]
+    """An integer that is the smaller, the earlier a nucleus takes the token: by distance, then by id."""
+    return (distance.to(tl.int32, bitcast=True).to(tl.int64) << 24) | token
 
 
 @triton.jit
-def _filters(temperature, top_k, top_p, sequence, vocabulary, top):  # type: ignore[no-untyped-def]
+def _best(noisy, order, among):  # type: ignore[no-untyped-def]
+    """The largest, and the first in order that has it."""
+    best = tl.max(tl.where(among, noisy, float("-inf")), 0)
+    return best, tl.min(tl.where(among & (noisy == best), order, BEYOND), 0)
+
+
+@triton.jit
+def _filters(temperature, top_k, top_p, sequence, vocabulary):  # type: ignore[no-untyped-def]
     """temperature, k and p, and whether k and p leave anything out."""
     t = tl.load(temperature + sequence)
     k = tl.load(top_k + sequence)
     p = tl.load(top_p + sequence)
-    able = (t > 0) & (top == top)
-    return t, k, p, able & (k > 0) & (k < vocabulary), able & (p < 1)
+    return t, k, p, (t > 0) & (k > 0) & (k < vocabulary), (t > 0) & (p < 1)
 
 
 @triton.jit
@@ -233,183 +238,159 @@ def _share(p, mass):  # type: ignore[no-untyped-def]
     return tl.ceil(p.to(tl.float64) * mass.to(tl.float32).to(tl.float64)).to(tl.int64)
 
 
-# ---- the launches, chunk by chunk
+# ---- the launches
 
 
+# fmt: off
 @triton.jit(do_not_specialize=["temperature", "by_sequence", "by_row", "n"])
-def _tops(logits, by_sequence, by_row, n, vocabulary, temperature, tops, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _peaks(  # type: ignore[no-untyped-def]
+    logits, by_sequence, by_row, n, vocabulary, temperature, tops, peaks, sizes,
+    CHUNK: tl.constexpr, PEAK: tl.constexpr,
+):
+    # fmt: on
     chunk, row, chunks = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
     logits += (row // n).to(tl.int64) * by_sequence + (row % n).to(tl.int64) * by_row
     at = chunk * CHUNK + tl.arange(0, CHUNK)
     x = _scaled(logits, at, at < vocabulary, tl.load(temperature + row // n))
     bad = tl.max((x != x).to(tl.int32), 0) > 0
-    top = tl.max(tl.where(x == x, x, float("-inf")), 0)
-    tl.store(tops + row * chunks + chunk, tl.where(bad, float("nan"), top))
-
-
-# fmt: off
-@triton.jit(do_not_specialize=["temperature", "top_k", "top_p", "by_sequence", "by_row", "n"])
-def _survey(  # type: ignore[no-untyped-def]
-    logits, by_sequence, by_row, n, vocabulary, temperature, top_k, top_p, tops, bins,
-    CHUNK: tl.constexpr, PAD: tl.constexpr, BINS: tl.constexpr, SHIFT: tl.constexpr,
-):
-    # fmt: on
-    chunk, row, chunks = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
-    sequence = row // n
-    top = _top(tops, row, chunks, PAD)
-    t, _k, _p, by_k, by_p = _filters(temperature, top_k, top_p, sequence, vocabulary, top)
-    if (by_k | by_p) == 0:
-        return
-    logits += sequence.to(tl.int64) * by_sequence + (row % n).to(tl.int64) * by_row
-    at = chunk * CHUNK + tl.arange(0, CHUNK)
-    distance = _distance(_scaled(logits, at, at < vocabulary, t), top)
-    each = tl.where(by_k, 1, _weight(distance))
-    place = row.to(tl.int64) * (BINS + 1) + _bin(distance, BINS, SHIFT)
-    tl.atomic_add(bins + place, each, mask=(at < vocabulary) & (each > 0), sem="relaxed")
+    peak = tl.max(tl.reshape(tl.where(x == x, x, float("-inf")), (CHUNK // PEAK, PEAK)), 1)
+    tl.store(peaks + (row * chunks + chunk).to(tl.int64) * (CHUNK // PEAK) + tl.arange(0, CHUNK // PEAK), peak)
+    tl.store(tops + row * chunks + chunk, tl.where(bad, float("nan"), tl.max(peak, 0)))
+    if chunk == 0:
+        tl.store(sizes + row, 0)
 
 
 @triton.jit
-def _end(bins, row, k, p, by_k, BINS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The bin in which the top k or the nucleus ends, what lies before it, and what all bins hold."""
-    number = tl.arange(0, BINS)
-    within = tl.cumsum(tl.load(bins + row.to(tl.int64) * (BINS + 1) + number), 0)
-    total = tl.max(within, 0)
-    last = tl.min(tl.where(within >= tl.where(by_k, k.to(tl.int64), _share(p, total)), number, BINS - 1), 0)
-    return last, tl.max(tl.where(number < last, within, 0), 0), total
-
-
-# fmt: off
-@triton.jit(do_not_specialize=["temperature", "top_k", "top_p", "min_p", "keys", "by_sequence", "by_row", "n"])
-def _sort_out(  # type: ignore[no-untyped-def]
-    logits, by_sequence, by_row, n, vocabulary, temperature, top_k, top_p,
-    min_p, keys, tops, bins, noisy, winners, listed, listed_ids,
-    CHUNK: tl.constexpr, PAD: tl.constexpr, BINS: tl.constexpr, SHIFT: tl.constexpr,
-):
-    # fmt: on
-    chunk, row, chunks = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
-    sequence = row // n
-    top = _top(tops, row, chunks, PAD)
-    t, k, p, by_k, by_p = _filters(temperature, top_k, top_p, sequence, vocabulary, top)
-    logits += sequence.to(tl.int64) * by_sequence + (row % n).to(tl.int64) * by_row
-    at = chunk * CHUNK + tl.arange(0, CHUNK)
-    x = _scaled(logits, at, at < vocabulary, t)
-    distance = _distance(x, top)
-    sure = at < vocabulary
-    if by_k | by_p:
-        last, _before, _total = _end(bins, row, k, p, by_k, BINS)
-        number = _bin(distance, BINS, SHIFT)
-        first = tl.where(by_k, 0, last)
-        unsure = sure & (number >= first) & (number <= last)
-        sure &= number < first
-        place = tl.cumsum(unsure.to(tl.int32), 0)
-        many = tl.max(place, 0)
-        if many > 0:
-            size = bins + row.to(tl.int64) * (BINS + 1) + BINS
-            place += tl.atomic_add(size, many.to(tl.int64), sem="relaxed").to(tl.int32) - 1
-            tl.store(listed + row.to(tl.int64) * vocabulary + place, x, mask=unsure)
-            tl.store(listed_ids + row.to(tl.int64) * vocabulary + place, at, mask=unsure)
-    if t > 0:
-        sure &= tl.exp(-distance) >= tl.load(min_p + sequence)
-    best = tl.full((), float("-inf"), tl.float64)
-    winner = tl.full((), NOBODY, tl.int32)
-    if tl.max(sure.to(tl.int32), 0) > 0:
-        best, winner = _best(_noisy(x, at, keys, row, t), at, sure)
-    tl.store(noisy + row * chunks + chunk, best)
-    tl.store(winners + row * chunks + chunk, winner)
-
-
-# ---- the list, row by row
-
-
-@triton.jit
-def _order(distance, token):  # type: ignore[no-untyped-def]
-    """An integer that is the smaller, the earlier a nucleus takes the token."""
-    return (distance.to(tl.int32, bitcast=True).to(tl.int64) << 24) | token
-
-
-@triton.jit
-def _keyed(listed, listed_ids, at, size, top, limit, BY_K: tl.constexpr):  # type: ignore[no-untyped-def]
-    """By rank, and one each; or by distance and token, and what they weigh, without those whose rank is beyond the
-    limit."""
-    x = tl.load(listed + at, mask=at < size, other=float("-inf"))
-    key = _rank(x).to(tl.int64)
-    weight = ((at < size) & (key <= limit)).to(tl.int64)
-    if not BY_K:
-        distance = _distance(x, top)
-        key = _order(distance, tl.load(listed_ids + at, mask=at < size, other=0))
-        weight *= _weight(distance)
-    return key, weight
-
-
-@triton.jit
-def _search(listed, listed_ids, size, top, limit, target, BY_K: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The smallest key that reaches `target`, together with all smaller ones. Most lists are one block."""
+def _kth(values, size, k, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The rank of the k-th largest, by halving what lies between the first and the last."""
     one = tl.arange(0, BLOCK)
-    key, weight = _keyed(listed, listed_ids, one, size, top, limit, BY_K)
-    lows, highs = tl.where(weight > 0, key, BEYOND), tl.where(weight > 0, key, -BEYOND)
+    ranks = _ranks(values, one, size)  # the first block stays at hand, and mostly there is no other
+    lows, highs = ranks, tl.where(one < size, ranks, ~NOBODY)
     for start in range(BLOCK, size, BLOCK):
-        other, mass = _keyed(listed, listed_ids, start + one, size, top, limit, BY_K)
-        lows = tl.minimum(lows, tl.where(mass > 0, other, BEYOND))
-        highs = tl.maximum(highs, tl.where(mass > 0, other, -BEYOND))
+        more = _ranks(values, start + one, size)
+        lows = tl.minimum(lows, more)
+        highs = tl.maximum(highs, tl.where(start + one < size, more, ~NOBODY))
     first, last = tl.min(lows, 0), tl.max(highs, 0)
     while first < last:
-        middle = first + (last - first) // 2
-        sums = tl.where(key <= middle, weight, 0)
+        middle = (first & last) + ((first ^ last) >> 1)  # their mean, rounded down, even if their sum has 33 bits
+        counts = (ranks <= middle).to(tl.int32)
         for start in range(BLOCK, size, BLOCK):
-            other, mass = _keyed(listed, listed_ids, start + one, size, top, limit, BY_K)
-            sums += tl.where(other <= middle, mass, 0)
-        enough = tl.sum(sums, 0) >= target
+            counts += (_ranks(values, start + one, size) <= middle).to(tl.int32)
+        enough = tl.sum(counts, 0) >= k
         first, last = tl.where(enough, first, middle + 1), tl.where(enough, middle, last)
     return first
 
 
+@triton.jit
+def _ranks(values, at, size):  # type: ignore[no-untyped-def]
+    return tl.where(at < size, _rank(tl.load(values + at, mask=at < size, other=0.0)), NOBODY)
+
+
+@triton.jit(do_not_specialize=["temperature", "top_k", "top_p", "n", "many"])
+def _floor(n, vocabulary, temperature, top_k, top_p, peaks, many, floors, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0)
+    _t, k, _p, by_k, _by_p = _filters(temperature, top_k, top_p, row // n, vocabulary)
+    floor = tl.full((), NOBODY, tl.int32)
+    if by_k & (k <= many):
+        floor = _kth(peaks + row.to(tl.int64) * many, many, k, BLOCK)
+    tl.store(floors + row, floor)
+
+
 # fmt: off
-@triton.jit(do_not_specialize=["temperature", "top_k", "top_p", "min_p", "keys", "by_sequence", "by_row", "n",
+@triton.jit(do_not_specialize=["temperature", "top_k", "top_p", "min_p", "keys", "by_sequence", "by_row", "n"])
+def _list(  # type: ignore[no-untyped-def]
+    logits, by_sequence, by_row, n, vocabulary, temperature, top_k, top_p,
+    min_p, tops, masses, bests, winners, sizes, ids, values, noisies, keys, floors,
+    CHUNK: tl.constexpr, PAD: tl.constexpr,
+):
+    # fmt: on
+    chunk, row, chunks = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
+    sequence = row // n
+    top = _top(tops, row, chunks, PAD)
+    t, _k, p, by_k, by_p = _filters(temperature, top_k, top_p, sequence, vocabulary)
+    logits += sequence.to(tl.int64) * by_sequence + (row % n).to(tl.int64) * by_row
+    at = chunk * CHUNK + tl.arange(0, CHUNK)
+    x = _scaled(logits, at, at < vocabulary, t)
+    distance = _distance(x, top)
+    able = (at < vocabulary) & (_rank(x) <= tl.load(floors + row))
+    if by_p & (by_k == 0):
+        # The nucleus ends where all V tokens together no longer weigh 1 - p; one more, for the rounding of sums.
+        able &= distance <= tl.log(vocabulary / (1 - p)) + 1
+        tl.store(masses + row * chunks + chunk, tl.sum(tl.where(at < vocabulary, _weight(distance), 0), 0))
+    best = tl.full((), float("-inf"), tl.float64)
+    winner = tl.full((), BEYOND, tl.int64)
+    if tl.max(able.to(tl.int32), 0) > 0:
+        noisy = _noisy(x, at, keys, row, t)
+        likely = able & (tl.exp(-distance) >= tl.where(t > 0, tl.load(min_p + sequence), 0.0))
+        best, winner = _best(noisy, _order(distance, at), likely)
+        if by_k | by_p:
+            place = tl.cumsum(able.to(tl.int32), 0) - 1
+            place += tl.atomic_add(sizes + row, tl.max(place, 0) + 1, sem="relaxed")
+            begin = row.to(tl.int64) * vocabulary
+            tl.store(ids + begin + place, at, mask=able)
+            tl.store(values + begin + place, x, mask=able)
+            tl.store(noisies + begin + place, noisy, mask=able)
+    tl.store(bests + row * chunks + chunk, best)
+    tl.store(winners + row * chunks + chunk, winner)
+
+
+@triton.jit
+def _before(ids, values, noisies, size, top, limit, end, least, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Of the listed tokens up to rank `limit`: what those before `end` weigh, and who is drawn among them."""
+    sums = tl.zeros((BLOCK,), tl.int64)
+    bests = tl.full((BLOCK,), float("-inf"), tl.float64)
+    winners = tl.full((BLOCK,), BEYOND, tl.int64)
+    for start in range(0, size, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        x = tl.load(values + at, mask=at < size, other=0.0)
+        noisy = tl.load(noisies + at, mask=at < size, other=0.0)
+        distance = _distance(x, top)
+        order = _order(distance, tl.load(ids + at, mask=at < size, other=0))
+        inside = (at < size) & (_rank(x) <= limit) & (order < end)
+        sums += tl.where(inside, _weight(distance), 0)
+        likely = inside & (tl.exp(-distance) >= least)
+        better = likely & ((noisy > bests) | ((noisy == bests) & (order < winners)))
+        bests, winners = tl.where(better, noisy, bests), tl.where(better, order, winners)
+    _, winner = _best(bests, winners, winners < BEYOND)
+    return tl.sum(sums, 0), winner
+
+
+# fmt: off
+@triton.jit(do_not_specialize=["temperature", "top_k", "top_p", "min_p", "by_sequence", "by_row", "n", "chunks",
                                "tokens", "value"])
 def _pick(  # type: ignore[no-untyped-def]
     logits, by_sequence, by_row, n, vocabulary, temperature, top_k, top_p,
-    min_p, keys, tops, bins, noisy, winners, listed, listed_ids, tokens, value,
-    CHUNK: tl.constexpr, PAD: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr,
+    min_p, tops, masses, bests, winners, sizes, ids, values, noisies, chunks, tokens, value,
+    PAD: tl.constexpr, BLOCK: tl.constexpr,
 ):
     # fmt: on
-    row, chunks = tl.program_id(0), (vocabulary + CHUNK - 1) // CHUNK
+    row = tl.program_id(0)
     sequence = row // n
     top = _top(tops, row, chunks, PAD)
-    t, k, p, by_k, by_p = _filters(temperature, top_k, top_p, sequence, vocabulary, top)
+    _t, k, p, by_k, by_p = _filters(temperature, top_k, top_p, sequence, vocabulary)
     chunk = row * chunks + tl.arange(0, PAD)
     there = tl.arange(0, PAD) < chunks
-    sure = tl.load(noisy + chunk, mask=there, other=float("-inf"))
-    best, winner = _best(sure, tl.load(winners + chunk, mask=there, other=NOBODY), there)
-    if by_k | by_p:
-        listed += row.to(tl.int64) * vocabulary
-        listed_ids += row.to(tl.int64) * vocabulary
-        size = tl.load(bins + row.to(tl.int64) * (BINS + 1) + BINS).to(tl.int32)
-        limit = tl.full((), BEYOND, tl.int64)  # the last rank of the top k
-        edge = tl.full((), BEYOND, tl.int64)  # the last distance and token of the nucleus
-        target = tl.zeros((), tl.int64)
+    best = tl.load(bests + chunk, mask=there, other=0.0)
+    _, winner = _best(best, tl.load(winners + chunk, mask=there, other=BEYOND), there)
+    if (by_k | by_p) & (top == top):
+        begin = row.to(tl.int64) * vocabulary
+        ids += begin
+        values += begin
+        noisies += begin
+        size, least = tl.load(sizes + row), tl.load(min_p + sequence)
+        limit = tl.full((), NOBODY, tl.int32)
         if by_k:
-            limit = _search(listed, listed_ids, size, top, limit, k.to(tl.int64), True, BLOCK)
-            sums = tl.zeros((BLOCK,), tl.int64)
-            for start in range(0, size, BLOCK):
-                _key, mass = _keyed(listed, listed_ids, start + tl.arange(0, BLOCK), size, top, limit, False)
-                sums += mass
-            target = _share(p, tl.sum(sums, 0))
+            limit = _kth(values, size, k, BLOCK)
+            mass, winner = _before(ids, values, noisies, size, top, limit, BEYOND, least, BLOCK)
         else:
-            _last, before, total = _end(bins, row, k, p, by_k, BINS)
-            target = _share(p, total) - before
+            mass = tl.sum(tl.load(masses + chunk, mask=there, other=0), 0)
         if by_p:
-            edge = _search(listed, listed_ids, size, top, limit, target, False, BLOCK)
-        least = tl.load(min_p + sequence)
-        for start in range(0, size, BLOCK):
-            at = start + tl.arange(0, BLOCK)
-            x = tl.load(listed + at, mask=at < size, other=float("-inf"))
-            token = tl.load(listed_ids + at, mask=at < size, other=0)
-            distance = _distance(x, top)
-            kept = (at < size) & (_rank(x) <= limit) & (_order(distance, token) <= edge) & (tl.exp(-distance) >= least)
-            found, who = _best(_noisy(x, token, keys, row, t), token, kept)
-            winner = tl.where(found > best, who, tl.where(found == best, tl.minimum(who, winner), winner))
-            best = tl.maximum(best, found)
-    winner = tl.where(winner < vocabulary, winner, 0)
+            enough = _share(p, mass)
+            before, another = _before(ids, values, noisies, size, top, limit, winner, least, BLOCK)
+            while (before >= enough) & (another < BEYOND):
+                winner = another
+                before, another = _before(ids, values, noisies, size, top, limit, winner, least, BLOCK)
+    token = tl.minimum(winner & 0xFFFFFF, vocabulary - 1).to(tl.int32)
     logits += sequence.to(tl.int64) * by_sequence + (row % n).to(tl.int64) * by_row
-    tl.store(tokens + row, winner)
-    tl.store(value + row, tl.where(top == top, tl.load(logits + winner).to(tl.float32), float("nan")))
+    tl.store(tokens + row, token)
+    tl.store(value + row, tl.where(top == top, tl.load(logits + token).to(tl.float32), float("nan")))

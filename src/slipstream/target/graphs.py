@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,8 @@ log = logging.getLogger("slipstream")
 
 ROWS = (1, 8, 16, 32, 64, 128)
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
+READING = (32, 128)  # rows of the steps that read prompts: few, since each is captured
+REPLAYED = 512  # tokens of a prompt that are read by such steps
 FIRST_CAPACITY = 1024  # every growth captures anew, and capacity that isn't used costs nothing but memory
 
 
@@ -87,31 +89,56 @@ class GraphTarget(TreeTarget):
         finally:
             self._config._attn_implementation_internal, steps.under_way = kept, None
 
+    def prefill(self, slot: Slot, tokens: Sequence[int], want: Want) -> Iterator[Scores]:
+        """Short prompts, and the ends of long ones, in replayed steps too: an ordinary forward launches kernel after
+        kernel, which takes a small model many times as long."""
+        if any(s is not None and needs_history(s.sampling) for s in want.samplers):
+            want = replace(want, samplers=())  # penalties of an output that has not begun: the sampler's own business
+        bulk = -(-max(0, len(tokens) - REPLAYED) // self.chunk) * self.chunk
+        yield from super().prefill(slot, tokens[:bulk], want)
+        for start in range(bulk, len(tokens), ROWS[-1]):
+            part = tokens[start : start + ROWS[-1]]
+            step = self._replay([slot], [TokenTree.chain(part[0], part[1:])], bucket(len(part), READING), want)
+            self.commit(slot, range(len(part)))
+            last = slice(len(part) - 1, len(part))
+            hidden = {layer: h[0, : len(part)] for layer, h in step.hidden.items()}
+            scores = Scores(step.by_sequence[0][last], hidden, step.host.positions[0, last].copy())
+            if self._followed(want.samplers, 1):
+                scores.take(step.tokens[0, last], step.values[0, last])
+            yield scores
+
     @torch.inference_mode()
     def score(self, slots: Sequence[Slot], trees: Sequence[TokenTree], want: Want, known: int = 0) -> list[Scores]:
         if known:
             return super().score(slots, trees, want, known)
-        batch, rows = bucket(len(slots), BATCHES), self._rows(slots, trees, want)
+        step = self._replay(slots, trees, self._rows(slots, trees, want), want)
+        chosen, tokens, values = self._followed(want.samplers, len(slots)), step.tokens, step.values
+        found = []
+        for i, tree in enumerate(trees):
+            hidden = {layer: h[i, : len(tree)] for layer, h in step.hidden.items()}
+            scores = Scores(step.by_sequence[i], hidden, step.host.positions[i].copy())
+            if chosen:
+                scores.take(tokens[i], values[i])
+            found.append(scores)
+        return found
+
+    @torch.inference_mode()
+    def _replay(self, slots: Sequence[Slot], trees: Sequence[TokenTree], rows: int, want: Want) -> FixedStep:
+        """One step for all of them, done."""
         self.pool.reserve(len(self._slots), max(slot.length for slot in slots) + rows)
-        chooses = len(want.samplers) == len(slots) and all(
-            s is not None and drawable(s.sampling) for s in want.samplers
-        )
-        samplers = want.samplers if chooses else ()
-        step = self._step(batch, rows, want.layers, choice(samplers))
+        samplers = self._followed(want.samplers, len(slots))
+        step = self._step(bucket(len(slots), BATCHES), rows, want.layers, choice(samplers))
         for slot, tree in zip(slots, trees, strict=True):
             slot.tree = tree
         self._fill(step.host, slots, trees)
         self._tell(step, slots, trees, samplers)
         step()
-        tokens, values = step.tokens, step.values
-        found = []
-        for i, tree in enumerate(trees):
-            hidden = {layer: h[i, : len(tree)] for layer, h in step.hidden.items()}
-            scores = Scores(step.by_sequence[i], hidden, step.host.positions[i].copy())
-            if chooses:
-                scores.take(tokens[i], values[i])
-            found.append(scores)
-        return found
+        return step
+
+    def _followed(self, samplers: Sequence[Sampler | None], count: int) -> Sequence[Sampler | None]:
+        """The samplers by whose rules a step chooses; nobody's, if one of them can't be followed."""
+        able = len(samplers) == count and all(s is not None and drawable(s.sampling) for s in samplers)
+        return samplers if able else ()
 
     def _rows(self, slots: Sequence[Slot], trees: Sequence[TokenTree], want: Want) -> int:
         """How many rows to compute. Fewer than wanted only where that changes no bit."""
@@ -181,7 +208,7 @@ class GraphTarget(TreeTarget):
         for i, (slot, tree, sampler) in enumerate(zip(slots, trees, samplers, strict=True)):
             assert sampler is not None, "a step that draws has all samplers"
             host.draws.put(i, sampler.sampling)
-            positions = sampler.position + tree.depths
+            positions = slot.length + tree.depths + 1  # of the tokens after the nodes
             host.draws.keys[i, : len(tree)] = noise_keys(sampler.seed, sampler.sample_index, positions)
             if step.history is None:
                 continue

@@ -18,6 +18,7 @@ import torch
 
 from slipstream.errors import OptionError
 from slipstream.heads.base import Head
+from slipstream.heads.ranks import measure
 from slipstream.training import checkpoint
 from slipstream.training.data import Order, Texts, cut
 from slipstream.training.log import Log
@@ -27,6 +28,7 @@ from slipstream.training.teacher import Teacher
 
 Watch = Callable[[int, float, dict[str, Any]], None]  # step, of how many (0: not known yet), a line of the log or {}
 DEPTHS = 5  # whose accuracy is told
+MEASURED = 16  # tokens that a text has at least whose ranks are looked at
 _HELD_OUT = 256  # texts that are looked at in an evaluation, at most
 
 
@@ -223,6 +225,20 @@ class Loop:
                 found += hits(unrolled, batch, self.teacher)
         right, made = self.processes.sum(found).T.tolist()
         return [r / max(1, m) for r, m in zip(right, made, strict=True)]
+
+    def ranks(self, texts: int = 32) -> list[list[float]]:
+        """How often the head's guess of each rank is right at each depth, on some held-out texts: for static trees."""
+        table, weight = np.zeros(0), 0
+        for i in range(min(texts, len(self.held_out))):
+            tokens = self.held_out.batch(np.array([i])).tokens.to(self.teacher.device)
+            if tokens.shape[1] < MEASURED:
+                continue
+            states, _ = self.teacher.read(tokens)
+            with self._precision():
+                found = np.array(measure(self.head, states, tokens))
+            table = found * tokens.shape[1] + (table if weight else 0)
+            weight += tokens.shape[1]
+        return (table / max(1, weight)).tolist()
 
     def _precision(self) -> AbstractContextManager[Any]:
         if self.teacher.device.type == "cuda":

@@ -10,6 +10,7 @@ from typing import Any
 from slipstream.errors import OptionError
 from slipstream.heads import HEADS, save_head
 from slipstream.heads.base import Head, Lender
+from slipstream.heads.ranks import save_tree, tune
 from slipstream.training import checkpoint, recipes
 from slipstream.training.data import Texts, read_texts
 from slipstream.training.log import Log
@@ -17,6 +18,9 @@ from slipstream.training.loop import Loop, Plan, Watch
 from slipstream.training.losses import Weights
 from slipstream.training.processes import Processes
 from slipstream.training.teacher import Teacher
+
+STATIC = ("medusa", "eagle")  # heads that can draft along a static tree
+TREE_NODES = 64
 
 DRAFT_VOCAB = 8192
 _FREE = ("steps", "epochs", "minutes", "log_every", "eval_every", "save_every", "accumulate")  # may change in between
@@ -110,6 +114,8 @@ def train(
             log.close()
     if processes.rank == 0:
         save_head(head, folder)
+        if lesson.head in STATIC and (ranks := loop.ranks()):
+            save_tree(tune(ranks, TREE_NODES), folder)
         checkpoint.remove(folder)
     processes.wait()
     return Trained(loop.accuracy, loop.step, loop.seconds, sum(p.numel() for p in loop.parameters))

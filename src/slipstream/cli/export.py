@@ -1,0 +1,38 @@
+"""export: the command that writes heads for others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from slipstream.cli import options as o
+from slipstream.cli.terminal import busy, ensure_embedded, out
+
+
+def export(
+    head: Annotated[str, typer.Argument(metavar="HEAD", help="The folder of a head, or a hub id.")],
+    out_folder: Annotated[Path, typer.Option("--out", help="A new folder.")],
+    layout: Annotated[
+        str | None,
+        typer.Option(help="speculators: EAGLE-3 as vLLM loads it. Default: the head's own published layout."),
+    ] = None,
+    model: o.Model = None,
+    trust_remote_code: o.Trust = False,
+) -> None:
+    """Write a head in the layout it is published in, with everything that it shares with its target."""
+    from slipstream.errors import OptionError
+
+    if out_folder.exists() and any(out_folder.iterdir()):
+        raise OptionError(f"{out_folder} is there already: name a new folder")
+    if model is None:
+        ensure_embedded()
+    with busy("loading the model"):
+        from slipstream.heads import export_head, load_head
+        from slipstream.target import load_model
+
+        target, _ = load_model(model, device="cpu", trust_remote_code=trust_remote_code)
+        found = load_head(head, target)
+    export_head(found, out_folder, layout)
+    out.print(f"wrote {found.kind} for {found.config.target or 'its target'} to {out_folder}", markup=False)

@@ -1,0 +1,38 @@
+"""eagle: one layer predicts the target's next states and drafts from them, as a tree that grows where it is sure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from slipstream.heads.eagle import Eagle
+from slipstream.heads.features import FeatureDrafter, FeatureOptions
+from slipstream.heads.growth import Growth
+from slipstream.heads.ranks import FILE, assumed, read_tree, tune
+
+
+@dataclass(frozen=True)
+class EagleOptions(FeatureOptions):
+    # True: which nodes are continued, and which are kept, follows from their probabilities (EAGLE-2). False: a tree of
+    # fixed ranks (EAGLE-1), from tree.json beside the head if there is one.
+    dynamic: bool = True
+
+
+class EagleDrafter(FeatureDrafter):
+    kind = "eagle"
+    Options = EagleOptions
+    head: Eagle
+
+    @classmethod
+    def trials(cls, model: Any) -> list[dict[str, Any]]:
+        return [{"drafter_path": Eagle.fresh(model), "depth": 4, "width": 4}]
+
+    def grows(self, guessable: int) -> Growth:
+        options = self.options
+        if options.dynamic:
+            return super().grows(guessable)
+        if self.folder is not None and (self.folder / FILE).is_file():
+            paths = [path for path in read_tree(self.folder / FILE) if len(path) <= options.depth]
+        else:
+            paths = tune(assumed(options.depth, min(options.width, guessable)), options.nodes)
+        return Growth.static(paths[: options.nodes], guessable, self.device)

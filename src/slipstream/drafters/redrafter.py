@@ -1,0 +1,25 @@
+"""redrafter: beams of a small recurrent network, which reads the target's last state beside what it drafted so far."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from slipstream.heads.beams import BeamDrafter, Carry
+from slipstream.heads.redrafter import ReDrafter
+
+
+class RecurrentDrafter(BeamDrafter):
+    kind = "redrafter"
+    head: ReDrafter
+
+    def start(self, *inputs: Tensor) -> Carry:
+        states, roots = inputs
+        return states[:, None], self.head.start(states, roots)[:, None]
+
+    def logits(self, carry: Carry, depth: int) -> Tensor:  # noqa: ARG002
+        states, memory = carry  # (b, 1, H), (b, w, H)
+        return self.head.logits(states.expand(-1, memory.shape[1], -1), memory)
+
+    def advance(self, carry: Carry, chain: Tensor, tokens: Tensor, depth: int) -> Carry:  # noqa: ARG002
+        states, memory = carry
+        return states, self.head.advance(memory.take_along_dim(chain[..., None], 1), tokens)

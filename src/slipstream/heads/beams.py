@@ -1,0 +1,142 @@
+"""Chains that a head continues token by token: drawn ones, and beams laid over each other as a tree.
+
+Everything has a fixed shape and happens where the head is. Beams become a tree by comparing them with each other as
+tensors, which is ReDrafter's dynamic tree attention: no trie, and nothing for the host to do.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+
+from slipstream.errors import OptionError
+from slipstream.heads.drafting import HeadDrafter, HeadOptions, pack, pack_chains
+from slipstream.sampling import gumbel
+
+if TYPE_CHECKING:
+    from slipstream.target.base import Target
+
+Carry = Any  # what a head remembers of its chains: up to it
+
+
+class ChainDrafter(HeadDrafter):
+    """A head that can say what follows each of several chains."""
+
+    @abstractmethod
+    def start(self, *inputs: Tensor) -> Carry:
+        """One chain per sequence, which has the root alone."""
+
+    @abstractmethod
+    def logits(self, carry: Carry, depth: int) -> Tensor:
+        """(b, w, V) what follows each chain, `depth` tokens after the root."""
+
+    @abstractmethod
+    def advance(self, carry: Carry, chain: Tensor, tokens: Tensor, depth: int) -> Carry:
+        """Other chains: each is the one numbered chain (b, w') and one of tokens (b, w'), the depth-th, after it."""
+
+    def draws(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        *mine, keys, temperature = inputs
+        carry = self.start(*mine)
+        chain = torch.zeros((len(keys), self.width), dtype=torch.long, device=keys.device)
+        tokens, probability, rows = list[Tensor](), list[Tensor](), list[Tensor]()
+        for depth in range(self.length):
+            if depth:
+                carry = self.advance(carry, chain, tokens[-1], depth)
+                chain = torch.arange(self.width, device=keys.device).expand_as(chain)
+            drawn, p, q = draw(self.logits(carry, depth), keys[:, depth], temperature, 1 if depth else self.width)
+            tokens.append(drawn.flatten(1))  # (b, width)
+            probability.append(p.flatten(1))
+            rows.append(q)  # (b, 1, V), then (b, width, V)
+        return pack_chains(torch.stack(tokens, 2), torch.stack(probability, 2)), torch.cat(rows, 1)
+
+
+def draw(logits: Tensor, key: Tensor, temperature: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """`count` tokens from each row of logits (b, w, V), without replacement and in draw order, with the noise of key
+    (b,). Gives tokens (b, w, count), their probabilities (0: q had no more tokens to give), and q (b, w, V)."""
+    logp = torch.log_softmax(logits.double() / temperature[:, None, None], -1)
+    q = logp.exp()
+    noise = gumbel(cast(Any, key[:, None]), torch.arange(q.shape[-1], device=q.device))[:, None]  # (b, 1, V)
+    # The largest, in order, are draws without replacement.
+    best = (logp + noise).where(q > 0, -torch.inf).topk(count)
+    least = torch.finfo(torch.float32).tiny  # however improbable, a draw stays one on its way to the host
+    p = q.gather(-1, best.indices).clamp(min=least).where(best.values > -torch.inf, 0)
+    return best.indices, p, q
+
+
+@dataclass(frozen=True)
+class BeamOptions(HeadOptions):
+    beams: int = 8  # paths kept at every depth; mode=sample: chains, whose first tokens differ
+    length: int = 5  # of each
+    compress: bool = True  # False: verify what beams share once per beam
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.beams < 1 or self.length < 1:
+            raise OptionError(f"beams and length must be at least 1, found {self.beams} and {self.length}")
+
+
+class BeamDrafter(ChainDrafter):
+    """The head's most probable paths."""
+
+    Options = BeamOptions
+
+    def __init__(self, target: Target, tokenizer: Any, options: BeamOptions) -> None:
+        super().__init__(target, tokenizer, options)
+        self.width = min(options.beams, self.head.config.vocab_size)
+        self.length = min(options.length, self.head.reach or options.length)
+
+    def best(self, *inputs: Tensor) -> Tensor:
+        carry = self.start(*inputs)
+        beams = torch.empty((len(inputs[0]), 1, 0), dtype=torch.long, device=self.device)  # (b, w, depth)
+        logp = torch.empty(beams.shape, device=self.device)  # the same of every token given those before it
+        for depth in range(self.length):
+            x = self.logits(carry, depth).float()  # (b, w, V)
+            some = x.topk(self.width)  # no beam has more than that many children among the best
+            given = some.values - x.logsumexp(-1, keepdim=True)  # (b, w, width)
+            choice = (logp.sum(-1, keepdim=True) + given).flatten(1).topk(self.width).indices  # (b, width)
+            chain = choice // self.width
+            tokens = some.indices.flatten(1).gather(1, choice)
+            beams = _append(beams, chain, tokens)
+            logp = _append(logp, chain, given.flatten(1).gather(1, choice))
+            if depth + 1 < self.length:
+                carry = self.advance(carry, chain, tokens, depth + 1)
+        return overlay(beams, logp.exp(), self.options.compress)
+
+
+def _append(beams: Tensor, chain: Tensor, last: Tensor) -> Tensor:
+    """(b, w, n), (b, w'), (b, w') -> (b, w', n + 1)."""
+    return torch.cat((beams.take_along_dim(chain[..., None], 1), last[..., None]), -1)
+
+
+def prefix_match(beams: Tensor) -> Tensor:
+    """(b, w, n) -> (b, w, n): [·, i, j] is the first beam whose first j + 1 tokens equal beam i's."""
+    same = beams[:, :, None] == beams[:, None]  # (b, w, w, n) token by token
+    spelled = same.int().cumprod(-1)  # the whole prefix
+    return spelled.argmax(2)
+
+
+def overlay(beams: Tensor, probability: Tensor, compress: bool = True) -> Tensor:
+    """Beams (b, w, n) as a tree: (b, 3, w·n), packed. Nodes are numbered depth by depth.
+
+    compress: only the first of equal prefixes becomes a node. Otherwise all do; the others then hang beside the first,
+    without children of their own, so that they cost what they cost and change nothing.
+    """
+    batch, width, length = beams.shape
+    match = prefix_match(beams)
+    kept = match == torch.arange(width, device=beams.device)[:, None]  # (b, w, n)
+    if not compress:
+        kept = torch.ones_like(kept)
+    number = kept.mT.flatten(1).cumsum(1).view(batch, length, width).mT  # from 1, where kept
+    node = number.gather(1, match)
+    parents = torch.nn.functional.pad(node[..., :-1], (1, 0))
+    place = (number - 1).where(kept, width * length).flatten(1)  # the rest go behind the end
+
+    def placed(x: Tensor, empty: int) -> Tensor:
+        room = torch.full((batch, width * length + 1), empty, dtype=x.dtype, device=x.device)
+        return room.scatter(1, place, x.flatten(1))[:, :-1]
+
+    return pack(placed(beams, 0), placed(parents, -1), placed(probability, 0))

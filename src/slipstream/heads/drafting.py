@@ -1,0 +1,309 @@
+"""HeadDrafter: what every drafter with a trained head has in common. Captured: drafting as one launch on a GPU.
+
+A draft is one function of tensors whose shapes don't depend on the request: the last states and the roots go in, nodes
+come out, in one piece that is copied to the host once. What a request may not have of it is cut off there.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from slipstream.drafters.base import Drafter, DraftSession, Proposal, Seen
+from slipstream.errors import DrafterError, OptionError
+from slipstream.heads import HEADS, Head, load_head
+from slipstream.heads.base import Lender
+from slipstream.heads.files import CONFIG, find_folder, read_config
+from slipstream.sampling import noise_key
+from slipstream.tree import TokenTree
+
+if TYPE_CHECKING:
+    from slipstream.budget import Budget
+    from slipstream.request import Request
+    from slipstream.target.base import Target
+
+log = logging.getLogger("slipstream")
+
+MODES = ("best", "sample")
+BATCHES = (1, 2, 4, 8, 16, 32, 64)
+SHIPPED = Path(__file__).parent / "shipped"  # <kind>/: heads for the embedded model
+
+
+@dataclass(frozen=True)
+class HeadOptions:
+    drafter_path: Any = None  # a folder, a hub id or a Head in memory; None: the one shipped for this model
+    mode: str = "best"  # best: the head's most probable tokens; sample: drawn from it, where the request draws
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise OptionError(f"mode={self.mode!r} is unknown: there are {', '.join(MODES)}")
+
+
+class HeadDrafter(Drafter):
+    """Subclasses say what to make of a batch's inputs: `best`, and for mode=sample `draws`."""
+
+    kind: ClassVar[str]
+    Options = HeadOptions
+    # mode=sample: how many chains, and how long. Their first tokens are drawn without replacement.
+    width: int
+    length: int
+
+    def __init__(self, target: Target, tokenizer: Any, options: Any) -> None:
+        super().__init__(target, tokenizer, options)
+        self.head, self.folder = open_head(self.kind, options.drafter_path, target)
+        self.layers = self.head.layers(self.head.lender.layers)
+        self.device = next(self.head.parameters()).device
+        self.captured = Captured(self.best, self.device)
+        self.captured_draws = Captured(self.draws, self.device)
+
+    @classmethod
+    def trials(cls, model: Any) -> list[dict[str, Any]]:
+        """An untrained head. Where the request is greedy, it drafts as in the other mode."""
+        return [{"drafter_path": HEADS[cls.kind].fresh(model), "mode": "sample"}]
+
+    def begin(self, request: Request) -> HeadSession:
+        return HeadSession(self, request)
+
+    @torch.inference_mode()
+    def propose(
+        self, sessions: Sequence[DraftSession], roots: Sequence[int], budgets: Sequence[Budget]
+    ) -> list[Proposal]:
+        mine = cast(Sequence[HeadSession], sessions)
+        trees = [TokenTree.root(root) for root in roots]
+        for drawn, grow in ((False, self._guessed), (True, self._drawn)):
+            group = [i for i, b in enumerate(budgets) if b.nodes > 0 and b.depth > 0 and mine[i].draws == drawn]
+            if group:
+                found = grow([mine[i] for i in group], [roots[i] for i in group], [budgets[i] for i in group])
+                for i, tree in zip(group, found, strict=True):
+                    trees[i] = tree
+        return [Proposal(tree) for tree in trees]
+
+    # ---- on the device
+
+    def inputs(self, sessions: Sequence[HeadSession], roots: Sequence[int], batch: int) -> tuple[Tensor, ...]:
+        """What `best` and `draws` read, padded to `batch` sequences: the last states (b, ·) and the roots (b,)."""
+        spare = batch - len(sessions)
+        states = [session.state for session in sessions]
+        return torch.stack(states + states[:1] * spare), torch.tensor([*roots, *[0] * spare])
+
+    @abstractmethod
+    def best(self, *inputs: Tensor) -> Tensor:
+        """(b, 3, n): nodes as `pack` puts them."""
+
+    @abstractmethod
+    def draws(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """After the inputs of `best` come noise keys (b, length) int64 by depth, and temperatures (b,) float64.
+
+        Gives back (b, 2, width, length) as `pack_chains` puts them, and q (b, 1 + (length - 1)·width, V) float64: a
+        row for the root's children, then depth by depth one for the child of each chain's node.
+        """
+
+    # ---- on the host
+
+    def _guessed(
+        self, sessions: Sequence[HeadSession], roots: Sequence[int], budgets: Sequence[Budget]
+    ) -> list[TokenTree]:
+        batch = bucket(len(sessions), BATCHES)
+        nodes = self.captured(*self.inputs(sessions, roots, batch)).cpu().numpy()
+        return [
+            budget.limit(unpack(root, nodes[i], self.kind))
+            for i, (root, budget) in enumerate(zip(roots, budgets, strict=True))
+        ]
+
+    def _drawn(
+        self, sessions: Sequence[HeadSession], roots: Sequence[int], budgets: Sequence[Budget]
+    ) -> list[TokenTree]:
+        batch = bucket(len(sessions), BATCHES)
+        padded = [*sessions, *[sessions[0]] * (batch - len(sessions))]
+        keys = np.array([s.keys(self.length) for s in padded], np.uint64).view(np.int64)
+        heat = np.array([s.request.sampling.temperature for s in padded])
+        given = self.inputs(sessions, roots, batch)
+        chains, q = self.captured_draws(*given, torch.from_numpy(keys), torch.from_numpy(heat))
+        below = chains.cpu().numpy()
+        return [
+            self._tree_of_draws(roots[i], below[i], q[i] if sessions[i].keeps_q else None, budgets[i])
+            for i in range(len(sessions))
+        ]
+
+    def _tree_of_draws(self, root: int, packed: NDArray[np.int32], q: Tensor | None, budget: Budget) -> TokenTree:
+        """As many chains, and as much of each, as the budget has room for. It looks at no token: a shape chosen by
+        what was drawn would no longer be a draw."""
+        tokens, p = packed[0], packed[1].view(np.float32)  # (width, length)
+        length = min(self.length, budget.depth, budget.nodes)
+        width = min(budget.nodes // length, int((p[:, 0] > 0).sum()))  # q may have fewer tokens to give
+        chain = np.repeat(np.arange(width), length)
+        depth = np.tile(np.arange(length), width)
+        number = 1 + np.arange(width * length)
+        row = np.where(depth < length - 1, 1 + depth * self.width + chain, -1)
+        return TokenTree.build(
+            np.concatenate([[root], tokens[:width, :length].ravel()]),
+            np.concatenate([[-1], np.where(depth == 0, 0, number - 1)]),
+            source=self.kind,
+            raw=np.concatenate([[1.0], p[:width, :length].ravel()]),
+            q=None if q is None else q.clone(),  # the next draft may be written into the same place
+            q_row=None if q is None else np.concatenate([[0], row]),
+        )
+
+
+class HeadSession(DraftSession):
+    """One sequence: the state that chose its root, and its noise."""
+
+    state: Tensor  # (·,) what the head reads: the last row seen
+
+    def __init__(self, drafter: HeadDrafter, request: Request) -> None:
+        self.drafter, self.request = drafter, request
+        self.draws = drafter.options.mode == "sample" and not request.sampling.greedy
+        # Under `match` the draft uses the target's own noise: both then tend to draw the same token.
+        # Rejection sampling needs draws that know nothing of the coins that will judge them.
+        self.keeps_q = self.draws and request.accept.name != "match"
+        self.read = 0  # tokens of the text, the root not counted
+
+    def observe(self, seen: Seen) -> None:
+        self.read = seen.position + len(seen.tokens)
+        if seen.hidden:
+            self.state = self.drafter.head.join(seen.hidden)[-1].clone()  # not the whole chunk it lies in
+
+    def propose(self, root: int, budget: Budget) -> Proposal:
+        return self.drafter.propose([self], [root], [budget])[0]
+
+    def keys(self, depths: int) -> list[int]:
+        """The noise of the tokens after the root, by depth."""
+        stream = "draft" if self.keeps_q else ""
+        r = self.request
+        return [noise_key(r.seed, r.sample, self.read + depth, stream) for depth in range(1, depths + 1)]
+
+
+class Captured:
+    """A function of tensors whose work is set by their shapes alone. On a GPU its first call with certain shapes is
+    captured, and later ones are one launch; elsewhere it is called as it is.
+
+    Inputs may be on the host. What is returned is valid until the next call. The function may write to tensors of its
+    own, but must bear to be run a few times on the same inputs; when those tensors move, `clear`.
+    """
+
+    def __init__(self, function: Callable[..., Any], device: torch.device) -> None:
+        self._function, self._device = function, device
+        self._graphs: dict[tuple[Any, ...], tuple[Any, list[Tensor], Any]] = {}
+        self._memory: Any = None  # what all graphs take theirs from
+        self._captures = device.type == "cuda"
+
+    @torch.inference_mode()
+    def __call__(self, *inputs: Tensor) -> Any:
+        if not self._captures:
+            return self._function(*[x.to(self._device) for x in inputs])
+        shapes = tuple((x.shape, x.dtype) for x in inputs)
+        if shapes not in self._graphs:
+            own = [torch.empty(x.shape, dtype=x.dtype, device=self._device).copy_(x) for x in inputs]
+            captured = self._capture(own)
+            if captured is None:
+                return self._function(*own)
+            self._graphs[shapes] = captured
+        graph, own, result = self._graphs[shapes]
+        for mine, given in zip(own, inputs, strict=True):
+            mine.copy_(given, non_blocking=True)
+        graph.replay()
+        return result
+
+    def clear(self) -> None:
+        """Forget what was captured."""
+        self._graphs.clear()
+        self._memory = None
+
+    def _capture(self, own: list[Tensor]) -> tuple[Any, list[Tensor], Any] | None:
+        with torch.cuda.device(self._device):
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for _ in range(2):
+                    self._function(*own)
+            torch.cuda.current_stream().wait_stream(stream)
+            self._memory = self._memory or torch.cuda.graph_pool_handle()
+            graph = torch.cuda.CUDAGraph()
+            try:
+                with torch.cuda.graph(graph, pool=self._memory):
+                    result = self._function(*own)
+            except RuntimeError as error:  # a quantised output matrix, for one, may look at its values
+                log.warning("drafting can't be captured and runs piece by piece: %s", str(error).splitlines()[0])
+                self._captures = False
+                return None
+            return graph, own, result
+
+
+def open_head(kind: str, source: Any, target: Any) -> tuple[Head, Path | None]:
+    """The head that drafts for this target, bound to it, and the folder it came from."""
+    model = getattr(target, "model", None)
+    if model is None:
+        raise DrafterError(
+            f"drafter {kind!r} reads the hidden states of a model, and a {type(target).__name__} has none: "
+            "use it with a model"
+        )
+    if source is None:
+        source = shipped(kind, model)
+    if isinstance(source, Head):
+        head, folder, called = source.bind(model), None, "the given head"
+    else:
+        folder = find_folder(source)
+        head, called = load_head(folder, model), str(source)
+    if head.kind != kind:
+        raise DrafterError(f"{called} is of the kind {head.kind}: use it with drafter={head.kind!r}")
+    its, place = next(head.parameters()).device, model.get_output_embeddings().weight.device
+    if its != place:
+        raise DrafterError(f"{called} is on {its}, its target on {place}: move it there with head.to({str(place)!r})")
+    return head, folder
+
+
+def shipped(kind: str, model: Any) -> Path:
+    """The folder of the head that comes with slipstream for this model."""
+    name, folder = Lender.of(model).name, SHIPPED / kind
+    made_for = None
+    if (folder / CONFIG).is_file():
+        made_for = read_config(folder).get("slipstream", {}).get("target")
+        if made_for == name:
+            return folder
+    known = f"the one that comes with slipstream is for {made_for}" if made_for else "none comes with slipstream"
+    raise DrafterError(
+        f"drafter {kind!r} needs a head for {name}; {known}. Name one with drafter_path=<folder or hub id>, or "
+        f"train it: slipstream collect, then slipstream train {kind}"
+    )
+
+
+def bucket(n: int, sizes: Sequence[int]) -> int:
+    """The smallest size that n fits in; beyond them, a multiple of the largest."""
+    for size in sizes:
+        if n <= size:
+            return size
+    return -(-n // sizes[-1]) * sizes[-1]
+
+
+# ---- nodes on their way to the host
+
+
+def pack(tokens: Tensor, parents: Tensor, probability: Tensor) -> Tensor:
+    """Drafted nodes (b, n) as one (b, 3, n) int32. The first is node 1, since 0 is the root. parents: node numbers, -1
+    for padding, which stands last. probability: the head's own, of a node given its parent."""
+    return torch.stack((tokens.int(), parents.int(), probability.float().view(torch.int32)), dim=1)
+
+
+def unpack(root: int, nodes: NDArray[np.int32], source: str) -> TokenTree:
+    """(3, n) of one sequence as a tree."""
+    tokens, parents, probability = nodes[:, : int((nodes[1] >= 0).sum())]
+    return TokenTree.build(
+        np.concatenate([[root], tokens]),
+        np.concatenate([[-1], parents]),
+        source=source,
+        raw=np.concatenate([[1.0], probability.view(np.float32)]),
+    )
+
+
+def pack_chains(tokens: Tensor, probability: Tensor) -> Tensor:
+    """Drawn chains (b, width, length) as one (b, 2, width, length) int32. A probability of 0 marks what is no draw."""
+    return torch.stack((tokens.int(), probability.float().view(torch.int32)), dim=1)

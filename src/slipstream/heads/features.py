@@ -1,0 +1,215 @@
+"""What EAGLE's drafters share: reading the text along with the target, and growing a tree behind it.
+
+The head reads pairs: the target's state that read token i, and token i+1. Pair i's key lies in column i of the
+session's row. The last state waits for the token after it: each draft reads it with the root, again if the text did
+not grow, and writes the keys of drafted tokens behind it, where the next draft writes too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slipstream.drafters.base import Seen
+from slipstream.errors import OptionError
+from slipstream.heads.beams import Carry, ChainDrafter
+from slipstream.heads.decoder import FeatureHead
+from slipstream.heads.drafting import HeadOptions, HeadSession, pack
+from slipstream.heads.growth import Growth
+from slipstream.heads.keys import KeyCache
+
+if TYPE_CHECKING:
+    from slipstream.request import Request
+    from slipstream.target.base import Target
+
+
+@dataclass(frozen=True)
+class FeatureOptions(HeadOptions):
+    depth: int = 5  # tokens ahead
+    width: int = 8  # nodes per depth that are continued, by as many children each; mode=sample: chains
+    nodes: int = 64  # of the tree; what exceeds a request's max_draft is cut by the head's probabilities
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if min(self.depth, self.width, self.nodes) < 1:
+            raise OptionError(
+                f"depth, width and nodes must be at least 1, found {self.depth}, {self.width} and {self.nodes}"
+            )
+
+
+class FeatureDrafter(ChainDrafter):
+    """A tree whose nodes are guessed from features that the head itself predicted."""
+
+    Options = FeatureOptions
+    head: FeatureHead
+
+    def __init__(self, target: Target, tokenizer: Any, options: FeatureOptions) -> None:
+        super().__init__(target, tokenizer, options)
+        self._ids = self.head.draft_ids  # (V',)
+        guessable = self.head.config.vocab_size if self._ids is None else len(self._ids)
+        self.width, self.length = min(options.width, guessable), options.depth
+        self.growth = self.grows(guessable)
+        self.cache = KeyCache(self.head.config, self.head.dtype, self.device)
+        self._captured_for = self.cache.generation
+        self.waiting = options.depth + 2  # states read along with a draft: of a whole path, and the one before it
+        self.fixed = self.device.type == "cuda"  # whether always as many are read, so that one capture serves all
+
+    def grows(self, guessable: int) -> Growth:
+        """The shape of its trees; the head can guess this many tokens."""
+        return Growth.dynamic(self.options.width, self.options.depth, self.options.nodes, guessable)
+
+    def begin(self, request: Request) -> FeatureSession:
+        return FeatureSession(self, request)
+
+    # ---- the text
+
+    @torch.inference_mode()
+    def read(self, session: FeatureSession) -> None:
+        """Put all states whose next token is known into the cache. A key is made of its own pair alone, so nobody
+        looks at anything here."""
+        count = len(session.following)
+        self.cache.reserve(session.length + count)
+        columns = torch.arange(session.length, session.length + count, dtype=torch.int32, device=self.device)[None]
+        row = torch.tensor([session.row], dtype=torch.int32, device=self.device)
+        tokens = torch.tensor([session.following], device=self.device)
+        features = self.head.read(self._states([session])[None, :count])
+        self.head.step(tokens, features, columns, self.cache.through(row, columns))
+        session.forget()
+
+    def _states(self, sessions: Iterable[FeatureSession]) -> Tensor:
+        """(rows, ·) what was seen and not read, one session after the other."""
+        pieces = [piece for session in sessions for piece in session.pieces]
+        return self.head.join({layer: torch.cat([piece[layer] for piece in pieces]) for layer in pieces[0]})
+
+    def inputs(self, sessions: Sequence[HeadSession], roots: Sequence[int], batch: int) -> tuple[Tensor, ...]:
+        """(b, 3 + m) each sequence's row, how many keys are there, how many states wait, and the tokens after those;
+        (b, m, ·) the states. Both stand at the end of their m."""
+        mine = cast(Sequence[FeatureSession], sessions)
+        m = self.waiting if self.fixed else max(1 + len(s.following) for s in mine)
+        table = np.zeros((batch, 3 + 2 * m), np.int64)  # at its end, where each state stands among all
+        table[:, 2] = 1  # padding reads the first state there is, into the row of nobody
+        start = 0
+        for line, session, root in zip(table, mine, roots, strict=False):
+            count = 1 + len(session.following)
+            line[:3] = session.row, session.length, count
+            line[3 + m - count : 3 + m] = [*session.following, root]
+            line[3 + 2 * m - count :] = np.arange(start, start + count)
+            start += count
+        self._make_room(batch, int(table[:, 1:3].sum(1).max()))
+        given = torch.from_numpy(table).to(self.device)
+        states = self._states(mine)[given[:, 3 + m :]]
+        for session in mine:
+            session.forget()
+        return given[:, : 3 + m], states
+
+    def _make_room(self, batch: int, length: int) -> None:
+        drawn = self.width * (self.length - 1)
+        self.cache.reserve(length + max(drawn, sum(self.growth.widths)))
+        self.cache.prepare(batch, max(self.width, *self.growth.widths, 1), self.length)
+        if self._captured_for != self.cache.generation:  # the cache has moved
+            self._captured_for = self.cache.generation
+            self.captured.clear()
+            self.captured_draws.clear()
+
+    # ---- drafting
+
+    def start(self, *inputs: Tensor) -> Carry:
+        """Read what waits. Only the last pair looks at the others: these are there for their keys."""
+        given, states = inputs
+        rows, lengths, counts = given[:, :3].int().t().contiguous()  # (b,) each
+        last = lengths + counts - 1
+        m = states.shape[1]
+        place = torch.arange(m, dtype=torch.int32, device=last.device) + (counts - m)[:, None]  # (b, m)
+        columns = torch.where(place >= 0, lengths[:, None] + place, last[:, None] + 1)  # padding where drafts will be
+        look = self.cache.through(rows, columns, last, last[:, None, None])
+        features = self.head.step(given[:, 3:], self.head.read(states), columns, look)
+        return Nodes(features[:, -1:], rows, last, rows.new_empty(len(rows), 1, 0), 0)
+
+    def logits(self, carry: Carry, depth: int) -> Tensor:  # noqa: ARG002
+        logits = self.head.logits(carry.features)  # (b, w, V')
+        if self._ids is None:
+            return logits
+        every = logits.new_full((*logits.shape[:2], self.head.config.vocab_size), -torch.inf)
+        return every.index_copy(2, self._ids, logits)
+
+    def advance(self, carry: Carry, chain: Tensor, tokens: Tensor, depth: int) -> Carry:
+        b, w = tokens.shape
+        free = torch.arange(carry.used, carry.used + w, dtype=torch.int32, device=tokens.device)
+        columns = carry.last[:, None] + 1 + free  # (b, w)
+        paths = torch.cat((carry.paths.take_along_dim(chain[..., None], 1), columns[..., None]), dim=2)
+        before = carry.features.take_along_dim(chain[..., None], 1)
+        positions = (carry.last + depth)[:, None].expand(b, w)
+        look = self.cache.through(carry.rows, columns, carry.last + 1, paths)
+        features = self.head.step(tokens, before, positions, look)
+        return Nodes(features, carry.rows, carry.last, paths, carry.used + w)
+
+    def best(self, *inputs: Tensor) -> Tensor:
+        carry, growth = self.start(*inputs), self.growth
+        value = carry.features.new_zeros(len(inputs[0]), 1, dtype=torch.float32)  # log-probability of the path
+        number = torch.zeros_like(value, dtype=torch.long)  # of the node; 0 is the root
+        found: list[tuple[Tensor, ...]] = []  # per depth: tokens, parents, log-probabilities, those of paths
+        known = 1
+        for depth in range(growth.depth):
+            logits = self.head.logits(carry.features).float()  # (b, w, V')
+            top = logits.topk(growth.branch)
+            logp = top.values - logits.logsumexp(-1, keepdim=True)
+            # A child above its parent would break the order; a head that overflows knows nothing.
+            logp = logp.nan_to_num(nan=-torch.inf, neginf=-torch.inf).clamp(max=0)
+            paths = (value[..., None] + logp).flatten(1)  # (b, w·branch)
+            tokens = (top.indices if self._ids is None else self._ids[top.indices]).flatten(1)
+            found.append((tokens, number.repeat_interleave(growth.branch, 1), logp.flatten(1), paths))
+            if depth + 1 < growth.depth:
+                chosen = growth.chosen(depth, paths)  # (b, w)
+                value, number = paths.gather(1, chosen), known + chosen
+                known += paths.shape[1]
+                carry = self.advance(carry, chosen // growth.branch, tokens.gather(1, chosen), depth + 1)
+        return pack(*growth.keep(*(torch.cat(columns, dim=1) for columns in zip(*found, strict=True))))
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The drafted tokens of one depth, from which the next one's grow; before the first, the root."""
+
+    features: Tensor  # (b, w, H) the predicted states that read them
+    rows: Tensor  # (b,) int32, of the cache
+    last: Tensor  # (b,) int32, the column of the text's last pair, which the root belongs to
+    paths: Tensor  # (b, w, depth) int32, the columns of drafted ancestors, their own last
+    used: int  # columns behind `last`
+
+
+class FeatureSession(HeadSession):
+    """One sequence: its row of the cache, and the states that wait to be read."""
+
+    drafter: FeatureDrafter
+
+    def __init__(self, drafter: FeatureDrafter, request: Request) -> None:
+        super().__init__(drafter, request)
+        self.row = drafter.cache.open()
+        self.length = 0  # keys there
+        self.pieces: list[dict[int, Tensor]] = []  # {layer: (n, H)}
+        self.following: list[int] = []  # the tokens after these states, but for the last one
+
+    def observe(self, seen: Seen) -> None:
+        self.read = seen.position + len(seen.tokens)
+        if self.pieces:
+            self.following.append(seen.tokens[0])
+        if seen.hidden:  # of a text that the target read before this session, there is none
+            self.pieces.append(seen.hidden)
+            self.following += seen.tokens[1:]
+        if len(self.following) >= self.drafter.waiting:
+            self.drafter.read(self)
+
+    def forget(self) -> None:
+        """All states but the last are in the cache."""
+        self.length += len(self.following)
+        self.pieces, self.following = [{layer: h[-1:] for layer, h in self.pieces[-1].items()}], []
+
+    def close(self) -> None:
+        if self.row:
+            self.drafter.cache.close(self.row)
+        self.row = 0

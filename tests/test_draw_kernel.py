@@ -19,8 +19,8 @@ if not CUDA and int(triton.__version__.split(".")[1]) < 7 and np.lib.NumpyVersio
     pytest.skip("triton's interpreter needs triton 3.7 or numpy below 2.4 to run loops", allow_module_level=True)
 kernel = pytest.importorskip("slipstream.target.draw_kernel")
 
-from slipstream.sampling import Sampling  # noqa: E402
-from slipstream.target.draw import draw_plain  # noqa: E402
+from slipstream.sampling import Sampler, Sampling, gumbel, noise_key  # noqa: E402
+from slipstream.target.draw import _adjusted, draw_plain  # noqa: E402
 from test_draw import OPTIONS, PENALTIES, Batch, by_sampler, differing, draws, logits  # noqa: E402
 
 # The interpreter's: both sides of a choice are computed, the one not taken as well.
@@ -34,11 +34,11 @@ N, SIZE = (400, 49152) if CUDA else (2, 700)
 def _small(monkeypatch):
     """In the interpreter, small pieces: small rows then have several."""
     if not CUDA:
-        cut(monkeypatch, 256, 128, 256)
+        cut(monkeypatch, 256, 128, 8)
 
 
 def cut(monkeypatch, *sizes):
-    for name, size in zip(("CHUNK", "BLOCK", "BINS"), sizes, strict=True):
+    for name, size in zip(("CHUNK", "BLOCK", "PEAK"), sizes, strict=True):
         monkeypatch.setattr(kernel, name, size)
 
 
@@ -100,6 +100,58 @@ def test_padding_may_be_anything():
     assert ((tokens >= 0) & (tokens < 300)).all()
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_logit_is_adjusted(dtype):
+    batch = Batch([Sampling(**options) for options in PENALTIES], 4, 600, 2, DEVICE)
+    rows = logits(len(PENALTIES), 4, 600, seed=2, dtype=dtype).to(DEVICE)
+    found = kernel._with_history(rows, batch.draws, batch.history)
+    assert torch.equal(found, _adjusted(rows, batch.draws, batch.history))
+
+
+# ---- the last token that is kept, and the first that is not
+
+EVEN = [0.0] * 12
+GRADED = np.linspace(-2, 2, 40).round(1).tolist()
+ZEROS = [0.0, -0.0, -1.0, 0.0, -0.0, -3.0]
+ENDS = [
+    (EVEN, {"top_p": 0.5}),
+    (EVEN, {"top_p": 0.75}),
+    (EVEN, {"top_k": 5}),
+    (ZEROS, {"top_k": 1}),
+    (ZEROS, {"top_k": 3, "top_p": 0.5}),
+    (GRADED, {"top_k": 7}),
+    (GRADED, {"top_k": 23}),
+    (GRADED, {"top_p": 0.1}),
+    (GRADED, {"top_p": 0.9}),
+    (GRADED, {"top_k": 20, "top_p": 0.7}),
+    (GRADED, {"min_p": 0.3}),
+    (GRADED, {"top_p": 0.8, "min_p": 0.3}),
+]
+
+
+@pytest.mark.parametrize(("row", "options"), ENDS, ids=lambda x: "" if isinstance(x, list) else str(x))
+def test_where_top_k_and_nucleus_end(row, options):
+    """At positions where noise prefers exactly those two to all others."""
+    row, sampling = torch.tensor(row), Sampling(temperature=1.0, **options)
+    kept = torch.isfinite(Sampler(sampling, [0]).warped(row))
+    order = torch.argsort(row, descending=True, stable=True)
+    ends = {int(order[kept[order]][-1]), *order[~kept[order]][:1].tolist()}
+    noise = torch.stack([row + gumbel(noise_key(5, 0, position), torch.arange(len(row))) for position in range(4000)])
+    first = {int(token): position for position, token in reversed([*enumerate(noise.argmax(1))])}
+    positions = np.array([[first[token] for token in ends]])
+    rows = row.repeat(1, len(ends), 1)
+    found, _ = kernel.draw_rows(rows.to(DEVICE), draws([sampling], [5], positions, DEVICE), None)
+    texts = [[([0] * position, []) for position in positions[0].tolist()]]
+    assert differing(found, by_sampler(rows, [sampling], [5], texts)) == 0
+
+
+def test_a_nucleus_of_nothing_does_not_hang():
+    how = draws([Sampling(temperature=1.0)], [0], np.arange(4)[None], DEVICE)
+    how.top_p[:] = 0.0  # which Sampling refuses
+    rows = torch.tensor(GRADED, device=DEVICE).repeat(1, 4, 1)
+    assert kernel.draw_rows(rows, how, None)[0].tolist() == [[39] * 4]
+
+
 # ---- rows unlike a model's
 
 FLAT, TIED, STEEP, MASKED, HALF = range(5)
@@ -144,7 +196,7 @@ def test_what_check_choice_refuses_is_reported():
 
 def test_how_the_work_is_cut_up_does_not_matter(monkeypatch):
     rows, how, expected = given(OPTIONS[2:12] if CUDA else OPTIONS[9:12], 6 if CUDA else 1, 600, seed=9)
-    for sizes in [(64, 32, 2048), (128, 1024, 16), (512, 256, 64)]:
+    for sizes in [(64, 32, 1), (128, 1024, 16), (512, 256, 512)]:
         cut(monkeypatch, *sizes)
         assert differing(kernel.draw_rows(rows, how, None)[0], expected) == 0
 

@@ -32,43 +32,46 @@ def texts(llm, prompts=PROMPTS, **options):
     return [r.tokens for r in llm.generate(prompts, max_new_tokens=20, **options)]
 
 
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_text_does_not_depend_on_drafts_or_device(family, way, tiny):
-    expected = texts(LLM(tiny(family), drafter="none"), **WAYS[way])
-    llm = LLM(copy.deepcopy(tiny(family)).to("cuda"), drafter="none")
-    assert texts(llm, **WAYS[way]) == expected
-    llm.engine.drafter = Oracle(llm.target, [p + e for p, e in zip(PROMPTS, expected, strict=True)])
-    assert texts(llm, **WAYS[way]) == expected
+def test_the_text_does_not_depend_on_drafts_or_device(family, tiny):
+    here, there = LLM(tiny(family), drafter="none"), LLM(copy.deepcopy(tiny(family)).to("cuda"), drafter="none")
+    plain = there.engine.drafter
+    for options in WAYS.values():
+        expected = texts(here, **options)
+        there.engine.drafter = plain
+        assert texts(there, **options) == expected
+        there.engine.drafter = Oracle(there.target, [p + e for p, e in zip(PROMPTS, expected, strict=True)])
+        assert texts(there, **options) == expected
 
 
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("family", [f for f in FAMILIES if f not in OTHERS | EXPERTS])
-def test_in_bfloat16_too(family, way, tiny):
-    """Alone, drafted for, in a batch, and in a batch that is drafted for."""
-    model = copy.deepcopy(tiny(family)).to("cuda", torch.bfloat16)
-    llm = LLM(model, drafter="none")
+def test_in_bfloat16_too(family, tiny):
+    """Alone, in a batch, drafted for, and in a batch that is drafted for."""
+    llm = LLM(copy.deepcopy(tiny(family)).to("cuda", torch.bfloat16), drafter="none")
+    plain = llm.engine.drafter
     assert llm.target.exact
     assert isinstance(llm.target, GraphTarget)
-    expected = [texts(llm, [p], **WAYS[way])[0] for p in PROMPTS]
-    assert texts(llm, **WAYS[way]) == expected
-    llm.engine.drafter = Oracle(llm.target, [p + e for p, e in zip(PROMPTS, expected, strict=True)])
-    assert [texts(llm, [p], **WAYS[way])[0] for p in PROMPTS] == expected
-    assert texts(llm, **WAYS[way]) == expected
+    for options in WAYS.values():
+        llm.engine.drafter = plain
+        expected = [texts(llm, [p], **options)[0] for p in PROMPTS]
+        assert texts(llm, **options) == expected
+        llm.engine.drafter = Oracle(llm.target, [p + e for p, e in zip(PROMPTS, expected, strict=True)])
+        assert [texts(llm, [p], **options)[0] for p in PROMPTS] == expected
+        assert texts(llm, **options) == expected
     assert all(r.stats.exact for r in llm.generate(PROMPTS, max_new_tokens=4))
 
 
-@pytest.mark.parametrize("way", ["greedy", "sampled"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("name", drafters.names())
-def test_every_drafter_works_there(name, dtype, way, tiny):
+def test_every_drafter_works_there(name, dtype, tiny):
     model = copy.deepcopy(tiny("llama")).to("cuda", dtype)
     plain = LLM(model, drafter="none")
-    expected = [texts(plain, [p], **WAYS[way])[0] for p in PROMPTS]
     for trial in drafters.find(name).trials(model):
         llm = LLM(model, drafter=name, **trial)
-        assert [texts(llm, [p], **WAYS[way])[0] for p in PROMPTS] == expected
-        assert texts(llm, **WAYS[way]) == expected
+        for options in ({}, SAMPLED):
+            expected = [texts(plain, [p], **options)[0] for p in PROMPTS]
+            assert [texts(llm, [p], **options)[0] for p in PROMPTS] == expected
+            assert texts(llm, **options) == expected
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["captured", "compiled"])

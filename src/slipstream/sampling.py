@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from time import perf_counter
 from typing import Any
 
@@ -56,7 +57,7 @@ class Sampling:
     def penalises(self) -> bool:
         return self.repetition_penalty != 1 or bool(self.presence_penalty or self.frequency_penalty)
 
-    @property
+    @cached_property
     def plain(self) -> bool:
         """The raw logits decide alone, so a forward may pick the token without knowing the history."""
         return self == Sampling()

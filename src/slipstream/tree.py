@@ -45,7 +45,7 @@ class TokenTree:
     @classmethod
     def root(cls, token: int) -> TokenTree:
         """Nothing drafted: the decided token alone."""
-        return cls.build([token], [-1])
+        return cls(np.array([token], np.int32), _ALONE, _NO_SOURCES, _CERTAIN)
 
     @classmethod
     def build(
@@ -146,7 +146,7 @@ class TokenTree:
 
     def child(self, node: int, token: int) -> int | None:
         """The child of `node` that carries `token`."""
-        return self._links.get((node, token))
+        return self._links.get((node, token)) if len(self.tokens) > 1 else None
 
     @cached_property
     def _links(self) -> dict[tuple[int, int], int]:
@@ -164,6 +164,8 @@ class TokenTree:
     def check(self, vocabulary: int, root: int) -> None:
         """Raise if this isn't a tree over the vocabulary that starts from `root`: a drafter's mistake must not become a
         wrong answer."""
+        if len(self.tokens) == 1 and self.tokens[0] == root and 0 <= root < vocabulary and self.parents[0] == -1:
+            return  # nothing drafted
         if len(self) == 0 or self.parents[0] != -1 or self.tokens[0] != root:
             raise DrafterError(f"a draft must start with the root it was asked about, {root}, whose parent is -1")
         ordered, known = _is_tree(self.parents, self.tokens, vocabulary)
@@ -242,6 +244,12 @@ class TokenTree:
     def proposed_by(self) -> dict[str, Bools]:
         """For each source, which nodes (n,) it proposed."""
         return {name: ~np.isnan(self.raw[:, i]) for i, name in enumerate(self.sources)}
+
+
+# What all trees of a root alone share.
+_ALONE = np.array([-1], np.int32)
+_NO_SOURCES = np.empty((1, 0), np.float32)
+_CERTAIN = np.ones(1, np.float32)
 
 
 def fuse(trees: Sequence[TokenTree]) -> TokenTree:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
@@ -24,6 +25,7 @@ from slipstream.heads import HEADS, Head, load_head
 from slipstream.heads.base import Lender
 from slipstream.heads.files import CONFIG, find_folder, read_config
 from slipstream.sampling import noise_key
+from slipstream.target.standins import StandIns
 from slipstream.tree import TokenTree
 
 if TYPE_CHECKING:
@@ -62,8 +64,11 @@ class HeadDrafter(Drafter):
         self.head, self.folder = open_head(self.kind, options.drafter_path, target)
         self.layers = self.head.layers(self.head.lender.layers)
         self.device = next(self.head.parameters()).device
-        self.captured = Captured(self.best, self.device)
-        self.captured_draws = Captured(self.draws, self.device)
+        within: Callable[[], AbstractContextManager[None]] = nullcontext
+        if self.device.type == "cuda":
+            within = StandIns(self.head).in_place  # the kernels of the target's own steps
+        self.captured = Captured(self.best, self.device, within)
+        self.captured_draws = Captured(self.draws, self.device, within)
 
     @classmethod
     def trials(cls, model: Any) -> list[dict[str, Any]]:
@@ -190,8 +195,14 @@ class Captured:
     own, but must bear to be run a few times on the same inputs; when those tensors move, `clear`.
     """
 
-    def __init__(self, function: Callable[..., Any], device: torch.device) -> None:
-        self._function, self._device = function, device
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        device: torch.device,
+        within: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        """within: entered while the function is captured."""
+        self._function, self._device, self._within = function, device, within
         self._graphs: dict[tuple[Any, ...], tuple[Any, list[Tensor], Any]] = {}
         self._memory: Any = None  # what all graphs take theirs from
         self._captures = device.type == "cuda"
@@ -219,7 +230,7 @@ class Captured:
         self._memory = None
 
     def _capture(self, own: list[Tensor]) -> tuple[Any, list[Tensor], Any] | None:
-        with torch.cuda.device(self._device):
+        with torch.cuda.device(self._device), self._within():
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):

@@ -146,7 +146,7 @@ def _most_probable(x: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     """Which of x (b, n, V) are among the k largest, ties with the last of them included."""
     size = x.shape[-1]
     at = (k.long() - 1).clamp(0, size - 1).expand(*x.shape[:-1], 1)
-    return (x >= torch.sort(x, dim=-1, descending=True).values.gather(-1, at)) | (k <= 0) | (k >= size)
+    return (x >= torch.sort(x, dim=-1, descending=True).values.gather(-1, at)) | (k <= 0)
 
 
 def _nucleus(p: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:

@@ -101,7 +101,8 @@ class GraphTarget(TreeTarget):
             step = self._replay([slot], [TokenTree.chain(part[0], part[1:])], bucket(len(part), READING), want)
             self.commit(slot, range(len(part)))
             last = slice(len(part) - 1, len(part))
-            hidden = {layer: h[0, : len(part)] for layer, h in step.hidden.items()}
+            # Copies: another sequence's prompt may be read before this one's states are looked at.
+            hidden = {layer: h[0, : len(part)].clone() for layer, h in step.hidden.items()}
             scores = Scores(step.by_sequence[0][last], hidden, step.host.positions[0, last].copy())
             if self._followed(want.samplers, 1):
                 scores.take(step.tokens[0, last], step.values[0, last])

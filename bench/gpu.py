@@ -114,27 +114,26 @@ def texts(given: argparse.Namespace) -> dict[str, Any]:
         "pld": ("pld", {}),
         "suffix": ("suffix", {}),
     }
+    if given.store:
+        contestants["rest"] = ("rest", {"store": given.store})
+        contestants["suffix+store"] = ("suffix", {"store": given.store})
+    for name, folder in (word.split("=", 1) for word in given.heads):
+        contestants[name] = (name, {"drafter_path": folder})
     told: dict[str, Any] = {"prompts": len(prompts), "compiled": given.compile}
-    said: dict[str, list[list[int]]] = {}
-    for name, (drafter, options) in contestants.items():
-        llm = LLM(model, tokenizer, drafter, compile=given.compile, **options)
-        llm.generate(prompts[0], max_new_tokens=32)
-        results = [llm.generate(p, max_new_tokens=given.tokens) for p in prompts]
-        said[name] = [r.tokens for r in results]
-        seconds = sum(r.stats.seconds for r in results)
-        count, taken = sum(len(r.tokens) for r in results), sum(r.stats.steps for r in results)
-        told[name] = {
-            "tokens_per_second": round(count / seconds, 1),
-            "tokens_per_step": round(count / taken, 3),
-            "step_ms": round(statistics.median(r.stats.verify_seconds / r.stats.steps for r in results) * 1e3, 3),
-            "host_ms": round(sum(r.stats.draft_seconds + r.stats.host_seconds for r in results) / taken * 1e3, 3),
-            "differ_from_none_exact": 0,
-        }
-        del llm
-    for name in contestants:
-        pairs = zip(said[name], said["none-exact"], strict=True)
-        told[name]["differ_from_none_exact"] = sum(a != b for a, b in pairs)
-        tell(f"{name:12}" + "  ".join(f"{k} {v}" for k, v in told[name].items()))
+    for way, options in {"greedy": {}, "sampled": {"temperature": 0.7, "top_p": 0.95, "seed": 1}}.items():
+        asked = prompts if way == "greedy" else prompts[:: given.sparse]
+        said: dict[str, list[list[int]]] = {}
+        for name, (drafter, own) in contestants.items():
+            llm = LLM(model, tokenizer, drafter, compile=given.compile, **own)
+            llm.generate(asked[:2], max_new_tokens=32, **options)
+            llm.generate(asked[0], max_new_tokens=64, **options)
+            results = [llm.generate(p, max_new_tokens=given.tokens, **options) for p in asked]
+            said[name] = [r.tokens for r in results]
+            told[f"{name} {way}"] = summary(results) | {
+                "differ_from_none": sum(a != b for a, b in zip(said[name], said["none"], strict=True))
+            }
+            tell(f"{name:13}{way:9}" + "  ".join(f"{k} {v}" for k, v in told[f"{name} {way}"].items()))
+            del llm
     for name, options in {"hf": {}, "hf-pld": {"prompt_lookup_num_tokens": 10}}.items():
         clock, count, different = perf_counter(), 0, 0
         for i, prompt in enumerate(prompts[: given.peers]):
@@ -147,8 +146,21 @@ def texts(given: argparse.Namespace) -> dict[str, Any]:
             count += len(tokens)
             different += name == "hf-pld" and tokens != said["hf"][i]
         told[name] = {"tokens_per_second": round(count / (perf_counter() - clock), 1), "differ_from_hf": different}
-        tell(f"{name:12}" + "  ".join(f"{k} {v}" for k, v in told[name].items()))
+        tell(f"{name:22}" + "  ".join(f"{k} {v}" for k, v in told[name].items()))
     return told
+
+
+def summary(results: list[Any]) -> dict[str, float]:
+    seconds, count = sum(r.stats.seconds for r in results), sum(len(r.tokens) for r in results)
+    steps = sum(r.stats.steps for r in results)
+    return {
+        "tokens_per_second": round(count / seconds, 1),
+        "tokens_per_step": round(count / steps, 3),
+        "first_token_ms": round(statistics.median(r.stats.first_token_seconds for r in results) * 1e3, 2),
+        "step_ms": round(statistics.median(r.stats.verify_seconds / r.stats.steps for r in results) * 1e3, 3),
+        "draft_ms": round(sum(r.stats.draft_seconds for r in results) / steps * 1e3, 3),
+        "host_ms": round(sum(r.stats.draft_seconds + r.stats.host_seconds for r in results) / steps * 1e3, 3),
+    }
 
 
 def llm_tokens(tokenizer: Any, prompt: str) -> list[int]:
@@ -203,6 +215,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--peers", type=int, default=10, help="prompts that transformers answers, slowly")
     parser.add_argument("--ways", nargs="+", default=["eager", "graph", "compiled"])
+    parser.add_argument("--sparse", type=int, default=4, help="sampled texts: every so many-th prompt")
+    parser.add_argument("--store", help="a datastore, for rest")
+    parser.add_argument("--heads", nargs="*", default=[], metavar="NAME=FOLDER", help="trained heads")
     parser.add_argument("--compile", action="store_true")
     given = parser.parse_args()
     where = {

@@ -64,6 +64,9 @@ class Table:
     def logits(self, node):
         return self._rows[node]
 
+    def token(self, node, sampler):
+        return sampler.sample(self.logits(node))
+
 
 def outcomes(rule, tree, law):
     """{emitted tokens: probability} over every decision the rule can take."""

@@ -202,7 +202,7 @@ def test_bad_input_is_refused_with_a_reason(llm, prompt, options, error, says):
 
 
 def test_unknown_drafters_and_options_are_refused(tiny):
-    with pytest.raises(DrafterError, match="'nope' is unknown: there are .*model, none, pld"):
+    with pytest.raises(DrafterError, match=r"'nope' is unknown: there are .*model, none, pld"):
         LLM(tiny("llama"), drafter="nope")
     with pytest.raises(OptionError, match="'pld' has no option speed: its options are max_ngram"):
         LLM(tiny("llama"), drafter="pld", speed=9)

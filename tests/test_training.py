@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 from families import VOCABULARY, tiny_model
 from slipstream import OptionError
-from slipstream.cli import train as cli
+from slipstream.cli.train import train as command
 from slipstream.heads import HEADS, load_head
 from slipstream.training import checkpoint, losses, recipes
 from slipstream.training.data import Order, Texts, read_texts
@@ -524,7 +524,7 @@ def test_mistakes_are_refused(make, says):
 def test_the_command(walker, walks, tmp_path):
     walker.save_pretrained(tmp_path / "model")
     app = typer.Typer()
-    app.command()(cli.train)
+    app.command()(command)
 
     def run(*words):
         given = ("--data", walks, "--model", tmp_path / "model", "--device", "cpu", "--batch-tokens", 1024, *words)

@@ -19,6 +19,8 @@ class EagleOptions(FeatureOptions):
 
 
 class EagleDrafter(FeatureDrafter):
+    """An EAGLE head: one layer that continues the target's own states."""
+
     kind = "eagle"
     Options = EagleOptions
     head: Eagle

@@ -9,6 +9,8 @@ from slipstream.heads.features import FeatureDrafter
 
 
 class Eagle3Drafter(FeatureDrafter):
+    """An EAGLE-3 head: one layer over three of the target's states."""
+
     kind = "eagle3"
     head: Eagle3
 

@@ -35,6 +35,8 @@ class MedusaOptions(HeadOptions):
 
 
 class MedusaDrafter(ChainDrafter):
+    """A Medusa head: independent guesses for each of the next tokens, combined along a static tree."""
+
     kind = "medusa"
     Options = MedusaOptions
     head: Medusa

@@ -9,6 +9,8 @@ from slipstream.heads.mlp import MLPSpeculator
 
 
 class MLPDrafter(BeamDrafter):
+    """An MLP Speculator head: beam search with one small network per depth."""
+
     kind = "mlp"
     head: MLPSpeculator
 

@@ -9,6 +9,8 @@ from slipstream.heads.redrafter import ReDrafter
 
 
 class RecurrentDrafter(BeamDrafter):
+    """A ReDrafter head: beam search with a small recurrent network."""
+
     kind = "redrafter"
     head: ReDrafter
 

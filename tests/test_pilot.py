@@ -1,0 +1,196 @@
+"""The budget in a world whose costs and acceptance are known: how near it comes to the best that could be done."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from slipstream.budget.calibration import Calibration
+from slipstream.budget.costs import Costs
+from slipstream.budget.pilot import Pilot
+from slipstream.tree import TokenTree, fuse
+
+# Milliseconds of a step by rows: two CPU cores in float32 and bfloat16, and a GPU, where rows cost next to nothing.
+CURVES = {
+    "float32": {1: 40, 2: 47, 4: 74, 8: 91, 16: 99, 32: 114, 64: 139},
+    "bfloat16": {1: 35, 2: 42, 4: 42, 8: 42, 16: 44, 32: 56, 64: 65},
+    "gpu": {1: 1.1, 8: 1.15, 16: 1.25, 32: 1.3, 64: 1.5},
+}
+LENGTH, LIMIT = 12, 32
+
+
+class World:
+    """A target with sources that draft chains. With probability `hit` the text begins with a source's chain, and goes
+    on with it with probability `keep` per token; the sources' hits exclude each other."""
+
+    def __init__(self, curve, seed=0):
+        self.seconds = {rows: ms / 1e3 for rows, ms in CURVES[curve].items()}
+        self.costs, self.rng = Costs(self.seconds), np.random.default_rng(seed)
+        self.sources = {}  # name: (hit, keep, seconds)
+
+    def texts(self, steps):
+        """What the text goes on with at each step; 0 is nobody's token."""
+        return [self.text() for _ in range(steps)]
+
+    def text(self):
+        draw = self.rng.random()
+        for i, (hit, keep, _) in enumerate(self.sources.values()):
+            if draw < hit:
+                return [*self.chain(i)[: int(self.rng.geometric(1 - keep))], 0]
+            draw -= hit
+        return [0]
+
+    def chain(self, source):
+        return range(100 * (source + 1), 100 * (source + 1) + LENGTH)
+
+    def run(self, pilot, texts):
+        """(tokens, seconds) of every step."""
+        log = []
+        for text in texts:
+            asked = pilot.asks()
+            trees = [TokenTree.root(0)]
+            for name in asked:
+                chain = self.chain(list(self.sources).index(name))
+                trees.append(TokenTree.chain(0, chain, source=name, raw=[0.8] * LENGTH))
+            fused = fuse(trees)
+            drafting = {name: self.sources[name][2] for name in asked}
+            (kept,) = pilot.choose([fused], [LIMIT], drafting)
+            truth = text(kept) if callable(text) else text
+            accepted = node = 0
+            while (child := kept.child(node, truth[accepted])) is not None:
+                node, accepted = child, accepted + 1
+            verifying = float(self.costs.seconds(len(kept)))
+            pilot.learn(fused, truth)  # as the text that follows will show, whatever was verified
+            pilot.charge(len(kept), 1, accepted + 1, verifying, sum(drafting.values()))
+            log.append((accepted + 1, verifying + sum(drafting.values())))
+        return np.array(log)
+
+    def best_fixed(self, texts):
+        """Tokens per second of the best fixed choice in hindsight: how much of each source's chain to verify."""
+        right = np.zeros((len(self.sources), LENGTH + 1))  # how often each length of each chain was right
+        for text in texts:
+            if text[0]:
+                right[text[0] // 100 - 1, 1 : len(text)] += 1
+        gains = np.cumsum(right, axis=1) / len(texts)
+        best = 0.0
+        for lengths in itertools.product(range(LENGTH + 1), repeat=len(self.sources)):
+            drafting = sum(s[2] for s, n in zip(self.sources.values(), lengths, strict=True) if n)
+            tokens = 1 + sum(gains[i, n] for i, n in enumerate(lengths))
+            best = max(best, tokens / (drafting + float(self.costs.seconds(1 + sum(lengths)))))
+        return best
+
+
+def rate(log):
+    return log[:, 0].sum() / log[:, 1].sum()
+
+
+SOURCES = {
+    "cheap and sometimes right": {"a": (0.4, 0.8, 0.0001)},
+    "nearly always right": {"a": (0.95, 0.97, 0.0002)},
+    "hardly ever right": {"a": (0.03, 0.3, 0.0003)},
+    "good but dear": {"a": (0.9, 0.9, 0.030)},
+    "one good and one useless": {"a": (0.6, 0.85, 0.0002), "b": (0.01, 0.1, 0.002)},
+    "two that complement each other": {"a": (0.35, 0.7, 0.0001), "b": (0.4, 0.9, 0.0002)},
+}
+
+
+@pytest.mark.parametrize("sources", SOURCES)
+@pytest.mark.parametrize("curve", CURVES)
+def test_within_three_percent_of_the_best_fixed_choice(curve, sources):
+    world = World(curve)
+    world.sources = SOURCES[sources]
+    texts = world.texts(6000)
+    log = world.run(Pilot(Costs(world.seconds), list(world.sources)), texts)
+    assert rate(log) > 0.97 * world.best_fixed(texts)
+
+
+@pytest.mark.parametrize("curve", CURVES)
+def test_regret_shrinks_after_a_switch(curve):
+    world = World(curve)
+    pilot = Pilot(Costs(world.seconds), ["a", "b"])
+    for phase, sources in enumerate(
+        [
+            {"a": (0.9, 0.95, 0.0002), "b": (0.02, 0.2, 0.0002)},
+            {"a": (0.02, 0.2, 0.0002), "b": (0.9, 0.95, 0.0002)},
+            {"a": (0.02, 0.2, 0.0002), "b": (0.02, 0.2, 0.0002)},
+            {"a": (0.9, 0.95, 0.0002), "b": (0.02, 0.2, 0.0002)},
+        ]
+    ):
+        world.sources = sources
+        texts = world.texts(3000)
+        log = world.run(pilot, texts)
+        early = 1 - rate(log[:300]) / world.best_fixed(texts[:300])
+        late = 1 - rate(log[-1500:]) / world.best_fixed(texts[-1500:])
+        assert late < 0.03, (phase, early, late)
+        assert late < max(early, 0.01)
+
+
+@pytest.mark.parametrize("curve", CURVES)
+@pytest.mark.parametrize("trust", [0, 20, 200])
+def test_an_adversary_costs_less_than_three_percent(curve, trust):
+    """Drafts are right until they are trusted, then wrong whenever one is verified."""
+    world = World(curve)
+    world.sources = {"a": (0.0, 0.0, 0.002)}
+    right = [*range(100, 100 + LENGTH), 0]
+    verified = 0
+
+    def adversary(kept):
+        nonlocal verified
+        verified += len(kept) > 1
+        return right if verified % (2 * trust + 1) < trust and len(kept) == 1 else [0]
+
+    log = world.run(Pilot(Costs(world.seconds), ["a"]), [adversary] * 6000)
+    assert rate(log) > 0.97 / world.seconds[1]
+
+
+def test_a_batch_shares_its_rows_where_they_gain_most():
+    """The step is as wide as the better draft deserves, and the worse one may use what is paid for anyway."""
+    pilot = Pilot(Costs({rows: ms / 1e3 for rows, ms in CURVES["bfloat16"].items()}), ["a"])
+    for _ in range(300):  # high scores are right, low ones wrong
+        pilot.learn(TokenTree.chain(0, range(1, 9), source="a", raw=[0.95] * 8), list(range(1, 9)))
+        pilot.learn(TokenTree.chain(0, [1], source="a", raw=[0.05]), [9])
+    good = TokenTree.chain(0, range(1, 9), source="a", raw=[0.95] * 8)
+    bad = TokenTree.chain(0, range(1, 9), source="a", raw=[0.05] * 8)
+    one, other = pilot.choose([good, bad], [16, 16], {"a": 0.0})
+    assert len(one) == 9
+    assert len(other) <= len(one)
+    assert pilot.last.rate > pilot.last.plain
+    (alone,) = pilot.choose([bad], [16], {"a": 0.0})
+    assert len(alone) == 1
+
+
+def test_calibration_learns_what_scores_mean():
+    calibration, rng = Calibration(), np.random.default_rng(0)
+    for _ in range(4000):  # says 0.9 and is right in one of three
+        tree = TokenTree.build([0, 1, 2], [-1, 0, 0], source="a", raw=[1.0, 0.9, 0.2])
+        calibration.learn(tree, 0, [1] if rng.random() < 1 / 3 else [2])
+    learnt = calibration.probability
+    assert learnt[0, int(0.9 * 16)] == pytest.approx(1 / 3, abs=0.08)
+    assert learnt[0, int(0.2 * 16)] == pytest.approx(2 / 3, abs=0.08)
+    assert learnt[0, 10] == pytest.approx(0.7 * 10.5 / 16)  # of which nothing was seen
+
+
+def test_nodes_count_only_where_their_parents_were_right():
+    calibration = Calibration()
+    tree = TokenTree.build([0, 1, 2, 3, 4], [-1, 0, 1, 0, 3], source="a", raw=[1, 0.1, 0.3, 0.5, 0.7])
+    calibration.learn(tree, 0, [1, 9])
+    labelled = {
+        place: tuple(calibration._counts[place]) for place in np.ndindex(4, 16) if calibration._counts[place][1]
+    }
+    assert labelled == {(0, 1): (1, 1), (1, 4): (0, 1), (0, 8): (0, 1)}  # the child of 3 was never asked about
+
+
+def test_costs_follow_what_steps_take():
+    costs = Costs({1: 1.0, 4: 1.6, 8: 2.0})
+    assert costs.seconds(2) == pytest.approx(1.2)
+    assert costs.seconds(16) == pytest.approx(2.8)
+    assert Costs({1: 1.0, 8: 2.0}, padded=True).seconds(2) == 2.0
+    for _ in range(200):
+        costs.observe(4, 1, 3.0)
+    assert costs.seconds(4) == pytest.approx(3.0, rel=0.02)
+    assert costs.seconds(1) == pytest.approx(1.0)
+    costs.observe(1, 1, 100.0)  # somebody else's business
+    assert costs.seconds(1) == pytest.approx(1.0)
+    assert costs.seconds(1, batch=8) == pytest.approx(2.0)
+    with pytest.raises(ValueError, match="the time of one row"):
+        Costs({2: 1.0})

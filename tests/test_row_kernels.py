@@ -11,6 +11,7 @@ if not (torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET")):
 
 from slipstream.target.linear import parts, skinny_linear
 from slipstream.target.norm import normalise
+from slipstream.target.top import top_rows
 from slipstream.target.write import move_cache
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -68,3 +69,14 @@ def test_accepted_keys_move_into_place_even_over_one_another():
     move_cache(keys, values, rows.to(DEVICE), *(t.to(DEVICE) for t in integers.values()), counts.to(DEVICE))
     assert torch.equal(keys, expected[0])
     assert torch.equal(values, expected[1])
+
+
+@pytest.mark.parametrize(("vocabulary", "k"), [(49152, 8), (100, 8), (5000, 3), (2048, 16)])
+def test_the_most_probable_tokens(vocabulary, k):
+    x = noise(2, 3, vocabulary, scale=4)
+    x[0, 0, ::2] = -torch.inf
+    logp, ids = top_rows(x, k)
+    right = torch.log_softmax(x.float(), -1)
+    torch.testing.assert_close(logp, right.topk(k).values, rtol=0, atol=1e-4)
+    torch.testing.assert_close(right.gather(-1, ids), logp, rtol=0, atol=1e-4)
+    assert all(len(set(row.tolist())) == k for row in ids.view(-1, k))

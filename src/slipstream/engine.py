@@ -113,6 +113,7 @@ class Engine:
         want = Want(self.drafter.layers, rows, tuple(chooser(s) for s in running))
         scores = self.target.score([s.slot for s in running], trees, want)
         scored = perf_counter()
+        self.drafter.measured(len(running), max(map(len, trees)), scored - drafted)
         verdicts = []
         for sequence, tree, score in zip(running, trees, scores, strict=True):
             verdict = verify(sequence.request.accept, tree, score, sequence.sampler, sequence.over)

@@ -8,11 +8,9 @@ recording.
 from __future__ import annotations
 
 import json
-import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from time import perf_counter
 from typing import Any, ClassVar
 
 import numpy as np
@@ -23,6 +21,7 @@ from slipstream import drafters
 from slipstream.accept import Rule
 from slipstream.bench.contestants import Answer, Contestant, Decoding
 from slipstream.bench.measure import Item
+from slipstream.budget.costs import measure
 from slipstream.engine import Engine, Step
 from slipstream.errors import OptionError
 from slipstream.request import Request
@@ -89,28 +88,8 @@ def record(
         for layer in layers:
             hidden[f"{number}.{layer}"] = torch.cat([chunk[layer] for chunk in chunks]).cpu()
     longest = max(items, key=lambda item: len(item.tokens))
-    cost = cost_curve(target, longest.tokens)
+    cost = measure(target, longest.tokens)
     return Recording(list(items), cost, decoding, target.vocabulary, target.context, model, hidden)
-
-
-def cost_curve(target: Target, text: list[int], rows: Sequence[int] = ROWS, repeats: int = 7) -> dict[int, float]:
-    """Seconds of a forward behind the text, the median of interleaved repeats."""
-    slot = target.open()
-    for _ in target.prefill(slot, text, Want()):
-        pass
-    sizes = [n for n in rows if slot.length + n < target.context and (target.trees or n == 1)]
-    rng = np.random.default_rng(0)
-    times: dict[int, list[float]] = {n: [] for n in sizes}
-    for repeat in range(repeats + 1):
-        for n in sizes:
-            parents = [max(i - 4, min(0, i - 1)) for i in range(n)]  # four branches side by side
-            tree = TokenTree.build(rng.integers(0, target.vocabulary, n).tolist(), parents)
-            start = perf_counter()
-            target.score([slot], [tree], Want(samplers=(Sampler(Sampling(), []),)))
-            if repeat:  # the first round warms up
-                times[n].append(perf_counter() - start)
-    target.close(slot)
-    return {n: statistics.median(seconds) for n, seconds in times.items()}
 
 
 class Recited(Rule):

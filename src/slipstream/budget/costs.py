@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import os
+import platform
+import statistics
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from time import perf_counter
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from slipstream.embedded import cache_folder
+from slipstream.sampling import Sampler, Sampling
+from slipstream.target.base import Target, Want
+from slipstream.tree import TokenTree
+
+ROWS = (1, 2, 4, 8, 16, 32, 64)
 FOLLOW = 0.05  # how much of what one step took goes into what the next is expected to take
 WILD = 3.0  # a step that took so many times what was expected says more about the machine than about the step
 
@@ -51,3 +64,57 @@ class Costs:
         if batch not in self._curves:
             self._curves[batch] = np.array(self.seconds(self._rows * batch, 1), np.float64)
         return self._curves[batch]
+
+
+# ---- where they come from
+
+
+def measure(target: Target, text: Sequence[int], rows: Sequence[int] = ROWS, repeats: int = 7) -> dict[int, float]:
+    """Seconds of a forward behind the text, the median of interleaved repeats."""
+    slot = target.open()
+    for _ in target.prefill(slot, text, Want()):
+        pass
+    sizes = [n for n in rows if slot.length + n < target.context and (target.trees or n == 1)]
+    rng = np.random.default_rng(0)
+    greedy = Want(samplers=(Sampler(Sampling(), []),))
+    times: dict[int, list[float]] = {n: [] for n in sizes}
+    for repeat in range(repeats + 1):
+        for n in sizes:
+            parents = [max(i - 4, min(0, i - 1)) for i in range(n)]  # four branches side by side
+            tree = TokenTree.build(rng.integers(0, target.vocabulary, n).tolist(), parents)
+            start = perf_counter()
+            target.score([slot], [tree], greedy)
+            if repeat:  # the first round warms up
+                times[n].append(perf_counter() - start)
+    target.close(slot)
+    return {n: statistics.median(seconds) for n, seconds in times.items()}
+
+
+def costs_of(target: Target) -> Costs:
+    """This target's on this machine: measured once, kept in the cache folder."""
+    file, key = cache_folder() / "costs.json", _described(target)
+    known: dict[str, dict[str, float]] = {}
+    with suppress(OSError, ValueError):
+        known = json.loads(file.read_text())
+    padded = bool(target.widths)
+    if key not in known:
+        text = [1 + 389 * i % (target.vocabulary - 1) for i in range(min(64, target.context // 2))]
+        known[key] = {str(n): s for n, s in measure(target, text, target.widths or ROWS, repeats=3).items()}
+        with suppress(OSError):  # a cache folder that can't be written to costs a measurement each time
+            file.parent.mkdir(parents=True, exist_ok=True)
+            new = file.with_name(f"{file.name}.{os.getpid()}")
+            new.write_text(json.dumps(known, indent=1))
+            new.replace(file)
+    return Costs({int(n): s for n, s in known[key].items()}, padded)
+
+
+def _described(target: Target) -> str:
+    """Everything that a step's time depends on."""
+    model = getattr(target, "model", None)
+    sizes = getattr(model, "config", None)
+    name = str(getattr(sizes, "_name_or_path", "")) or type(model).__name__
+    shape = [getattr(sizes, s, None) for s in ("hidden_size", "num_hidden_layers", "vocab_size")]
+    cuda = target.device.type == "cuda"
+    where = torch.cuda.get_device_name(target.device) if cuda else f"{platform.machine()} × {torch.get_num_threads()}"
+    way = type(target).__name__ + (" compiled" if getattr(target, "compile", "") else "")
+    return " | ".join(map(str, (name, *shape, target.dtype, where, way, torch.__version__)))

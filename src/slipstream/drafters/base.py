@@ -66,6 +66,9 @@ class Drafter(ABC):
     def ended(self, request: Request, tokens: Sequence[int]) -> None:  # noqa: B027  (most drafters learn nothing)
         """A request was answered with these tokens."""
 
+    def measured(self, batch: int, rows: int, seconds: float) -> None:  # noqa: B027  (most drafters don't count)
+        """A step of the target, of that many sequences and rows for each, took so long."""
+
     def propose(
         self, sessions: Sequence[DraftSession], roots: Sequence[int], budgets: Sequence[Budget]
     ) -> list[Proposal]:

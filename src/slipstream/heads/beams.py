@@ -16,6 +16,7 @@ from torch import Tensor
 from slipstream.errors import OptionError
 from slipstream.heads.drafting import HeadDrafter, HeadOptions, pack, pack_chains
 from slipstream.sampling import gumbel
+from slipstream.target.ops import best_tokens
 
 if TYPE_CHECKING:
     from slipstream.target.base import Target
@@ -94,12 +95,11 @@ class BeamDrafter(ChainDrafter):
         beams = torch.empty((len(inputs[0]), 1, 0), dtype=torch.long, device=self.device)  # (b, w, depth)
         logp = torch.empty(beams.shape, device=self.device)  # the same of every token given those before it
         for depth in range(self.length):
-            x = self.logits(carry, depth).float()  # (b, w, V)
-            some = x.topk(self.width)  # no beam has more than that many children among the best
-            given = some.values - x.logsumexp(-1, keepdim=True)  # (b, w, width)
+            # (b, w, width): no beam has more than that many children among the best
+            given, some = best_tokens(self.logits(carry, depth), self.width)
             choice = (logp.sum(-1, keepdim=True) + given).flatten(1).topk(self.width).indices  # (b, width)
             chain = choice // self.width
-            tokens = some.indices.flatten(1).gather(1, choice)
+            tokens = some.flatten(1).gather(1, choice)
             beams = _append(beams, chain, tokens)
             logp = _append(logp, chain, given.flatten(1).gather(1, choice))
             if depth + 1 < self.length:

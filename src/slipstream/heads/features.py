@@ -22,6 +22,7 @@ from slipstream.heads.decoder import FeatureHead
 from slipstream.heads.drafting import HeadOptions, HeadSession, pack
 from slipstream.heads.growth import Growth
 from slipstream.heads.keys import KeyCache
+from slipstream.target.ops import best_tokens
 
 if TYPE_CHECKING:
     from slipstream.request import Request
@@ -155,13 +156,11 @@ class FeatureDrafter(ChainDrafter):
         found: list[tuple[Tensor, ...]] = []  # per depth: tokens, parents, log-probabilities, those of paths
         known = 1
         for depth in range(growth.depth):
-            logits = self.head.logits(carry.features).float()  # (b, w, V')
-            top = logits.topk(growth.branch)
-            logp = top.values - logits.logsumexp(-1, keepdim=True)
+            logp, best = best_tokens(self.head.logits(carry.features), growth.branch)  # (b, w, branch)
             # A child above its parent would break the order; a head that overflows knows nothing.
             logp = logp.nan_to_num(nan=-torch.inf, neginf=-torch.inf).clamp(max=0)
             paths = (value[..., None] + logp).flatten(1)  # (b, w·branch)
-            tokens = (top.indices if self._ids is None else self._ids[top.indices]).flatten(1)
+            tokens = (best if self._ids is None else self._ids[best]).flatten(1)
             found.append((tokens, number.repeat_interleave(growth.branch, 1), logp.flatten(1), paths))
             if depth + 1 < growth.depth:
                 chosen = growth.chosen(depth, paths)  # (b, w)

@@ -56,6 +56,8 @@ class Told:
 class GraphTarget(TreeTarget):
     """A TreeTarget whose steps are replayed."""
 
+    widths = ROWS
+
     def __init__(self, *given: Any, compile: str = "", **options: Any) -> None:
         """compile: a backend of torch.compile for the decoder layers; empty: none."""
         super().__init__(*given, **options)

@@ -91,6 +91,19 @@ def _normalised(x: torch.Tensor, *_: object) -> torch.Tensor:
     return x.new_empty(x.shape)
 
 
+@torch.library.custom_op("slipstream::best_tokens", mutates_args=())
+def best_tokens(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The k most probable tokens after each row of logits (…, V), the best first: their log-probabilities (…, k) in
+    float32, and their ids."""
+    if logits.device.type == "cuda":
+        from slipstream.target.top import top_rows
+
+        return top_rows(logits, k)
+    x = logits.float()
+    top = x.topk(k)
+    return top.values - x.logsumexp(-1, keepdim=True), top.indices
+
+
 @torch.library.custom_op("slipstream::attend", mutates_args=("stats", "sums"))
 def attend(
     query: torch.Tensor,  # (b, heads, n, d)

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from slipstream.cli import options as o
-from slipstream.cli.terminal import busy, ensure_embedded, err, out
+from slipstream.cli.terminal import busy, counting_bars, ensure_embedded, err, out
 
 
 def collect(
@@ -52,23 +52,7 @@ def collect(
             max_batch=batch,
             compile=compile,
         )
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(elapsed_when_finished=True),
-    )
-    with Progress(*columns, console=err, disable=not err.is_terminal, speed_estimate_period=120) as bars:
+    with counting_bars(speed_estimate_period=120) as bars:
         task = bars.add_task("answering", total=len(questions))
 
         def progress(done: int, of: int, tokens: int) -> None:

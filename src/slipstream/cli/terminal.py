@@ -12,6 +12,8 @@ from slipstream.cli.options import parse_options
 from slipstream.notices import show_with
 
 if TYPE_CHECKING:
+    from rich.progress import Progress
+
     from slipstream.llm import LLM
     from slipstream.stats import Stats
 
@@ -90,8 +92,8 @@ def status(stats: Stats, accept: str) -> str:
     )
 
 
-@contextmanager
-def progress_bars() -> Iterator[Any]:
+def counting_bars(shown: bool = True, **options: Any) -> Progress:
+    """Bars with counts, time taken and time left."""
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
@@ -108,7 +110,12 @@ def progress_bars() -> Iterator[Any]:
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=err, disable=not err.is_terminal) as bars:
+    return Progress(*columns, console=err, disable=not (shown and err.is_terminal), **options)
+
+
+@contextmanager
+def progress_bars() -> Iterator[Any]:
+    with counting_bars() as bars:
         tasks: dict[str, Any] = {}
 
         def progress(stage: str, done: int, of: int) -> None:

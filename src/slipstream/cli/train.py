@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from slipstream.cli import options as o
-from slipstream.cli.terminal import busy, ensure_embedded, err, out
+from slipstream.cli.terminal import busy, counting_bars, ensure_embedded, err, out
 
 
 def train(
@@ -122,15 +122,6 @@ def train(
 @contextmanager
 def watching(processes: Any) -> Iterator[Any]:
     """A bar that tells loss, rate, accuracies and time left. Ctrl-C ends the training between two steps."""
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
     stopped = False
 
     def stop(*_: Any) -> None:
@@ -139,17 +130,10 @@ def watching(processes: Any) -> Iterator[Any]:
             raise KeyboardInterrupt
         stopped = True
 
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
     # Several processes can't agree on the step they stop after: there, Ctrl-C ends them as they are.
     before = signal.signal(signal.SIGINT, stop) if processes.count == 1 else None
     try:
-        with Progress(*columns, console=err, disable=not err.is_terminal or processes.rank > 0) as bars:
+        with counting_bars(processes.rank == 0) as bars:
             task = bars.add_task("training", total=None)
             told: dict[str, Any] = {}
 

@@ -25,6 +25,7 @@ from slipstream.heads import HEADS, Head, load_head
 from slipstream.heads.base import Lender
 from slipstream.heads.files import CONFIG, find_folder, read_config
 from slipstream.sampling import noise_key
+from slipstream.target.graphs import BATCHES, bucket
 from slipstream.target.standins import StandIns
 from slipstream.tree import TokenTree
 
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("slipstream")
 
 MODES = ("best", "sample")
-BATCHES = (1, 2, 4, 8, 16, 32, 64)
 SHIPPED = Path(__file__).parent / "shipped"  # <kind>/: heads for the embedded model
 
 
@@ -285,14 +285,6 @@ def shipped(kind: str, model: Any) -> Path:
         f"drafter {kind!r} needs a head for {name}; {known}. Name one with drafter_path=<folder or hub id>, or "
         f"train it: slipstream collect, then slipstream train {kind}"
     )
-
-
-def bucket(n: int, sizes: Sequence[int]) -> int:
-    """The smallest size that n fits in; beyond them, a multiple of the largest."""
-    for size in sizes:
-        if n <= size:
-            return size
-    return -(-n // sizes[-1]) * sizes[-1]
 
 
 # ---- nodes on their way to the host

@@ -1,0 +1,145 @@
+"""store embed: the target reads a store, so that it can be searched by meaning."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from slipstream.cli import options as o
+from slipstream.cli.store import Collection, Folder, load_encoder
+from slipstream.cli.terminal import busy, err, out
+
+if TYPE_CHECKING:
+    from slipstream.datastores.store import Store
+
+
+def embed(
+    folder: Folder,
+    model: o.Model = None,
+    answers: Annotated[
+        list[Path] | None,
+        typer.Option("--answers", help="Add what `slipstream collect` wrote first; makes the store. Repeatable."),
+    ] = None,
+    collection: Collection = "default",
+    dims: Annotated[int | None, typer.Option(help="Numbers of a vector: 32, 64, 96, 128. Default: 64.")] = None,
+    window: Annotated[int, typer.Option(help="Tokens that the model reads at a time.")] = 1024,
+    overlap: Annotated[int, typer.Option(help="Tokens that a window repeats of the one before.")] = 256,
+    sample: Annotated[int, typer.Option(help="Positions that the transform is fitted on.")] = 1_000_000,
+    batch_tokens: Annotated[int, typer.Option(help="Tokens of a forward.")] = 4096,
+    workers: Annotated[int | None, typer.Option(help="Processes that read. Default: one per GPU, or one.")] = None,
+    database: Annotated[
+        str | None, typer.Option(help="Then upload the vectors to a Qdrant database: an address, or a folder.")
+    ] = None,
+    dtype: o.Dtype = None,
+    device: o.Device = None,
+    trust_remote_code: o.Trust = False,
+) -> None:
+    """Make the vectors that `--drafter dresd` searches. Interrupted, the same command goes on where it stopped.
+
+    Use the model and the precision that will answer. Text that was added since is read by the next call.
+    """
+    from slipstream.datastores.dense.build import Settings
+    from slipstream.datastores.dense.build import embed as read
+    from slipstream.datastores.dense.manifest import FOLDER, NAME, read_manifest
+    from slipstream.datastores.store import Store
+
+    if answers:
+        _add(folder, answers, collection, model)
+    with Store.open(folder) as store:
+        model = model or store.manifest.notes.get("model")
+        _, _, fingerprint = load_encoder(model)
+        store.expect(fingerprint)
+        if dims is None and (folder / FOLDER / NAME).exists():
+            dims = read_manifest(folder / FOLDER).dims
+        settings = Settings(dims or 64, window, overlap, sample, batch_tokens)
+        loads = [Load(model, dtype, place, trust_remote_code) for place in _devices(device, workers)]
+        with _bar() as progress:
+            try:
+                done = read(store, loads, settings, progress)
+            except KeyboardInterrupt:
+                err.print("stopped: what was read is kept; the same command goes on from here")
+                raise
+        out.print(
+            f"{done.documents:,} documents read, {done.known:,} were known; {done.vectors:,} new vectors of "
+            f"{done.dims} numbers, which keep {done.explained:.0%} of the variance"
+        )
+        if database is not None:
+            _upload(store, collection, database)
+
+
+@dataclass(frozen=True)
+class Load:
+    """Loads the model, in whichever process."""
+
+    model: str | None
+    dtype: str | None
+    device: str | None
+    trust_remote_code: bool
+
+    def __call__(self) -> Any:
+        from slipstream.target.loading import load_model
+
+        with busy("loading the model"):
+            return load_model(
+                self.model, dtype=self.dtype, device=self.device, trust_remote_code=self.trust_remote_code
+            )[0]
+
+
+def _devices(device: str | None, workers: int | None) -> list[str | None]:
+    """One for each worker."""
+    import torch
+
+    gpus = torch.cuda.device_count() if device in (None, "cuda") else 0
+    count = workers or max(1, gpus)
+    return [f"cuda:{i % gpus}" if gpus else device for i in range(count)]
+
+
+def _add(folder: Path, answers: list[Path], collection: str, model: str | None) -> None:
+    from slipstream.datastores.dense.collected import add_answers
+    from slipstream.datastores.manifest import NAME
+    from slipstream.datastores.store import Store
+
+    _, vocabulary, fingerprint = load_encoder(model)
+    if (folder / NAME).exists():
+        store = Store.open(folder, True, fingerprint)
+    else:
+        store = Store.create(folder, vocabulary, fingerprint, {"model": model})
+    with store:
+        for path in answers:
+            counts = add_answers(store, path, collection)
+            said = f"{counts.documents:,} answers, {counts.tokens:,} tokens" if counts.documents else "there already"
+            out.print(f"{path}: {said}", markup=False)
+
+
+def _upload(store: Store, collection: str, database: str) -> None:
+    from slipstream.datastores.dense.remote import upload
+    from slipstream.datastores.dense.search import Vectors
+
+    with _bar() as progress:
+        added, removed = upload(Vectors(store), collection, database, lambda n, of: progress("uploading", n, of))
+    out.print(f"{added:,} documents added to {database}, {removed:,} removed", markup=False)
+
+
+@contextmanager
+def _bar() -> Iterator[Any]:
+    """Tells what is being done, the rate and the time left."""
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=err, disable=not err.is_terminal, speed_estimate_period=120) as bars:
+        tasks: dict[str, Any] = {}
+
+        def progress(doing: str, done: int, of: int) -> None:
+            stage = doing if doing in ("linking", "uploading") else "embedding"  # the others share one count
+            if stage not in tasks:
+                tasks[stage] = bars.add_task(stage)
+            rate = done / max(bars.tasks[tasks[stage]].elapsed or 0, 1e-9)
+            text = f"{doing}: {done:,} of {of:,} positions, {rate:,.0f}/s"
+            bars.update(tasks[stage], description=text, completed=done, total=of)
+
+        yield progress

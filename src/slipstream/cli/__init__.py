@@ -10,6 +10,7 @@ from rich.markup import escape
 from slipstream.cli.answer import chat, generate, trace
 from slipstream.cli.bench import bench
 from slipstream.cli.collect import collect
+from slipstream.cli.embed import embed
 from slipstream.cli.export import export
 from slipstream.cli.inform import demo, drafters, models
 from slipstream.cli.store import app as store
@@ -23,6 +24,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+store.command()(embed)
 app.add_typer(store, name="store")
 for command in (generate, chat, trace, bench, collect, train, export, drafters, models, demo):
     app.command()(command)

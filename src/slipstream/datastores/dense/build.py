@@ -1,0 +1,305 @@
+"""Build: the target reads every document of a store, and its states become vectors.
+
+First states of a sample, to fit the transform; then vectors of everything, in chunks of a few documents; then a part
+that groups them. Every file is whole or absent and names its documents by their content, so whatever interrupts this,
+the same call goes on and reads at most the chunks again that were being read.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from slipstream.datastores.dense import index
+from slipstream.datastores.dense.files import Mapped
+from slipstream.datastores.dense.manifest import FOLDER, NAME, Manifest, Origin, read_manifest, write_manifest
+from slipstream.datastores.dense.reading import Here, Load, Processes, Reader
+from slipstream.datastores.dense.texts import Texts
+from slipstream.datastores.dense.transform import Moments, Transform
+from slipstream.datastores.dense.vectors import (
+    Chunk,
+    Part,
+    Piece,
+    chunks,
+    keys_of,
+    piece_of,
+    pieces_of,
+    read_chunk,
+    read_transform,
+    write_chunk,
+    write_part,
+    write_transform,
+)
+from slipstream.datastores.sort import Tokens
+from slipstream.datastores.store import Store, lock_folder
+from slipstream.errors import DamagedError, OptionError, StoreError
+
+log = logging.getLogger("slipstream")
+
+Progress = Callable[[str, int, int], None]  # what is being done, positions done, of how many
+FEW = 4  # parts of a collection: more become one
+
+
+@dataclass(frozen=True)
+class Settings:
+    dims: int = 64  # numbers of a vector
+    window: int = 1024  # tokens that the model reads at a time
+    overlap: int = 256  # tokens that a window repeats of the one before, as context
+    sample: int = 1_000_000  # positions that the transform is fitted on
+    batch_tokens: int = 4096  # tokens of a forward, padding included
+    chunk_tokens: int = 1 << 15  # tokens of a chunk: what each worker loses at most when it is killed
+
+    def __post_init__(self) -> None:
+        if min(self.dims, self.window, self.sample, self.batch_tokens, self.chunk_tokens) < 1:
+            raise OptionError(f"dims, window, sample, batch_tokens and chunk_tokens must be at least 1, found {self}")
+        if not 0 <= self.overlap < self.window:
+            raise OptionError(f"0 <= overlap < window must hold, found {self.overlap} and {self.window}")
+
+
+@dataclass(frozen=True)
+class Embedded:
+    """What came of it."""
+
+    documents: int  # read by this call
+    vectors: int  # that became part of the store by this call
+    known: int  # documents that had been read before
+    dims: int
+    explained: float  # share of the states' variance that the vectors keep
+
+
+@dataclass(frozen=True, eq=False)
+class Document:
+    collection: str
+    digest: int
+    tokens: Tokens
+
+
+def embed(
+    store: Store, loads: Sequence[Load], settings: Settings | None = None, progress: Progress | None = None
+) -> Embedded:
+    """Make the vectors that a store lacks. loads: one per worker; a single one works in this process."""
+    folder = store.folder / FOLDER
+    folder.mkdir(exist_ok=True)
+    lock = lock_folder(folder)
+    try:
+        workers = Here(loads[0]) if len(loads) == 1 else Processes(loads)
+        try:
+            return _Build(store, folder, workers, settings or Settings(), progress or (lambda *_: None)).run()
+        finally:
+            workers.close()
+    except BrokenProcessPool as error:
+        raise StoreError("a worker ended before its time: the same call goes on from what is there") from error
+    finally:
+        os.close(lock)
+
+
+class _Build:
+    def __init__(
+        self, store: Store, folder: Path, workers: Here | Processes, settings: Settings, progress: Progress
+    ) -> None:
+        self.store, self.folder, self.workers = store, folder, workers
+        self.settings, self.progress = settings, progress
+        origin, context = workers.submit(_about).result()
+        if (folder / NAME).exists():
+            self.manifest = self._continued(origin)
+        else:
+            window, dims = min(settings.window, context), min(settings.dims, origin.hidden)
+            overlap = settings.overlap * window // settings.window  # as large a share of a shorter window
+            self.manifest = Manifest(origin, store.manifest.vocabulary, dims, window, overlap)
+            write_manifest(folder, self.manifest)
+        self.texts = {c: Texts(store.runs(c)) for c in store.collections}
+
+    def _continued(self, origin: Origin) -> Manifest:
+        """What there is, less what is damaged. The transform stays, so what it depends on must not change."""
+        manifest = read_manifest(self.folder)
+        manifest.expect(self.folder, origin)
+        if min(self.settings.dims, origin.hidden) != manifest.dims:
+            raise StoreError(
+                f"{self.folder} has vectors of {manifest.dims} numbers, not {self.settings.dims}: go on with those, or "
+                "delete it"
+            )
+        whole = []
+        for entry in manifest.parts:
+            try:
+                Part(self.folder / entry.name).file.verify()
+                whole.append(entry)
+            except (DamagedError, FileNotFoundError) as error:
+                log.warning("a part of the vectors is lost, so its documents are read again: %s", error)
+        return replace(manifest, parts=tuple(whole))
+
+    def run(self) -> Embedded:
+        self._sweep()
+        due = self._due()
+        known = sum(1 for texts in self.texts.values() for _ in texts.documents()) - len(due)
+        self.done, self.total = 0, sum(int(keys_of(len(d.tokens))) for d in due)
+        transform = read_transform(self.folder) or self._fit(due)
+        self._reduce(transform)
+        self._read(self._due(), "reading", transform)
+        made = self._group()
+        self._merge()
+        self._link()
+        return Embedded(len(due), made, known, transform.dims, float(transform.explained.sum()))
+
+    def _sweep(self) -> None:
+        """Remove what a killed build left that is of no use."""
+        self._drop_unnamed()
+        for path in self.folder.glob("*.making"):
+            path.unlink()
+        for kind in ("chunk", "states"):
+            for file in chunks(self.folder, kind):
+                try:
+                    file.verify()
+                    useless = bool(np.isin(file["digests"], self._in_parts(file.facts["collection"])).all())
+                except DamagedError:
+                    useless = True
+                if useless:
+                    file.path.unlink()
+
+    def _drop_unnamed(self) -> None:
+        """Parts that no longer count, and their graphs."""
+        named = {e.name.partition(".")[0] for e in self.manifest.parts}
+        for path in (*self.folder.glob("*.part"), *self.folder.glob("*.graph")):
+            if path.name.partition(".")[0] not in named:
+                path.unlink()
+
+    def _in_parts(self, collection: str) -> NDArray[np.uint64]:
+        parts = [Part(self.folder / e.name).digests for e in self.manifest.parts if e.collection == collection]
+        return np.concatenate([np.empty(0, np.uint64), *parts])
+
+    def _due(self) -> list[Document]:
+        """The documents that are in no file yet, in the order of digests."""
+        there = {c: set(self._in_parts(c).tolist()) for c in self.texts}
+        for file in (*chunks(self.folder, "chunk"), *chunks(self.folder, "states")):
+            there.setdefault(file.facts["collection"], set()).update(file["digests"].tolist())
+        found = [
+            Document(collection, digest, tokens)
+            for collection, texts in self.texts.items()
+            for digest, tokens in texts.documents()
+            if digest not in there[collection]
+        ]
+        return sorted(found, key=lambda d: d.digest)
+
+    def _fit(self, due: list[Document]) -> Transform:
+        """Read documents in the order of digests, which is a random one, until there are enough positions to fit on.
+        Their states stay on the disk, so that they need not be read again."""
+        have = sum(len(file.array("rows")) for file in chunks(self.folder, "states"))
+        keys = np.cumsum([have, *(int(keys_of(len(d.tokens))) for d in due)])
+        self._read(due[: int(np.searchsorted(keys, self.settings.sample))], "sampling", None)
+        self.progress("fitting", self.done, self.total)
+        moments = Moments(self.manifest.origin.hidden, "cuda" if torch.cuda.is_available() else "cpu")
+        for file in chunks(self.folder, "states"):
+            moments.add(read_chunk(file).rows)
+        transform = moments.fit(self.manifest.dims)
+        write_transform(self.folder, transform)
+        return transform
+
+    def _reduce(self, transform: Transform) -> None:
+        """The states of the sample as vectors."""
+        for file in chunks(self.folder, "states"):
+            if not file.path.with_suffix(".chunk").exists():
+                chunk = read_chunk(file)
+                write_chunk(self.folder, replace(chunk, rows=transform(chunk.rows).half()), "chunk")
+            file.path.unlink()
+
+    def _read(self, due: list[Document], doing: str, transform: Transform | None) -> None:
+        running: set[Future[int]] = set()
+        jobs = portions(due, self.settings.chunk_tokens)
+        self.progress(doing, self.done, self.total)
+        try:
+            while True:
+                while len(running) < 2 * self.workers.count and (job := next(jobs, None)) is not None:
+                    given = (self.folder, self.manifest, self.settings.batch_tokens, job, transform)
+                    running.add(self.workers.submit(_write, *given))
+                if not running:
+                    return
+                ended, running = wait(running, return_when=FIRST_COMPLETED)
+                self.done += sum(future.result() for future in ended)
+                self.progress(doing, self.done, self.total)
+        finally:
+            for future in running:
+                future.cancel()
+
+    def _group(self) -> int:
+        """A part of each collection's chunks."""
+        made = 0
+        collections: dict[str, list[Path]] = {}
+        for file in chunks(self.folder, "chunk"):
+            collections.setdefault(file.facts["collection"], []).append(file.path)
+        for collection, paths in collections.items():
+            self.progress("grouping", self.done, self.total)
+            self.manifest = write_part(self.folder, self.manifest, collection, [partial(_pieces, p) for p in paths])
+            made += self.manifest.parts[-1].vectors
+            write_manifest(self.folder, self.manifest)
+            for path in paths:
+                path.unlink()
+        return made
+
+    def _merge(self) -> None:
+        """One part instead of many, or of those that hold much of documents that are gone."""
+        for collection, texts in self.texts.items():
+            entries = [e for e in self.manifest.parts if e.collection == collection]
+            parts = [Part(self.folder / e.name) for e in entries]
+            alive = [texts.find(p.digests, p.lengths)[:, 0] >= 0 for p in parts]
+            dead = sum(int(keys_of(p.lengths[~a]).sum()) for p, a in zip(parts, alive, strict=True))
+            if len(parts) > FEW or 4 * dead > sum(map(len, parts)):
+                self.progress("merging", self.done, self.total)
+                sources = [partial(pieces_of, p, a) for p, a in zip(parts, alive, strict=True)]
+                self.manifest = write_part(self.folder, self.manifest, collection, sources, gone=entries)
+                write_manifest(self.folder, self.manifest)
+        self._drop_unnamed()
+
+    def _link(self) -> None:
+        """Graphs for the large groups, if there is a library that makes them."""
+        if index.installed():
+            for entry in self.manifest.parts:
+                index.write_graphs(Part(self.folder / entry.name), progress=partial(self.progress, "linking"))
+
+
+def portions(documents: Iterable[Document], tokens: int) -> Iterator[list[Document]]:
+    """Documents of one collection, of about so many tokens together."""
+    waiting: dict[str, list[Document]] = {}
+    sizes: dict[str, int] = {}
+    for document in documents:
+        c = document.collection
+        waiting.setdefault(c, []).append(document)
+        sizes[c] = sizes.get(c, 0) + len(document.tokens)
+        if sizes[c] >= tokens:
+            yield waiting.pop(c)
+            sizes[c] = 0
+    yield from waiting.values()
+
+
+def _pieces(path: Path) -> Iterator[Piece]:
+    yield piece_of(read_chunk(Mapped(path)))
+
+
+def _about(reader: Reader) -> tuple[Origin, int]:
+    return reader.origin, reader.context
+
+
+def _write(
+    reader: Reader,
+    folder: Path,
+    manifest: Manifest,
+    batch_tokens: int,
+    documents: list[Document],
+    transform: Transform | None,
+) -> int:
+    """Read documents and write their file: vectors, or states if there is no transform yet. Returns how many rows."""
+    rows = reader.rows([d.tokens for d in documents], manifest.window, manifest.overlap, batch_tokens, transform)
+    digests = np.array([d.digest for d in documents], np.uint64)
+    lengths = np.array([len(d.tokens) for d in documents], np.uint32)
+    following = np.concatenate([np.empty(0, np.uint32), *(d.tokens[1:-1].astype(np.uint32) for d in documents)])
+    chunk = Chunk(documents[0].collection, digests, lengths, following, rows)
+    write_chunk(folder, chunk, "states" if transform is None else "chunk")
+    return len(rows)

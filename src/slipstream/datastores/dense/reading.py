@@ -1,0 +1,138 @@
+"""Reading documents with the target, in batches: in this process, or in several that have a model each."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+
+from slipstream.datastores.dense.manifest import Origin
+from slipstream.datastores.dense.transform import Transform
+from slipstream.datastores.dense.vectors import keys_of
+from slipstream.datastores.sort import Tokens, cores
+from slipstream.errors import StoreError
+from slipstream.target.trees import context_length, input_device, unwrapped
+
+Load = Callable[[], Any]  # gives a model; for several workers, one that can be sent to another process
+Window = tuple[int, int, int, int]  # which document, from which token to which, and the first whose state is kept
+
+
+class Reader:
+    """A model that reads."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = unwrapped(model).eval()
+        self.device, self.context = input_device(model), context_length(model.config)
+
+    @cached_property
+    def origin(self) -> Origin:
+        return Origin.of(self.model)
+
+    @torch.inference_mode()
+    def rows(
+        self, documents: Sequence[Tokens], window: int, overlap: int, batch_tokens: int, transform: Transform | None
+    ) -> torch.Tensor:
+        """(n, H) the states of all positions that can draft, one document after the other; or, with a transform, their
+        vectors (n, D) in half precision."""
+        counts = keys_of([len(d) for d in documents])
+        starts = np.cumsum(counts) - counts
+        moved = transform.to(self.device) if transform is not None else None
+        found: torch.Tensor | None = None
+        for batch in batches(windows(counts.tolist(), window, overlap), batch_tokens):
+            longest = max(end - begin for _, begin, end, _ in batch)
+            ids = np.zeros((len(batch), longest), np.int64)  # what pads a row stands behind it, where nobody looks
+            for line, (d, begin, end, _) in zip(ids, batch, strict=True):
+                line[: end - begin] = documents[d][begin:end]
+            states = self.model.base_model(
+                input_ids=torch.from_numpy(ids).to(self.device), use_cache=False
+            ).last_hidden_state  # (b, t, H)
+            rows = states if moved is None else moved(states).half()
+            if found is None:
+                found = torch.empty(int(counts.sum()), rows.shape[-1], dtype=rows.dtype)
+            for row, (d, begin, end, keep) in zip(rows.cpu(), batch, strict=True):
+                found[starts[d] + keep : starts[d] + end] = row[keep - begin : end - begin]
+        if found is None:
+            width, kind = (self.origin.hidden, self.model.dtype) if moved is None else (moved.dims, torch.float16)
+            found = torch.empty(0, width, dtype=kind)
+        return found
+
+
+def windows(counts: Sequence[int], window: int, overlap: int) -> Iterator[Window]:
+    """Every document in pieces that the model can read, each with some of the one before as context."""
+    for d, count in enumerate(counts):
+        begin, read = 0, 0
+        while read < count:
+            end = min(begin + window, count)
+            yield d, begin, end, read
+            begin, read = end - overlap, end
+
+
+def batches(pieces: Iterator[Window], tokens: int) -> Iterator[list[Window]]:
+    """Pieces of like length together, so that little is padded."""
+    batch: list[Window] = []
+    for piece in sorted(pieces, key=lambda p: p[1] - p[2]):  # the longest first
+        longest = batch[0][2] - batch[0][1] if batch else 0
+        if batch and longest * (len(batch) + 1) > tokens:
+            yield batch
+            batch = []
+        batch.append(piece)
+    if batch:
+        yield batch
+
+
+class Here:
+    """One reader, in this process."""
+
+    count = 1
+
+    def __init__(self, load: Load) -> None:
+        self.reader = Reader(load())
+
+    def submit(self, work: Callable[..., Any], *given: Any) -> Future[Any]:
+        """work: called with a reader and what is given."""
+        future: Future[Any] = Future()
+        future.set_result(work(self.reader, *given))
+        return future
+
+    def close(self) -> None:
+        pass
+
+
+class Processes:
+    """A reader in each of several processes."""
+
+    def __init__(self, loads: Sequence[Load]) -> None:
+        self.count = len(loads)
+        context = multiprocessing.get_context("spawn")  # a forked process could not use the GPU
+        queue = context.Queue()
+        for load in loads:
+            queue.put((load, max(1, cores() // self.count)))
+        self._pool = ProcessPoolExecutor(self.count, context, _start, (queue,))
+
+    def submit(self, work: Callable[..., Any], *given: Any) -> Future[Any]:
+        try:
+            return self._pool.submit(_work, work, *given)
+        except BrokenProcessPool as error:
+            raise StoreError("a worker ended before its time: the same call goes on from what is there") from error
+
+    def close(self) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+
+_mine: list[Reader] = []  # of a worker process
+
+
+def _start(loads: Any) -> None:
+    load, threads = loads.get()
+    torch.set_num_threads(threads)
+    _mine.append(Reader(load()))
+
+
+def _work(work: Callable[..., Any], *given: Any) -> Any:
+    return work(_mine[0], *given)

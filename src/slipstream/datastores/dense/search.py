@@ -1,0 +1,218 @@
+"""Search: which positions of a store had states like this one, among those that the same token followed.
+
+A small group is searched exactly, in the half precision it is stored in; a large one through its graph, and what that
+finds is compared exactly again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+from numpy.typing import NDArray
+
+from slipstream.datastores.dense import index
+from slipstream.datastores.dense.manifest import FOLDER, NAME, Manifest, Origin, read_manifest
+from slipstream.datastores.dense.texts import Texts
+from slipstream.datastores.dense.transform import Transform
+from slipstream.datastores.dense.vectors import Part, read_transform
+from slipstream.datastores.sort import Tokens
+from slipstream.datastores.store import DEFAULT, Store
+from slipstream.errors import StoreError
+
+Query = NDArray[np.float32]  # (D,) of unit length
+MORE = 4  # times as many are asked of a graph: some may be gone, and what it calls nearest is nearly so
+
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """Positions, the most similar first."""
+
+    similarity: NDArray[np.float32]  # (m,)
+    part: NDArray[np.int64]  # (m,) which part
+    row: NDArray[np.int64]  # (m,) and which row of it
+
+    def __len__(self) -> int:
+        return len(self.row)
+
+
+@dataclass(frozen=True, eq=False)
+class Drafts:
+    """What followed the root at the most similar positions."""
+
+    similarity: NDArray[np.float32]  # (m,) descending
+    tokens: list[Tokens]  # (m,) of up to `length` tokens each
+
+
+class View:
+    """A collection's vectors and where its documents stand now. It never changes."""
+
+    def __init__(self, parts: Sequence[Part], texts: Texts, graphs: bool = True) -> None:
+        self.parts, self.texts = tuple(parts), texts
+        self.places = [texts.find(part.digests, part.lengths) for part in parts]  # (documents, 2) each
+        self.alive = [places[:, 0] >= 0 for places in self.places]
+        usable = graphs and index.installed()
+        self._graphs = [index.Graphs(p) if usable else None for p in parts]
+
+    def __len__(self) -> int:
+        return sum(len(part) for part in self.parts)
+
+    def size(self, root: int) -> int:
+        """How many positions a root's group has."""
+        groups = [part.group(root) for part in self.parts]
+        return sum(last - first for first, last in groups)
+
+    def draft(self, query: Query, root: int, count: int, length: int) -> Drafts:
+        return self.read(self.search(query, root, count), length)
+
+    def search(self, query: Query, root: int, count: int, exact: bool = False) -> Found:
+        """Among the positions that `root` followed. exact: without graphs."""
+        best = _Best(query, count)
+        for number, part in enumerate(self.parts):
+            first, last = part.group(root)
+            graphs = self._graphs[number]
+            graph = graphs.get(root) if graphs is not None and not exact else None
+            if graph is None:
+                best.scan(number, part, self.alive[number], first, last)
+            else:
+                best.take(number, part, self.alive[number], first + graph.near(query, MORE * count))
+        return best.found()
+
+    def search_all(self, query: Query, count: int) -> Found:
+        """Among all positions, whatever followed."""
+        best = _Best(query, count)
+        for number, part in enumerate(self.parts):
+            part.check(0, len(part))
+            best.scan(number, part, self.alive[number], 0, len(part))
+        return best.found()
+
+    def followed_by(self, found: Found, root: int) -> Found:
+        """Those of them that the root followed."""
+        groups = np.array([part.group(root) for part in self.parts] or [(0, 0)])[found.part]
+        keep = (groups[:, 0] <= found.row) & (found.row < groups[:, 1])
+        return Found(found.similarity[keep], found.part[keep], found.row[keep])
+
+    def read(self, found: Found, length: int) -> Drafts:
+        """What stands after the token that followed each position."""
+        tokens = []
+        for number, row in zip(found.part.tolist(), found.row.tolist(), strict=True):
+            part = self.parts[number]
+            document = int(part.document[row])
+            run, start = self.places[number][document].tolist()
+            at, end = start + int(part.offset[row]) + 2, start + int(part.lengths[document])
+            tokens.append(self.texts.runs.runs[run].tokens[at : min(at + length, end)])
+        return Drafts(found.similarity, tokens)
+
+
+class _Best:
+    """The best rows so far."""
+
+    def __init__(self, query: Query, count: int) -> None:
+        self.query = np.ascontiguousarray(query, np.float32)
+        self.similarity = np.full(count, -np.inf, np.float32)
+        self.part, self.row = np.full(count, -1, np.int64), np.full(count, -1, np.int64)
+
+    def scan(self, number: int, part: Part, alive: NDArray[np.bool_], first: int, last: int) -> None:
+        bits = part.vectors.view(np.uint16)
+        _scan(bits, self.query, first, last, part.document, alive, number, self.similarity, self.part, self.row)
+
+    def take(self, number: int, part: Part, alive: NDArray[np.bool_], rows: NDArray[np.int64]) -> None:
+        bits = part.vectors.view(np.uint16)
+        _take(bits, self.query, rows, part.document, alive, number, self.similarity, self.part, self.row)
+
+    def found(self) -> Found:
+        n = int((self.row >= 0).sum())
+        return Found(self.similarity[:n], self.part[:n], self.row[:n])
+
+
+class Vectors:
+    """The vectors of a store, open to be searched."""
+
+    def __init__(self, store: Store, origin: Origin | None = None, graphs: bool = True) -> None:
+        """origin: of the model whose states will be asked about; vectors of another one's are refused."""
+        self.store, self.folder, self._use_graphs = store, store.folder / FOLDER, graphs
+        self.manifest: Manifest = read_manifest(self.folder)
+        if origin is not None:
+            self.manifest.expect(self.folder, origin)
+        transform = read_transform(self.folder)
+        if transform is None:
+            raise StoreError(f"{self.folder} is not finished: `slipstream store embed {store.folder}` goes on with it")
+        self.transform: Transform = transform
+        self._parts: dict[str, Part] = {}
+        self._views: dict[str, View] = {}
+        self._bytes = b""
+        self.refresh()
+
+    def refresh(self) -> None:
+        """See what was embedded since."""
+        self.store.refresh()
+        data = _manifest_bytes(self.folder)
+        if data != self._bytes:
+            self.manifest = read_manifest(self.folder)
+            self._parts = {e.name: self._parts.get(e.name) or Part(self.folder / e.name) for e in self.manifest.parts}
+            self._views, self._bytes = {}, data
+
+    def view(self, collection: str = DEFAULT) -> View:
+        """The same object until something changes."""
+        runs = self.store.runs(collection)
+        known = self._views.get(collection)
+        if known is None or known.texts.runs is not runs:
+            parts = [p for p in self._parts.values() if p.collection == collection]
+            known = self._views[collection] = View(parts, Texts(runs), self._use_graphs)
+        return known
+
+
+def _manifest_bytes(folder: Path) -> bytes:
+    return (folder / NAME).read_bytes() if (folder / NAME).exists() else b""
+
+
+# ---- compiled
+
+
+@intrinsic
+def _half(_context, _bits):  # type: ignore[no-untyped-def]
+    """The number whose half precision these 16 bits are."""
+
+    def build(_, builder, __, arguments):  # type: ignore[no-untyped-def]
+        return builder.fpext(builder.bitcast(arguments[0], cgutils.ir.HalfType()), cgutils.ir.FloatType())
+
+    return types.float32(types.uint16), build
+
+
+@njit(cache=True, nogil=True, fastmath={"reassoc", "contract"})
+def _similarity(vectors, query, row):  # type: ignore[no-untyped-def]
+    total = np.float32(0)
+    for j in range(len(query)):
+        total += _half(vectors[row, j]) * query[j]
+    return total
+
+
+@njit(cache=True, nogil=True)
+def _insert(value, number, row, similarity, part, rows):  # type: ignore[no-untyped-def]
+    """Into its place among the best; what is as good and was found before stays before it."""
+    at = len(rows) - 1
+    while at > 0 and similarity[at - 1] < value:
+        similarity[at], part[at], rows[at] = similarity[at - 1], part[at - 1], rows[at - 1]
+        at -= 1
+    similarity[at], part[at], rows[at] = value, number, row
+
+
+@njit(cache=True, nogil=True)
+def _scan(vectors, query, first, last, document, alive, number, similarity, part, rows):  # type: ignore[no-untyped-def]
+    for row in range(first, last):
+        value = _similarity(vectors, query, row)
+        if value > similarity[-1] and alive[document[row]]:
+            _insert(value, number, row, similarity, part, rows)
+
+
+@njit(cache=True, nogil=True)
+def _take(vectors, query, given, document, alive, number, similarity, part, rows):  # type: ignore[no-untyped-def]
+    for row in given:
+        value = _similarity(vectors, query, row)
+        if value > similarity[-1] and alive[document[row]]:
+            _insert(value, number, row, similarity, part, rows)

@@ -1,0 +1,228 @@
+"""The files of dense retrieval: which there are, whose states they hold, and how vectors are grouped in them.
+
+dense/dense.json      the manifest: the model, the settings, which parts count
+dense/transform.vec   from states to vectors
+dense/NNNNNNNN.part   vectors of documents, grouped by the token that came next
+dense/*.chunk         vectors of a few documents, in no part yet
+dense/*.states        states of a few documents, until there is a transform
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from slipstream.datastores.dense.files import Mapped, Plan, writing
+from slipstream.datastores.dense.manifest import Entry, Manifest
+from slipstream.datastores.dense.transform import Transform
+from slipstream.datastores.pages import checksum
+from slipstream.errors import DamagedError
+
+TRANSFORM = "transform.vec"
+Half = NDArray[np.float16]
+
+
+# ---- the transform
+
+
+def write_transform(folder: Path, transform: Transform) -> None:
+    arrays = {name: getattr(transform, name).numpy() for name in ("mean", "scale", "components", "explained")}
+    with writing(folder / TRANSFORM, {}, {n: (a.dtype, a.shape) for n, a in arrays.items()}) as into:
+        for name, array in arrays.items():
+            into[name][:] = array
+
+
+def read_transform(folder: Path) -> Transform | None:
+    """None: not fitted yet."""
+    if not (folder / TRANSFORM).exists():
+        return None
+    file = Mapped(folder / TRANSFORM)
+    mean, scale, components, explained = (
+        torch.tensor(file[name]) for name in ("mean", "scale", "components", "explained")
+    )
+    return Transform(mean, scale, components, explained)
+
+
+# ---- chunks: what was read last, in the order of the documents
+
+
+@dataclass(frozen=True, eq=False)
+class Chunk:
+    """Documents, and a row for each of their positions that can draft: t with tokens t + 1 (the root) and t + 2."""
+
+    collection: str
+    digests: NDArray[np.uint64]  # (documents,)
+    lengths: NDArray[np.uint32]  # (documents,)
+    following: NDArray[np.uint32]  # (n,) token t + 1
+    rows: torch.Tensor  # (n, ·) states, or vectors in half precision
+
+
+def keys_of(length: Any) -> Any:
+    """How many positions of a document, or of each of many, can draft."""
+    return np.maximum(np.asarray(length, np.int64) - 2, 0)
+
+
+def write_chunk(folder: Path, chunk: Chunk, kind: str) -> None:
+    """kind: chunk or states. The name follows from the content, so that workers need no agreement."""
+    name = f"{checksum(chunk.digests, checksum(chunk.collection.encode())):016x}.{kind}"
+    rows = chunk.rows.contiguous().cpu()
+    dtype = str(rows.dtype).removeprefix("torch.")
+    data = rows.view(torch.uint8).numpy()  # numpy has no bfloat16
+    plan: Plan = {
+        "digests": (np.uint64, chunk.digests.shape),
+        "lengths": (np.uint32, chunk.lengths.shape),
+        "following": (np.uint32, chunk.following.shape),
+        "rows": (np.uint8, data.shape),
+    }
+    with writing(folder / name, {"collection": chunk.collection, "dtype": dtype}, plan) as into:
+        into["digests"][:], into["lengths"][:], into["following"][:] = chunk.digests, chunk.lengths, chunk.following
+        into["rows"][:] = data
+
+
+def read_chunk(file: Mapped) -> Chunk:
+    rows = torch.tensor(file["rows"]).view(getattr(torch, file.facts["dtype"]))
+    return Chunk(file.facts["collection"], file["digests"], file["lengths"], file["following"], rows)
+
+
+def chunks(folder: Path, kind: str) -> list[Mapped]:
+    """Those whose header is whole. Others are removed: their documents can be read again."""
+    found = []
+    for path in sorted(folder.glob(f"*.{kind}")):
+        try:
+            found.append(Mapped(path))
+        except DamagedError:
+            path.unlink()
+    return found
+
+
+# ---- parts
+
+
+class Part:
+    """A mapped part: row i is the position offset[i] of document[i]. The rows of a group are neighbours."""
+
+    def __init__(self, path: Path) -> None:
+        self.file = Mapped(path)
+        self.path, self.collection = path, str(self.file.facts["collection"])
+        self.vectors: Half = self.file.array("vectors")  # (n, D)
+        self.document: NDArray[np.uint32] = self.file.array("document")  # (n,)
+        self.offset: NDArray[np.uint32] = self.file.array("offset")  # (n,)
+
+    def __len__(self) -> int:
+        return len(self.vectors)
+
+    @cached_property
+    def digests(self) -> NDArray[np.uint64]:
+        return self.file["digests"]  # (documents,)
+
+    @cached_property
+    def lengths(self) -> NDArray[np.uint32]:
+        return self.file["lengths"]  # (documents,)
+
+    @cached_property
+    def starts(self) -> NDArray[np.int64]:
+        """(V + 1,) where the group of each token starts."""
+        return self.file["starts"]
+
+    def group(self, token: int) -> tuple[int, int]:
+        """The rows whose next token this is, checked."""
+        if not 0 <= token < len(self.starts) - 1:
+            return 0, 0
+        first, last = int(self.starts[token]), int(self.starts[token + 1])
+        self.check(first, last)
+        return first, last
+
+    def check(self, first: int, last: int) -> None:
+        for name in ("vectors", "document", "offset"):
+            self.file.check(name, first, last)
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """Vectors on their way into a part: of whole documents, in any order."""
+
+    digests: NDArray[np.uint64]  # (documents,)
+    lengths: NDArray[np.uint32]
+    document: NDArray[np.uint32]  # (n,) which of those
+    offset: NDArray[np.uint32]  # (n,)
+    following: NDArray[np.uint32]  # (n,)
+    vectors: Half  # (n, D)
+
+
+def piece_of(chunk: Chunk) -> Piece:
+    counts = keys_of(chunk.lengths)
+    document = np.repeat(np.arange(len(counts), dtype=np.uint32), counts)
+    offset = np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)
+    vectors = chunk.rows.numpy()
+    return Piece(chunk.digests, chunk.lengths, document, offset.astype(np.uint32), chunk.following, vectors)
+
+
+def pieces_of(part: Part, alive: NDArray[np.bool_], rows: int = 1 << 18) -> Iterator[Piece]:
+    """A part again, a stretch at a time, without the documents that are gone."""
+    number = np.cumsum(alive, dtype=np.uint32) - np.uint32(1)
+    tokens = np.repeat(np.arange(len(part.starts) - 1, dtype=np.uint32), np.diff(part.starts))
+    part.check(0, len(part))
+    for first in range(0, max(len(part), 1), rows):
+        document = part.document[first : first + rows]
+        keep = alive[document]
+        yield Piece(
+            # The documents come with the first stretch: the others' rows count from there.
+            part.digests[alive] if first == 0 else part.digests[:0],
+            part.lengths[alive] if first == 0 else part.lengths[:0],
+            number[document[keep]],
+            part.offset[first : first + rows][keep],
+            tokens[first : first + rows][keep],
+            part.vectors[first : first + rows][keep],
+        )
+
+
+def write_part(
+    folder: Path, manifest: Manifest, collection: str, sources: Sequence[Any], gone: Sequence[Entry] = ()
+) -> Manifest:
+    """One part of several sources, each a function that yields Pieces and can be called twice: once to count, once to
+    place. In memory there is one piece at a time. Returns the manifest that names it instead of `gone`."""
+    counts = np.zeros(manifest.vocabulary, np.int64)
+    documents = 0
+    for source in sources:
+        for piece in source():
+            counts += np.bincount(piece.following, minlength=manifest.vocabulary)
+            documents += len(piece.digests)
+    n = int(counts.sum())
+    starts = np.concatenate([[0], np.cumsum(counts)])
+    path = folder / f"{manifest.next:08d}.part"
+    plan: Plan = {
+        "digests": (np.uint64, (documents,)),
+        "lengths": (np.uint32, (documents,)),
+        "starts": (np.int64, (len(starts),)),
+        "document": (np.uint32, (n,)),
+        "offset": (np.uint32, (n,)),
+        "vectors": (np.float16, (n, manifest.dims)),
+    }
+    with writing(path, {"collection": collection}, plan) as into:
+        into["starts"][:] = starts
+        free, base, done = starts[:-1].copy(), 0, 0
+        for source in sources:
+            base = done  # of this source's documents
+            for piece in source():
+                into["digests"][done : done + len(piece.digests)] = piece.digests
+                into["lengths"][done : done + len(piece.digests)] = piece.lengths
+                done += len(piece.digests)
+                order = np.argsort(piece.following, kind="stable")
+                tokens = piece.following[order]
+                fresh = np.flatnonzero(np.append(True, tokens[1:] != tokens[:-1])[: len(tokens)])
+                size = np.diff(np.append(fresh, len(tokens)))
+                at = np.repeat(free[tokens[fresh]] - fresh, size) + np.arange(len(tokens))
+                free[tokens[fresh]] += size
+                into["document"][at] = piece.document[order] + np.uint32(base)
+                into["offset"][at] = piece.offset[order]
+                into["vectors"][at] = piece.vectors[order]
+    entry = Entry(path.name, collection, documents, n, path.stat().st_size)
+    kept = tuple(e for e in manifest.parts if e not in gone)
+    return replace(manifest, parts=(*kept, entry), next=manifest.next + 1)

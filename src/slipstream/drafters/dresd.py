@@ -1,0 +1,170 @@
+"""dresd: dense retrieval. What followed the same token where the target's state was most like it is now."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slipstream.datastores.dense.device import DeviceFinder
+from slipstream.datastores.dense.finding import Asked, Finder, HostFinder
+from slipstream.datastores.dense.live import Own
+from slipstream.datastores.dense.manifest import Origin
+from slipstream.datastores.dense.remote import RemoteFinder
+from slipstream.datastores.dense.search import Drafts, Vectors
+from slipstream.datastores.drafting import open_store
+from slipstream.drafters.base import Drafter, DraftSession, Proposal, Seen
+from slipstream.errors import OptionError
+from slipstream.tree import TokenTree
+
+if TYPE_CHECKING:
+    from slipstream.budget import Budget
+    from slipstream.request import Request
+    from slipstream.target.base import Target
+
+log = logging.getLogger("slipstream")
+
+# Found by trying how many true next tokens a tree of 16 nodes covers on unseen code: see docs/log.md.
+HEAT = 10.0  # a draft counts e times as much as one that is less similar by a tenth
+OTHERS = 0.3  # what the continuations that the store does not know count, where a draft of similarity 1 counts 1
+
+
+@dataclass(frozen=True)
+class DresdOptions:
+    store: Any = ""  # the folder of a store that `slipstream store embed` has read, or an open Store
+    database: Any = ""  # where its vectors are instead: the address or folder of a Qdrant database, or a client
+    drafts: int = 10  # positions whose continuations are drafted
+    length: int = 10  # tokens of each continuation
+    live: bool = False  # search the request's own text too
+    unfiltered: bool = False  # search all positions and keep those that the root followed (the paper's way)
+
+    def __post_init__(self) -> None:
+        if not self.store:
+            raise OptionError(
+                "dresd drafts from a datastore: give its folder as store=…; `slipstream store build SOURCES… --out "
+                "FOLDER` makes one, and `slipstream store embed FOLDER` its vectors"
+            )
+        if self.database and self.unfiltered:
+            raise OptionError("unfiltered searches all vectors of a store for comparison: leave out database")
+        if min(self.drafts, self.length) < 1:
+            raise OptionError(f"drafts and length must be at least 1, found {self.drafts} and {self.length}")
+
+
+class Dresd(Drafter):
+    """Continuations of the positions in a datastore whose states were most like the present one."""
+
+    Options = DresdOptions
+
+    def __init__(self, target: Target, tokenizer: Any, options: DresdOptions) -> None:
+        super().__init__(target, tokenizer, options)
+        self.store = open_store(options.store, target, tokenizer, write=False)
+        model = getattr(target, "model", None)  # a recording has none: then there is nothing to compare
+        self.vectors = Vectors(self.store, Origin.of(model) if model is not None else None)
+        self.layer = self.vectors.manifest.origin.layer
+        self.layers = (self.layer,)
+        self.finder = self._finder()
+        self.reduce = self.finder.transform
+        self._warned = False
+
+    def _finder(self) -> Finder:
+        o = self.options
+        if o.database:
+            return RemoteFinder(o.database, self.vectors.manifest.origin, self.vectors.transform, o.drafts, o.length)
+        if self.target.device.type != "cpu" and not o.unfiltered:
+            return DeviceFinder(self.vectors, self.target.device, o.drafts, o.length)
+        return HostFinder(self.vectors, o.drafts, o.length, o.unfiltered)
+
+    @classmethod
+    def trials(cls, model: Any) -> list[dict[str, Any]]:
+        """A store of what the model itself says."""
+        store = embedded_answers(model)
+        return [{"store": store, "live": True}, {"store": store, "unfiltered": True, "drafts": 3}]
+
+    def begin(self, request: Request) -> DraftSession:
+        self.finder.refresh()
+        self._compare(request)
+        return DresdSession(self, request)
+
+    def propose(
+        self, sessions: Sequence[DraftSession], roots: Sequence[int], budgets: Sequence[Budget]
+    ) -> list[Proposal]:
+        trees = [TokenTree.root(root) for root in roots]
+        wanted = [i for i, budget in enumerate(budgets) if budget.nodes]
+        asked = [cast(DresdSession, sessions[i]).ask(roots[i]) for i in wanted]
+        for i, drafts in zip(wanted, self.finder.near(asked), strict=True):
+            trees[i] = tree_of(roots[i], drafts, budgets[i].depth)
+        return [Proposal(tree) for tree in trees]
+
+    def _compare(self, request: Request) -> None:
+        """Drafts of text that was sampled otherwise are accepted less often."""
+        made = self.store.manifest.notes.get("sampling")
+        if made is None or self._warned:
+            return
+        asked = request.sampling
+        warmer = abs(asked.temperature - made["temperature"]) > 0.3
+        wider = not asked.greedy and made["temperature"] > 0 and abs(asked.top_p - made["top_p"]) > 0.2
+        if warmer or wider:
+            self._warned = True
+            log.warning(
+                "the text of %s was sampled with temperature %g and top_p %g, this request asks for %g and %g: fewer "
+                "drafts will be accepted than from a store of text that was sampled alike",
+                *(self.store.folder, made["temperature"], made["top_p"], asked.temperature, asked.top_p),
+            )
+
+
+class DresdSession(DraftSession):
+    """One sequence: the state that chose its root, and perhaps all states of its text."""
+
+    state: Tensor  # (H,)
+
+    def __init__(self, drafter: Dresd, request: Request) -> None:
+        self.drafter, self.collection = drafter, request.collection
+        self.own = Own() if drafter.options.live else None
+
+    def observe(self, seen: Seen) -> None:
+        states = seen.hidden.get(self.drafter.layer)
+        if states is not None:
+            self.state = states[-1].clone()  # not the whole chunk it lies in
+        if self.own is not None:
+            with torch.inference_mode():
+                self.own.extend(seen.tokens, None if states is None else self.drafter.reduce(states))
+
+    def ask(self, root: int) -> Asked:
+        return Asked(self.collection, self.state, root, self.own)
+
+    def propose(self, root: int, budget: Budget) -> Proposal:
+        return self.drafter.propose([self], [root], [budget])[0]
+
+
+def tree_of(root: int, drafts: Drafts, depth: int) -> TokenTree:
+    """Drafts as one tree. A node's score is the weight of the drafts through it, against that of all drafts through its
+    parent and of what the store does not know."""
+    if not len(drafts.similarity):
+        return TokenTree.root(root)
+    weight = np.exp(HEAT * (drafts.similarity.astype(np.float64) - 1))
+    tree = TokenTree.from_continuations(root, [t[:depth] for t in drafts.tokens], weights=weight.tolist())
+    mass = tree.value * weight.sum()  # (n,) of the drafts through each node
+    score = mass / (mass[tree.parents] + OTHERS)
+    return TokenTree.build(tree.tokens, tree.parents, source="dresd", raw=score.astype(np.float32))
+
+
+@lru_cache(4)
+def embedded_answers(model: Any) -> str:
+    """A small store, in a temporary folder, of a model's greedy answers, with their vectors."""
+    from slipstream.datastores.dense.build import Settings, embed
+    from slipstream.datastores.store import Document, Store
+
+    folder = tempfile.mkdtemp(prefix="slipstream-trial-")
+    prompts = torch.arange(4, 8, device=model.device)[:, None]
+    texts = model.generate(prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=32, do_sample=False)
+    with Store.create(folder, model.config.get_text_config().vocab_size) as store:
+        store.extend(Document(text) for text in texts.tolist())
+        embed(store, [lambda: model], Settings(dims=8))
+    return folder

@@ -31,6 +31,8 @@ from slipstream.datastores.dense.search import Drafts, Vectors
 from slipstream.datastores.dense.texts import Texts
 from slipstream.datastores.dense.transform import Moments
 from slipstream.datastores.dense.vectors import keys_of, read_transform
+from slipstream.datastores.pages import checksum
+from slipstream.datastores.runs import Run, Runs
 from slipstream.datastores.store import Document, Store
 from slipstream.drafters.dresd import HEAT, OTHERS, embedded_answers, tree_of
 from slipstream.errors import DamagedError, DrafterError, OptionError, StoreError
@@ -203,6 +205,18 @@ def test_the_states_are_those_that_the_target_shows_its_drafters(family, tiny):
     assert at == len(rows)
 
 
+def test_a_long_document_is_read_in_windows(model):
+    """Window 60, overlap 20: position 75 was read as the 35th of the second window, with 20 tokens before its own."""
+    (document,) = texts([130])
+    rows = Reader(model).rows([document], 60, 20, 64, None)
+    assert len(rows) == 128
+    ids = torch.from_numpy(document)[None]
+    for begin, end, keep in ((0, 60, 0), (40, 100, 60), (80, 128, 100)):
+        with torch.no_grad():
+            states = model.base_model(input_ids=ids[:, begin:end]).last_hidden_state[0]
+        torch.testing.assert_close(rows[keep:end], states[keep - begin :], atol=1e-5, rtol=1e-5)
+
+
 # ---- building
 
 
@@ -301,21 +315,34 @@ def test_only_what_is_new_is_read(model, tmp_path, monkeypatch):
 
 
 def test_many_parts_become_one_without_what_is_gone(model, tmp_path):
-    documents = texts([30, 31, 32, 33, 34])
-    with make(tmp_path, documents[:1], model) as store:
-        for i in range(1, 5):
+    documents = texts([30, 31, 32, 33, 34, 35, 36])
+    assert min(range(3), key=lambda i: checksum(documents[i].astype(np.uint16))) == 2  # so that others move up
+    with make(tmp_path, documents[:3], model) as store:
+        store.flush()
+        for i in range(3, 7):
             store.append(documents[i], f"s{i}")
-            if i == 4:
+            if i == 6:
                 before = contents(store)
                 store.remove("s2")
             embed(store, [lambda: model], SMALL)
         (entry,) = read_manifest(store.folder / "dense").parts
-        assert (entry.documents, entry.vectors) == (4, sum(len(d) - 2 for d in documents) - 30)
+        assert (entry.documents, entry.vectors) == (6, sum(len(d) - 2 for d in documents) - 30)
         after = contents(store)
         kept = {key: value for key, value in before.items() if key in after}
         assert len(kept) == len(before) - 30
         assert kept == {key: after[key] for key in kept}
         assert [path.name for path in (tmp_path / "dense").glob("*.part")] == [entry.name]
+
+
+def test_parts_that_are_largely_gone_are_written_anew(model, tmp_path):
+    with make(tmp_path, texts([60, 61, 40]), model) as store:
+        store.flush()
+        store.remove("s2")  # a quarter, nearly
+        embed(store, [lambda: model], SMALL)
+        assert [e.vectors for e in read_manifest(store.folder / "dense").parts] == [155]
+        store.remove("s0")
+        embed(store, [lambda: model], SMALL)
+        assert [e.vectors for e in read_manifest(store.folder / "dense").parts] == [59]
 
 
 def test_several_workers_make_the_same_vectors(model, tmp_path):
@@ -346,6 +373,11 @@ def test_another_models_vectors_are_refused_and_both_are_named(model, tmp_path):
                 LLM(stranger, drafter="dresd", store=store)
             assert Origin.of(model).weights in str(refused.value)
             assert Origin.of(stranger).weights in str(refused.value)
+        same = Origin.of(tiny_model("llama", dtype=torch.bfloat16))
+        rounded = Origin.of(tiny_model("llama", dtype=torch.bfloat16).float())
+        assert same.weights == rounded.weights
+        with pytest.raises(DrafterError, match=r"\(float32, .* this is LlamaForCausalLM \(bfloat16"):
+            replace(read_manifest(store.folder / "dense"), origin=rounded).expect(store.folder, same)
         with pytest.raises(StoreError, match="vectors of 8 numbers, not 16"):
             embed(store, [lambda: model], replace(SMALL, dims=16))
 
@@ -393,7 +425,8 @@ def test_a_damaged_part_is_no_draft_and_is_made_anew(model, tmp_path, caplog):
 
 @pytest.fixture(scope="module")
 def grown(model, tmp_path_factory):
-    """Three parts, a removed document, one that moved through segments, and one in memory."""
+    """Three parts; a document that was removed and left the store, one that was only removed; text that moved through
+    segments, and some in memory."""
     documents = texts([80, 70, 60, 50, 40, 90], seed=3)
     store = make(tmp_path_factory.mktemp("grown"), documents[:3], model)
     store.flush()
@@ -404,6 +437,7 @@ def grown(model, tmp_path_factory):
     store.append(documents[4], "s4")
     store.append(documents[5], "s5")
     embed(store, [lambda: model], SMALL)
+    store.remove("s3")
     yield store
     store.close()
 
@@ -412,7 +446,7 @@ def test_a_search_equals_brute_force_over_all_parts(grown):
     vectors = Vectors(grown)
     view = vectors.view()
     assert len(view.parts) == 3
-    assert not all(alive.all() for alive in view.alive)
+    assert [int((~alive).sum()) for alive in view.alive] == [1, 1, 0]
     rng = np.random.default_rng(0)
     for root in (*range(3, 20), 63):
         for count in (1, 4, 500):
@@ -513,6 +547,21 @@ def test_readers_see_what_was_embedded_since(model, tmp_path):
         assert len(vectors.view()) == len(before) + 28
 
 
+def test_documents_are_known_by_content_and_length():
+    runs = Runs([Run.of([[5, 6, 7], [8, 9], [5, 6, 7]])])
+    found = Texts(runs)
+    listed = dict(found.documents())
+    assert sorted(t.tolist() for t in listed.values()) == [[5, 6, 7], [8, 9]]
+    digests = np.array([*listed, 12345], np.uint64)
+    lengths = np.array([*map(len, listed.values()), 3], np.uint32)
+    places = found.find(digests, lengths)
+    for (_, start), tokens in zip(places[:2], listed.values(), strict=True):
+        assert runs.runs[0].tokens[start : start + len(tokens)].tolist() == tokens.tolist()
+    assert places[2].tolist() == [-1, -1]
+    assert found.find(digests, lengths + np.uint32(1)).tolist() == [[-1, -1]] * 3
+    assert Texts(Runs([])).find(digests, lengths).tolist() == [[-1, -1]] * 3
+
+
 # ---- drafting
 
 
@@ -540,6 +589,18 @@ def test_a_text_that_is_in_the_store_is_drafted_from_where_it_stands(model):
     assert result.tokens == text[10:25]
     assert result.stats.tokens_per_step > 4
     assert result.stats.by_source["dresd"]["proposed"] > 0
+
+
+def test_the_last_state_that_was_seen_is_the_query(model, tmp_path):
+    """Token 7 comes twice, followed differently: where the states before it were alike decides."""
+    text = np.array([3, 4, 7, 10, 11, 12, 13, 5, 6, 7, 14, 15, 16, 17])
+    with make(tmp_path, [text, *texts([60])], model) as store:
+        llm = LLM(model, drafter="dresd", store=store, drafts=1, length=3)
+        states = Reader(model).rows([text], 60, 20, 64, None)
+        for first, last, after in ((8, 1, [10, 11, 12]), (1, 8, [14, 15, 16])):
+            session = llm.engine.drafter.begin(llm.request([1, 2]))
+            session.observe(_seen([1, 2], 0, states[[first, last]]))
+            assert session.propose(7, _budget()).tree.tokens.tolist() == [7, *after]
 
 
 def test_a_batch_is_drafted_together(model):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -71,11 +72,26 @@ def ensure_embedded() -> None:
 
 
 def say(stream: Any) -> None:
-    """Print pieces as they come. Ctrl-C ends the generation; what was said stays."""
+    """Print pieces as they come. Ctrl-C ends the generation after the step under way, a second one at once; what was
+    said stays."""
+    stopped = False
+
+    def stop(*_: Any) -> None:
+        nonlocal stopped
+        if stopped:
+            raise KeyboardInterrupt
+        stopped = True
+        stream.cancel()
+
+    before = signal.signal(signal.SIGINT, stop)
     try:
         for piece in stream:
             print(piece, end="", flush=True)
     except KeyboardInterrupt:
+        pass
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if stopped:
         err.print(" [yellow](stopped)[/yellow]", end="")
     print(flush=True)
 

@@ -80,8 +80,8 @@ class KeyValuePool(Cache):
     # Whoever changes the pool does so in inference mode: what a forward made larger can't be changed outside it.
 
     def __init__(self, shapes: Sequence[Shape | None], longest: int) -> None:
-        """shapes: per layer of the model; None for a layer that keeps nothing of its own. longest: the model's context,
-        beyond which room is not doubled."""
+        """shapes: per layer of the model; None for a layer that keeps nothing of its own. longest: what a
+        sequence can come to, beyond which room is not doubled."""
         super().__init__(layers=[PoolLayer(self) for _ in shapes])
         self._longest = longest
         self.rows, self.capacity = 0, 0

@@ -18,6 +18,8 @@ from slipstream.target.cache import KeyValuePool, Shape, Window
 from slipstream.target.masks import MaskKind, additive_masks, key_positions, visible
 from slipstream.tree import TokenTree
 
+TREE = 256  # keys of drafts and padding for which there is room behind a full context
+
 
 class TreeTarget(Target):
     def __init__(
@@ -35,7 +37,7 @@ class TreeTarget(Target):
         self.exact = self.exact_together = is_exact(model)
         self.chunk = chunk
         self._config, self._kinds = model.config.get_text_config(), kinds
-        self._pool = KeyValuePool(shapes, self.context)
+        self._pool = KeyValuePool(shapes, self.context + TREE)
         self._slots: list[Slot | None] = []  # by row
         accepted = inspect.signature(unwrapped(model).forward).parameters
         self._takes_positions = "position_ids" in accepted

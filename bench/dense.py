@@ -275,7 +275,8 @@ def drafting(given: Given) -> dict[str, Any]:
         "dresd, the paper's way": ("dresd", {"drafts": o.drafts, "length": o.length, "unfiltered": True}),
         "rest, 40 matches": ("rest", {"length": o.length}),
         "dresd, 40 drafts": ("dresd", {"drafts": 40, "length": o.length}),
-        "suffix": ("suffix", {}),
+        "suffix": ("suffix", {"length": o.length}),
+        "suffix without the store": ("suffix", {"length": o.length, "store": ""}),
         "dresd, 40 drafts, live": ("dresd", {"drafts": 40, "length": o.length, "live": True}),
     }
     result: dict[str, Any] = {
@@ -293,8 +294,7 @@ def drafting(given: Given) -> dict[str, Any]:
         recording = Recording(items, {1: 1.0, 64: 1.0}, decoding, told["vocabulary"], told["context"], "", hidden)
         result[kind] = {"prompts": len(items)}
         for name, (drafter, options) in contestants.items():
-            options = options if drafter == "suffix" else {**options, "store": folder}
-            result[kind][name] = replayed(Replayed(drafter, recording, **options), recording)
+            result[kind][name] = replayed(Replayed(drafter, recording, **{"store": folder, **options}), recording)
     return result
 
 

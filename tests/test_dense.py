@@ -521,6 +521,23 @@ def test_the_same_search_on_a_device(grown):
     assert device.near([]) == []
 
 
+def test_vectors_are_loaded_again_only_if_they_changed(model, tmp_path):
+    with make(tmp_path, texts([60, 50, 40]), model) as store:
+        finder = DeviceFinder(Vectors(store), torch.device("cpu"), 3, 4)
+        held = finder._load("default")
+        store.flush()
+        store.append(texts([30], seed=8)[0])  # has no vectors
+        finder.refresh()
+        asked = Asked("default", torch.ones(32), 7)
+        before = HostFinder(finder.vectors, 3, 4).near([asked])[0]
+        assert finder.near([asked])[0].similarity == pytest.approx(before.similarity)
+        assert finder._load("default") is held
+        store.remove("s1")
+        finder.refresh()
+        assert finder._load("default") is not held
+        assert len(finder._load("default").row) == 58 + 38
+
+
 def test_collections_never_mix(model, tmp_path):
     mine, yours = texts([40, 40])
     with Store.create(tmp_path, 64) as store:
@@ -545,6 +562,11 @@ def test_readers_see_what_was_embedded_since(model, tmp_path):
         embed(store, [lambda: model], SMALL)
         vectors.refresh()
         assert len(vectors.view()) == len(before) + 28
+        (tmp_path / "dense" / "00000002.part").unlink()
+        with pytest.raises(DamagedError, match=r"00000002.part is missing: `slipstream store embed` makes it anew"):
+            Vectors(other)
+        embed(store, [lambda: model], SMALL)
+        assert len(Vectors(other).view()) == len(before) + 28
 
 
 def test_documents_are_known_by_content_and_length():

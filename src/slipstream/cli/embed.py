@@ -12,7 +12,7 @@ import typer
 
 from slipstream.cli import options as o
 from slipstream.cli.store import Collection, Folder, load_encoder
-from slipstream.cli.terminal import busy, err, out
+from slipstream.cli.terminal import busy, counting_bars, err, out
 
 if TYPE_CHECKING:
     from slipstream.datastores.store import Store
@@ -128,10 +128,7 @@ def _upload(store: Store, collection: str, database: str) -> None:
 @contextmanager
 def _bar() -> Iterator[Any]:
     """Tells what is being done, the rate and the time left."""
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=err, disable=not err.is_terminal, speed_estimate_period=120) as bars:
+    with counting_bars(speed_estimate_period=120) as bars:
         tasks: dict[str, Any] = {}
 
         def progress(doing: str, done: int, of: int) -> None:
@@ -139,7 +136,6 @@ def _bar() -> Iterator[Any]:
             if stage not in tasks:
                 tasks[stage] = bars.add_task(stage)
             rate = done / max(bars.tasks[tasks[stage]].elapsed or 0, 1e-9)
-            text = f"{doing}: {done:,} of {of:,} positions, {rate:,.0f}/s"
-            bars.update(tasks[stage], description=text, completed=done, total=of)
+            bars.update(tasks[stage], description=f"{doing}: {rate:,.0f} positions/s", completed=done, total=of)
 
         yield progress

@@ -66,6 +66,12 @@ class Loaded:
             self.vectors[place] = torch.from_numpy(part.vectors[rows]).to(device)
             done += len(rows)
 
+    def fits(self, view: View) -> bool:
+        """Whether a newer view has the same vectors: documents may have moved, or have been added without any."""
+        return view is self.view or (
+            view.parts == self.view.parts and all(map(np.array_equal, view.alive, self.view.alive))
+        )
+
     def group(self, token: int) -> tuple[int, int]:
         first, last = np.searchsorted(self._tokens, [token, token + 1])
         return int(first), int(last)
@@ -96,10 +102,12 @@ class DeviceFinder(Finder):
 
     def _load(self, collection: str) -> Loaded:
         view = self.vectors.view(collection)
-        if collection not in self._loaded or self._loaded[collection].view is not view:
-            self._loaded[collection] = Loaded(view, self.transform.dims, self.device)
+        held = self._loaded.get(collection)
+        if held is None or not held.fits(view):
+            held = self._loaded[collection] = Loaded(view, self.transform.dims, self.device)
             self._captured = {key: c for key, c in self._captured.items() if key[0] != collection}
-        return self._loaded[collection]
+        held.view = view
+        return held
 
     def _start(self, one: Asked, held: Loaded) -> Tensor:
         first, last = held.group(one.root)

@@ -91,17 +91,23 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     sync_folder(folder)
 
 
-def read_manifest(folder: Path) -> Manifest:
+def manifest_bytes(folder: Path) -> bytes:
     try:
-        body = json.loads((folder / NAME).read_bytes())
-        told = body.pop("checksum")
-        if told != _sum(body):
-            raise ValueError("its checksum is wrong")
-        found = body.pop("format")
+        return (folder / NAME).read_bytes()
     except (FileNotFoundError, NotADirectoryError) as error:
         raise StoreError(
             f"{folder.parent} has no vectors: `slipstream store embed {folder.parent} --model …` makes them"
         ) from error
+
+
+def read_manifest(folder: Path, data: bytes | None = None) -> Manifest:
+    """data: its bytes, where they were read before."""
+    try:
+        body = json.loads(manifest_bytes(folder) if data is None else data)
+        told = body.pop("checksum")
+        if told != _sum(body):
+            raise ValueError("its checksum is wrong")
+        found = body.pop("format")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedError(
             f"{folder / NAME} is damaged ({error}): delete {folder}, and `slipstream store embed` makes it anew"

@@ -1,4 +1,4 @@
-"""Vectors in a database, for stores beyond one machine: Qdrant (`pip install slipstream-llm[qdrant]`), as a cluster
+"""Vectors in a database, for stores beyond one machine: Qdrant (`pip install slipstream-llm[database]`), as a cluster
 behind an address, or in this process with a folder of its own.
 
 It is told that searches are always within the group of one next token, so it keeps a graph per group, as we do. What
@@ -33,7 +33,7 @@ def open_client(given: Any) -> Any:
         qdrant = importlib.import_module("qdrant_client")
     except ImportError as error:
         raise OptionError(
-            "vectors in a database need the package qdrant-client: pip install 'slipstream-llm[qdrant]'"
+            "vectors in a database need the package qdrant-client: pip install 'slipstream-llm[database]'"
         ) from error
     return qdrant.QdrantClient(url=given) if "://" in given else qdrant.QdrantClient(path=given)
 

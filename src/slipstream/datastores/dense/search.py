@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from numba import njit, types
@@ -17,13 +16,13 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from slipstream.datastores.dense import index
-from slipstream.datastores.dense.manifest import FOLDER, NAME, Manifest, Origin, read_manifest
+from slipstream.datastores.dense.manifest import FOLDER, Manifest, Origin, manifest_bytes, read_manifest
 from slipstream.datastores.dense.texts import Texts
 from slipstream.datastores.dense.transform import Transform
 from slipstream.datastores.dense.vectors import Part, read_transform
 from slipstream.datastores.sort import Tokens
 from slipstream.datastores.store import DEFAULT, Store
-from slipstream.errors import StoreError
+from slipstream.errors import DamagedError, StoreError
 
 Query = NDArray[np.float32]  # (D,) of unit length
 MORE = 4  # times as many are asked of a graph: some may be gone, and what it calls nearest is nearly so
@@ -52,12 +51,11 @@ class Drafts:
 class View:
     """A collection's vectors and where its documents stand now. It never changes."""
 
-    def __init__(self, parts: Sequence[Part], texts: Texts, graphs: bool = True) -> None:
+    def __init__(self, parts: Sequence[Part], texts: Texts) -> None:
         self.parts, self.texts = tuple(parts), texts
         self.places = [texts.find(part.digests, part.lengths) for part in parts]  # (documents, 2) each
         self.alive = [places[:, 0] >= 0 for places in self.places]
-        usable = graphs and index.installed()
-        self._graphs = [index.Graphs(p) if usable else None for p in parts]
+        self._graphs = [index.Graphs(p) if index.installed() else None for p in parts]
 
     def __len__(self) -> int:
         return sum(len(part) for part in self.parts)
@@ -133,29 +131,34 @@ class _Best:
 class Vectors:
     """The vectors of a store, open to be searched."""
 
-    def __init__(self, store: Store, origin: Origin | None = None, graphs: bool = True) -> None:
+    manifest: Manifest
+
+    def __init__(self, store: Store, origin: Origin | None = None) -> None:
         """origin: of the model whose states will be asked about; vectors of another one's are refused."""
-        self.store, self.folder, self._use_graphs = store, store.folder / FOLDER, graphs
-        self.manifest: Manifest = read_manifest(self.folder)
+        self.store, self.folder = store, store.folder / FOLDER
+        self._parts: dict[str, Part] = {}
+        self._views: dict[str, View] = {}
+        self._bytes = b""
+        self.refresh()
         if origin is not None:
             self.manifest.expect(self.folder, origin)
         transform = read_transform(self.folder)
         if transform is None:
             raise StoreError(f"{self.folder} is not finished: `slipstream store embed {store.folder}` goes on with it")
         self.transform: Transform = transform
-        self._parts: dict[str, Part] = {}
-        self._views: dict[str, View] = {}
-        self._bytes = b""
-        self.refresh()
 
     def refresh(self) -> None:
         """See what was embedded since."""
         self.store.refresh()
-        data = _manifest_bytes(self.folder)
-        if data != self._bytes:
-            self.manifest = read_manifest(self.folder)
-            self._parts = {e.name: self._parts.get(e.name) or Part(self.folder / e.name) for e in self.manifest.parts}
-            self._views, self._bytes = {}, data
+        while (data := manifest_bytes(self.folder)) != self._bytes:
+            manifest = read_manifest(self.folder, data)
+            try:
+                parts = {e.name: self._parts.get(e.name) or Part(self.folder / e.name) for e in manifest.parts}
+            except FileNotFoundError as error:
+                if manifest_bytes(self.folder) != data:
+                    continue  # parts were merged meanwhile
+                raise DamagedError(f"{error.filename} is missing: `slipstream store embed` makes it anew") from error
+            self.manifest, self._parts, self._views, self._bytes = manifest, parts, {}, data
 
     def view(self, collection: str = DEFAULT) -> View:
         """The same object until something changes."""
@@ -163,12 +166,8 @@ class Vectors:
         known = self._views.get(collection)
         if known is None or known.texts.runs is not runs:
             parts = [p for p in self._parts.values() if p.collection == collection]
-            known = self._views[collection] = View(parts, Texts(runs), self._use_graphs)
+            known = self._views[collection] = View(parts, Texts(runs))
         return known
-
-
-def _manifest_bytes(folder: Path) -> bytes:
-    return (folder / NAME).read_bytes() if (folder / NAME).exists() else b""
 
 
 # ---- compiled

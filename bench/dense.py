@@ -1,243 +1,430 @@
-"""What dense retrieval keeps, costs and gives: python bench/dense.py [PART…] [--tokens N] [--kept answers.json]
+"""What dense retrieval keeps, costs and gives: python bench/dense.py [PART…] --answers … --ood … --prompts … --work …
 
-build     positions per second, bytes per vector
+stores    three stores, built and read by the model: what it answered itself, what others answered to the same prompts,
+          and its own answers to code prompts alone
 quality   how well short vectors stand for states: by dimensions, and with each normalisation left out
-search    time and recall within groups, exactly and through graphs; how often the paper's way finds too few drafts
-drafting  rest against dresd: the same store, the same shape of draft, greedy and sampled texts of the model itself
+search    time within groups on the device, and over all vectors; how often the paper's way finds too few drafts
+shapes    the same times for other ways to cut up the work, on a GPU
+drafting  rest against dresd: stores, shapes of draft, greedy and sampled texts
+speed     tokens per second without and with drafts
+host      one CPU thread: time and recall within groups, exactly and through graphs; building those
 
-Each part prints one JSON line. The first three read code (bench/corpus.py), with queries from packages that are not in
-the store; drafting reads answers that `bench/drafting.py --answer-only` kept. Times are those of the one thread that
-works, so that a busy machine does not spoil them.
+--answers is what `slipstream collect` wrote; one in --hold of its conversations is in no store, to be asked about.
+--ood has lines of id, kind (code or chat), prompt and answer, with the ids of the same prompts there. What the parts
+share is kept in --work and made once. Each part prints a table to stderr and one JSON line.
 """
 
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
+import os
 import platform
+import shutil
+import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from time import perf_counter, thread_time
 from typing import Any
 
 import numpy as np
 import torch
+import transformers
 
-import corpus as code
-import slipstream
-from slipstream.bench.contestants import Decoding
-from slipstream.bench.measure import Item
-from slipstream.bench.replay import Recording, Replayed
+from dense_drafting import drafting
+from dense_quality import SAME, quality, sample
+from gpu import summary, tell
+from slipstream import LLM
+from slipstream.bench.workloads import read, select
 from slipstream.datastores.dense import index
-from slipstream.datastores.dense.build import Settings, embed
+from slipstream.datastores.dense.build import Embedded, Settings, embed
+from slipstream.datastores.dense.device import Loaded, nearest, nearest_plainly, unpacked
 from slipstream.datastores.dense.reading import Reader
 from slipstream.datastores.dense.search import Found, Vectors, View
-from slipstream.datastores.dense.transform import Moments, Transform
 from slipstream.datastores.store import Document, Store
+from slipstream.heads.drafting import Captured
 from slipstream.target.loading import load_model
+from slipstream.text import encode
 
-PIECE = 512  # tokens of a document: files are cut, so that many of them are seen
+LONGEST = 1024  # tokens of a stored document
+MOST = 40  # drafts that are found on the device at most
+ROUNDING = 1e-5  # of a similarity, added up in another order
+SAMPLED: dict[str, Any] = {"temperature": 0.7, "top_p": 0.95, "seed": 1}
 
 
-def pieces(tokens: np.ndarray, starts: np.ndarray, count: int) -> list[np.ndarray]:
-    """So many whole pieces, from as many documents as possible."""
-    found: list[np.ndarray] = []
-    for d in range(len(starts) - 1):
-        if len(found) == count:
-            break
-        if starts[d + 1] - starts[d] >= PIECE:
-            found.append(np.array(tokens[starts[d] : starts[d] + PIECE]))
-    return found
+def lines(path: Path) -> Iterator[dict[str, Any]]:
+    with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
+        yield from map(json.loads, file)
+
+
+@dataclass(frozen=True)
+class Talk:
+    """A prompt and what the model answered."""
+
+    id: str
+    tokens: list[int]
+    begin: int  # of the answer
+
+
+@dataclass(frozen=True)
+class Said:
+    """What the model says to a prompt that is in no store."""
+
+    of: str  # which prompts
+    way: str  # greedy or nucleus
+    prompt: list[int]
+    answer: list[int]
 
 
 class Given:
     """What the parts share, made when it is first asked for."""
 
-    def __init__(self, options: argparse.Namespace, scratch: Path) -> None:
-        self.options, self.scratch = options, scratch
-        self._model: Any = None
-        self._states: dict[str, tuple[torch.Tensor, np.ndarray]] = {}
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options, self.device = options, torch.device(options.device)
+        options.work.mkdir(parents=True, exist_ok=True)
+        self._opened: dict[str, Vectors] = {}
+        self._loaded: dict[str, Loaded] = {}
 
-    @property
-    def model(self) -> Any:
-        if self._model is None:
-            self._model = load_model(self.options.model, dtype=self.options.dtype, device=self.options.device)[0]
-        return self._model
+    @cached_property
+    def pair(self) -> tuple[Any, Any]:
+        """The model and its tokenizer."""
+        return load_model(self.options.model, dtype=self.options.dtype, device=self.options.device)
 
-    def stored(self) -> list[np.ndarray]:
-        corpus = code.load()
-        return pieces(corpus.tokens, corpus.starts, self.options.tokens // PIECE)
+    @cached_property
+    def reader(self) -> Reader:
+        return Reader(self.pair[0])
 
-    def held(self) -> list[np.ndarray]:
-        corpus = code.load()
-        return pieces(corpus.held_tokens, corpus.held_starts, self.options.held // PIECE)
+    def use_libraries(self) -> None:
+        """From here on. Stores are made before, without graphs, since those take longer than all the rest."""
+        if self.options.libraries is not None and str(self.options.libraries) not in sys.path:
+            sys.path.insert(0, str(self.options.libraries))
 
-    def states(self, which: str) -> tuple[torch.Tensor, np.ndarray]:
-        """(n, H) of all positions with four tokens behind them, and those tokens (n, 4)."""
-        if which not in self._states:
-            texts = self.stored() if which == "stored" else self.held()
-            rows = Reader(self.model).rows(texts, PIECE, 0, 8 * PIECE, None).view(len(texts), PIECE - 2, -1)
-            after = np.stack([np.lib.stride_tricks.sliding_window_view(t[1:], 4) for t in texts])  # (d, PIECE - 4, 4)
-            usable = after.shape[1]
-            self._states[which] = rows[:, :usable].flatten(0, 1).half(), after.reshape(-1, 4)
-        return self._states[which]
+    # ---- texts
 
-    def store(self) -> Store:
-        """One of code, with its vectors."""
-        if self.options.store is not None:
-            return Store.open(self.options.store)
-        folder = self.scratch / "store"
-        if not folder.exists():
-            with Store.create(folder, self.model.config.get_text_config().vocab_size) as store:
-                store.extend((Document(t) for t in self.stored()), bulk=True)
-                store.flush()
-        return Store.open(folder)
+    @cached_property
+    def talks(self) -> list[Talk]:
+        found = (Talk(r["id"], r["tokens"], r["answers"][0][0]) for r in lines(self.options.answers) if r["answers"])
+        return [talk for talk in found if min(len(talk.tokens), LONGEST) > talk.begin + 4]
 
+    @cached_property
+    def held(self) -> list[Talk]:
+        return [talk for talk in self.talks if self.is_held(talk.id)]
 
-# ---- build
+    def is_held(self, name: str) -> bool:
+        """Whether a conversation is in no store."""
+        return int(name, 16) % self.options.hold == 0
 
+    @cached_property
+    def others(self) -> list[dict[str, Any]]:
+        return list(lines(self.options.ood))
 
-def build(given: Given) -> dict[str, Any]:
-    with given.store() as store:
-        model = given.model
-        start = perf_counter()
-        done = embed(store, [lambda: model], Settings(window=PIECE, overlap=0))
-        seconds = perf_counter() - start
-        size = sum(path.stat().st_size for path in (store.folder / "dense").glob("*.part"))
-        graphs = sum(path.stat().st_size for path in (store.folder / "dense").glob("*.graph"))
-        return {
+    @cached_property
+    def code(self) -> set[str]:
+        """The ids of prompts that ask for code."""
+        return {line["id"] for line in self.others if line["kind"] == "code"}
+
+    def documents(self, name: str) -> list[list[int]]:
+        """What a store holds."""
+        if name != "theirs":
+            kept = [t for t in self.talks if not self.is_held(t.id) and (name == "own" or t.id in self.code)]
+            if not kept:
+                o = self.options
+                raise SystemExit(f"{o.answers} has no answers to {name} prompts of {o.ood}: collect with --rounds 1")
+            return [t.tokens[:LONGEST] for t in kept]
+        tokenizer = self.pair[1]
+        talks = [
+            [{"role": "user", "content": r["prompt"]}, {"role": "assistant", "content": r["answer"]}]
+            for r in self.others[: self.options.limit]
+            if not self.is_held(r["id"])
+        ]
+        texts = [tokenizer.apply_chat_template(talk, tokenize=False) for talk in talks]
+        return [ids[:LONGEST] for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
+
+    @cached_property
+    def said(self) -> list[Said]:
+        kept = self.options.work / "said.json"
+        if not kept.exists():
+            asked, found = self._asked(), []
+            llm = LLM(*self.pair, "none", max_batch=64)
+            for way, options in (("greedy", {}), ("nucleus", SAMPLED)):
+                results = llm.generate([p for _, p in asked], max_new_tokens=self.options.most, **options)
+                found += [Said(of, way, p, r.tokens) for (of, p), r in zip(asked, results, strict=True)]
+            kept.write_text(json.dumps([asdict(one) for one in found if len(one.answer) > 2]))
+        return [Said(**one) for one in json.loads(kept.read_text())]
+
+    def _asked(self) -> list[tuple[str, list[int]]]:
+        each = self.options.each
+        kinds = {
+            "code": [talk.tokens[: talk.begin] for talk in self.held if talk.id in self.code],
+            "chat": [talk.tokens[: talk.begin] for talk in self.held if talk.id not in self.code],
+        }
+        for name, path in (word.split("=", 1) for word in self.options.prompts):
+            kinds[name] = [encode(p.turns[0], self.pair[1]) for p in select(read(path), None, each)]
+        return [(of, prompt) for of, prompts in kinds.items() for prompt in prompts[:each] if len(prompt) <= LONGEST]
+
+    # ---- stores
+
+    def vectors(self, name: str) -> Vectors:
+        if name not in self._opened:
+            self.build(name)
+            self._opened[name] = Vectors(Store.open(self.options.work / name))
+        return self._opened[name]
+
+    def held_by(self, name: str) -> Loaded:
+        """A store's vectors on the device."""
+        if name not in self._loaded:
+            vectors = self.vectors(name)
+            self._loaded[name] = Loaded(vectors.view(), vectors.transform.to(self.device), MOST, self.device)
+        return self._loaded[name]
+
+    def build(self, name: str) -> dict[str, Any]:
+        """What came of it; the work is done once."""
+        folder, kept = self.options.work / name, self.options.work / f"{name}.json"
+        if kept.exists():
+            return dict(json.loads(kept.read_text()))
+        shutil.rmtree(folder, ignore_errors=True)
+        documents = self.documents(name)
+        with tempfile.TemporaryDirectory() as scratch:
+            self._make(Path(scratch) / name, documents[:20])  # so that nothing is compiled on the clock
+        built, seconds, done = self._make(folder, documents)
+        told = {
+            "documents": len(documents),
+            "tokens": sum(map(len, documents)),
+            "build_seconds": round(built, 2),
             "vectors": done.vectors,
+            "embed_seconds": round(seconds, 2),
             "positions_per_second": round(done.vectors / seconds),
-            "bytes_per_vector": round(size / max(done.vectors, 1), 1),
-            "graph_bytes_per_vector": round(graphs / max(done.vectors, 1), 1),
+            "bytes": sum(path.stat().st_size for path in (folder / "dense").glob("*.part")),
             "explained": round(done.explained, 4),
         }
+        kept.write_text(json.dumps(told))
+        return told
+
+    def _make(self, folder: Path, documents: Sequence[Sequence[int]]) -> tuple[float, float, Embedded]:
+        """The seconds of building and of reading, and what came of it."""
+        model = self.pair[0]
+        start = perf_counter()
+        with Store.create(folder, model.config.get_text_config().vocab_size) as store:
+            store.extend((Document(np.array(tokens)) for tokens in documents), bulk=True)
+            store.flush()
+            built = perf_counter()
+            sizes = {"batch_tokens": self.batch, "chunk_tokens": 8 * self.batch}
+            done = embed(store, [lambda: model], Settings(sample=self.options.sample, **sizes))
+            return built - start, perf_counter() - built, done
+
+    # ---- states
+
+    @property
+    def batch(self) -> int:
+        """Tokens that are read together."""
+        return 1 << 15 if self.device.type == "cuda" else 1 << 12
+
+    def rows(self, texts: Sequence[np.ndarray], window: int) -> torch.Tensor:
+        return self.reader.rows(texts, window, 0, self.batch, None)
+
+    def states(self, documents: Sequence[Sequence[int]], begins: Iterable[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """(n, H) the states of the positions from `begins` on that have four tokens behind them, and those (n, 4)."""
+        texts = [np.array(tokens) for tokens in documents]
+        rows, end, kept, after = self.rows(texts, LONGEST), 0, [], []
+        for text, begin in zip(texts, begins, strict=True):
+            end += len(text) - 2
+            kept.append(rows[end - len(text) + 2 + begin : end - 2])
+            after.append(np.lib.stride_tricks.sliding_window_view(text[1 + begin :], 4))
+        return torch.cat(kept).to(self.device), torch.from_numpy(np.concatenate(after)).to(self.device)
+
+    @cached_property
+    def queries(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """States that chose tokens of answers which are in no store (q, H), and the four tokens that followed."""
+        begins = [talk.begin - 1 for talk in self.held]
+        states, after = self.states([talk.tokens[:LONGEST] for talk in self.held], begins)
+        some = sample(len(states), self.options.queries, 0).to(self.device)
+        return states[some], after[some]
 
 
-# ---- quality
+# ---- stores
 
 
-def quality(given: Given) -> dict[str, Any]:
-    stored, after = given.states("stored")
-    held, truth = given.states("held")
-    rng = np.random.default_rng(0)
-    asked = rng.permutation(len(held))[: given.options.queries]
-    own = rng.permutation(len(stored))[: given.options.queries]
-    moments = Moments(stored.shape[1])
-    moments.add(stored[rng.permutation(len(stored))[: given.options.sample]])
-    whole = moments.fit(stored.shape[1])
-    nearest = full_neighbours(whole, stored, held[asked])
-    told: dict[str, Any] = {"stored": len(stored), "queries": len(asked)}
-    variants: list[tuple[str, int, bool, bool]] = [(str(d), d, True, True) for d in (32, 64, 96, 128)]
-    variants += [
-        ("64 without z-scores", 64, False, True),
-        ("64 without unit length", 64, True, False),
-        ("64 without either", 64, False, False),
-    ]
-    for name, dims, standardise, unit in variants:
-        transform = moments.fit(dims, standardise)
-        reduce = transform if unit else transform.project
-        keys = torch.cat([reduce(part).half() for part in stored.split(1 << 16)]).float()
-        found = {
-            "explained": round(float(transform.explained.sum()), 4),
-            "mrr_self": round(mrr(keys, reduce(stored[own]), own), 4),
-            "mrr_full": round(mrr(keys, reduce(held[asked]), nearest), 4),
-            "agree_at_4": round(agree(keys, reduce(held[asked]), after, truth[asked]), 4),
-        }
-        told[name] = found
+def stores(given: Given) -> dict[str, Any]:
+    told: dict[str, Any] = {}
+    for name in ("own", "theirs", "code"):
+        told[name] = given.build(name)
+        tell(f"{name:8}" + "  ".join(f"{k} {v:,}" for k, v in told[name].items()))
     return told
-
-
-def blocks(keys: torch.Tensor, queries: torch.Tensor, size: int = 64) -> Any:
-    for start in range(0, len(queries), size):
-        yield start, queries[start : start + size].float() @ keys.T  # (q, n)
-
-
-def full_neighbours(whole: Transform, stored: torch.Tensor, queries: torch.Tensor) -> np.ndarray:
-    """(q,) the nearest of all by the cosine of z-scores in all dimensions."""
-    best = torch.full((len(queries),), -torch.inf)
-    which = torch.zeros(len(queries), dtype=torch.long)
-    unit = torch.nn.functional.normalize((queries.float() - whole.mean) * whole.scale)
-    for start in range(0, len(stored), 1 << 15):
-        part = (stored[start : start + (1 << 15)].float() - whole.mean) * whole.scale
-        top = (unit @ torch.nn.functional.normalize(part).T).max(1)
-        better = top.values > best
-        best[better], which[better] = top.values[better], top.indices[better] + start
-    return which.numpy()
-
-
-def mrr(keys: torch.Tensor, queries: torch.Tensor, right: np.ndarray) -> float:
-    """Equation 4: one over the rank of the right key. Equals share a rank."""
-    total = 0.0
-    for start, near in blocks(keys, queries):
-        mine = near.gather(1, torch.from_numpy(right[start : start + len(near), None]))
-        total += float((1 / (1 + (near > mine + 1e-5).sum(1))).sum())
-    return total / len(queries)
-
-
-def agree(keys: torch.Tensor, queries: torch.Tensor, after: np.ndarray, truth: np.ndarray) -> float:
-    """How often the best key, or one of those equally good, was followed by the four tokens that truly follow."""
-    hits = 0
-    for start, near in blocks(keys, queries):
-        best = near >= near.max(1, keepdim=True).values - 1e-5
-        for i in range(len(near)):
-            rows = np.flatnonzero(best[i].numpy())
-            hits += bool((after[rows] == truth[start + i]).all(1).any())
-    return hits / len(queries)
 
 
 # ---- search
 
 
 def search(given: Given) -> dict[str, Any]:
-    with given.store() as store:
-        if not (store.folder / "dense" / "transform.vec").exists():
-            model = given.model
-            embed(store, [lambda: model], Settings(window=PIECE, overlap=0))
-        vectors = Vectors(store)
-        held, truth = given.states("held")
-        asked = np.random.default_rng(1).permutation(len(held))[: given.options.queries]
-        queries, roots = vectors.transform(held[asked]).numpy(), truth[asked, 0].tolist()
-        return within_groups(vectors.view(), queries, roots, given.options.drafts, given.options.whole)
-
-
-def within_groups(view: View, queries: np.ndarray, roots: list[int], drafts: int, whole: int) -> dict[str, Any]:
-    sizes = np.array([view.size(root) for root in roots])
+    held, (states, after) = given.held_by("own"), given.queries
+    find = finder(given, held.vectors)
+    groups = [held.group(root) for root in after[:, 0].tolist()]
     told: dict[str, Any] = {
-        "vectors": len(view),
-        "queries": len(roots),
-        "group": {"median": float(np.median(sizes)), "mean": round(float(sizes.mean())), "largest": int(sizes.max())},
-        "library": index.installed(),
+        "vectors": len(held),
+        "queries": len(groups),
+        "group": spread([last - first for first, last in groups]),
+        "in_group": percentiles(device_times(find, states, groups)),
+        "in_group_to_host": percentiles(wall_times(find, states, groups)),
+        "differ_from_plain": differing(given, find, states[:100], groups[:100]),
     }
-    exact, told["exact"] = timed(lambda q, r: view.search(q, r, 10, exact=True), queries, roots)
-    found, told["graphs"] = timed(lambda q, r: view.search(q, r, 10), queries, roots)
-    large = sizes > index.LARGE
-    told["large_groups"] = round(float(large.mean()), 4)
-    for name, chosen in (("recall_at_10", sizes > 0), ("recall_at_10_large", large)):
-        told[name] = round(float(np.mean([recall(exact[i], found[i]) for i in np.flatnonzero(chosen)] or [1])), 4)
-    some = range(min(whole, len(roots)))
-    every, told["unfiltered"] = timed(
-        lambda q, r: view.followed_by(view.search_all(q, drafts), r), queries[list(some)], [roots[i] for i in some]
-    )
-    told["unfiltered"] |= {
-        "too_few_drafts": round(float(np.mean([len(f) < min(drafts, sizes[i]) for i, f in enumerate(every)])), 4),
-        "none": round(float(np.mean([len(f) == 0 for i, f in enumerate(every) if sizes[i]])), 4),
-        "drafts_found": round(float(np.mean([len(f) for f in every])), 2),
-    }
+    some = states[: given.options.whole]
+    told["paper's way"] = papers_way(held, find, some, groups, given.options.drafts)
+    for size in given.options.sizes:
+        vectors = held.vectors.repeat(-(-size // len(held.vectors)), 1)[:size]
+        told[f"all of {size:,}"] = percentiles(device_times(finder(given, vectors), some, [(0, size)] * len(some)))
+        del vectors
+    for name, value in told.items():
+        tell(f"{name:20}{value}")
     return told
 
 
-def timed(
-    ask: Callable[[np.ndarray, int], Found], queries: np.ndarray, roots: list[int]
+def finder(given: Given, vectors: torch.Tensor) -> Captured:
+    """What the drafter calls."""
+    transform = given.vectors("own").transform.to(given.device)
+    return Captured(partial(nearest, transform, vectors, given.options.drafts), given.device)
+
+
+def device_times(find: Captured, states: torch.Tensor, groups: Sequence[tuple[int, int]]) -> list[float]:
+    """Microseconds of each search on the device. A GPU is kept busy before each, so that it never waits for us."""
+    bounds = torch.tensor(groups, device=states.device)
+    asked = [(states[i : i + 1], bounds[i : i + 1]) for i in range(len(states))]
+    find(*asked[0])
+    if states.device.type != "cuda":
+        return [timed(partial(find, *one)) for one in asked]
+    clocks = []
+    for one in asked:
+        torch.cuda._sleep(400_000)  # cycles: 0.2 ms
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        find(*one)
+        end.record()
+        clocks.append((start, end))
+    torch.cuda.synchronize()
+    return [start.elapsed_time(end) * 1e3 for start, end in clocks]
+
+
+def wall_times(find: Captured, states: torch.Tensor, groups: Sequence[tuple[int, int]]) -> list[float]:
+    """Microseconds from a state on the device to rows on the host."""
+    asked = [(states[i : i + 1], torch.tensor(groups[i : i + 1])) for i in range(len(states))]
+    return [timed(partial(to_host, find, *one)) for one in asked]
+
+
+def to_host(find: Captured, *asked: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = find(*asked)
+    return found.cpu()
+
+
+def timed(work: Callable[[], Any]) -> float:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    start = perf_counter()
+    work()
+    return (perf_counter() - start) * 1e6
+
+
+def percentiles(times: Sequence[float]) -> dict[str, float]:
+    return {f"p{p}_us": round(float(np.percentile(times, p)), 1) for p in (50, 90, 99)}
+
+
+def spread(sizes: Sequence[int]) -> dict[str, int]:
+    return {"median": int(np.median(sizes)), "mean": int(np.mean(sizes)), "largest": max(sizes)}
+
+
+def differing(given: Given, find: Captured, states: torch.Tensor, groups: Sequence[tuple[int, int]]) -> int:
+    """How many searches find other similarities than plain torch does."""
+    vectors, transform = given.held_by("own").vectors, given.vectors("own").transform.to(given.device)
+    different = 0
+    for i, group in enumerate(groups):
+        asked = states[i : i + 1], torch.tensor([group], device=given.device)
+        expected, _ = nearest_plainly(transform, vectors, given.options.drafts, *asked)
+        (near, _), (right, _) = (unpacked(keys[0].cpu().numpy()) for keys in (find(*asked), expected))
+        different += len(near) != len(right) or float(abs(near - right).max(initial=0)) > ROUNDING
+    return different
+
+
+def papers_way(
+    held: Loaded, find: Captured, states: torch.Tensor, groups: Sequence[tuple[int, int]], drafts: int
+) -> dict[str, float]:
+    """Of the nearest of all, those that the root followed: how many are there?"""
+    found, wanted = [], []
+    everything = torch.tensor([(0, len(held))])
+    for i, (first, last) in enumerate(groups[: len(states)]):
+        _, rows = unpacked(find(states[i : i + 1], everything)[0].cpu().numpy())
+        found.append(int(((first <= rows) & (rows < last)).sum()))
+        wanted.append(min(drafts, last - first))
+    counts, most = np.array(found), np.array(wanted)
+    return {
+        "too_few_drafts": round(float((counts < most).mean()), 4),
+        "none": round(float((counts < np.minimum(most, 1)).mean()), 4),
+        "drafts_found": round(float(counts.mean()), 2),
+    }
+
+
+def shapes(given: Given) -> dict[str, Any]:
+    """Of the search kernel: rows that a program looks at together, its warps, programs per processor."""
+    if given.device.type != "cuda":
+        return {}
+    from slipstream.datastores.dense import scan
+
+    held, (states, after) = given.held_by("own"), given.queries
+    groups = [held.group(root) for root in after[:1000, 0].tolist()]
+    kept = scan.BLOCK, scan.WARPS, scan.EACH
+    told: dict[str, Any] = {}
+    for shape in (kept, (256, 4, 2), (128, 4, 3), (128, 4, 6), (64, 2, 6), (512, 8, 1), (512, 8, 2)):
+        scan.BLOCK, scan.WARPS, scan.EACH = shape
+        find, name = finder(given, held.vectors), "{} rows, {} warps, {} programs".format(*shape)
+        told[name] = percentiles(device_times(find, states[:1000], groups))
+        told[name]["all_us"] = percentiles(device_times(find, states[:50], [(0, len(held))] * 50))["p50_us"]
+        tell(f"{name:36}{told[name]}")
+    scan.BLOCK, scan.WARPS, scan.EACH = kept
+    return told
+
+
+# ---- host
+
+
+def host(given: Given) -> dict[str, Any]:
+    given.vectors("own")
+    given.use_libraries()
+    vectors = Vectors(given.vectors("own").store)  # opened again, to see graphs
+    told: dict[str, Any] = {"library": index.installed()}
+    if index.installed():
+        start = perf_counter()
+        for part in vectors.view().parts:
+            index.write_graphs(part)
+        told["graph_seconds"] = round(perf_counter() - start, 1)
+        told["graph_bytes"] = sum(path.stat().st_size for path in vectors.folder.glob("*.graph"))
+        vectors = Vectors(vectors.store)
+    view, (states, after) = vectors.view(), given.queries
+    queries, roots = vectors.transform(states.cpu()).numpy(), after[:, 0].tolist()
+    sizes = np.array([view.size(root) for root in roots])
+    told |= {"vectors": len(view), "queries": len(roots), "group": spread(sizes.tolist())}
+    exact, told["exact"] = on_this_thread(partial(view.search, exact=True), queries, roots)
+    found, told["graphs"] = on_this_thread(view.search, queries, roots)
+    told["large_groups"] = round(float((sizes > index.LARGE).mean()), 4)
+    for name, which in (("recall_at_10", sizes > 0), ("recall_at_10_large", sizes > index.LARGE)):
+        recalls = [recall(exact[i], found[i]) for i in np.flatnonzero(which)]
+        told[name] = round(float(np.mean(recalls)), 4) if recalls else None
+    told["mrr_self"] = mrr_self(view, sample(len(view), len(roots), 1).tolist())
+    for name, value in told.items():
+        tell(f"{name:20}{value}")
+    return told
+
+
+def on_this_thread(
+    ask: Callable[..., Found], queries: np.ndarray, roots: Sequence[int]
 ) -> tuple[list[Found], dict[str, float]]:
-    """Milliseconds of this thread, once everything was read before."""
+    """Milliseconds of this thread, which a busy machine does not spoil, once everything was read before."""
     for query, root in zip(queries, roots, strict=True):
-        ask(query, root)
+        ask(query, root, 10)
     found, times = [], []
     for query, root in zip(queries, roots, strict=True):
         start = thread_time()
-        found.append(ask(query, root))
+        found.append(ask(query, root, 10))
         times.append((thread_time() - start) * 1e3)
     told = {"median_ms": np.median(times), "mean_ms": np.mean(times), "p99_ms": np.percentile(times, 99)}
     return found, {name: round(float(value), 4) for name, value in told.items()}
@@ -245,108 +432,108 @@ def timed(
 
 def recall(exact: Found, found: Found) -> float:
     """Of the ten nearest, or of others as near."""
-    if not len(exact):
-        return 1.0
-    return min(1.0, float((found.similarity >= exact.similarity[-1] - 1e-4).sum()) / len(exact))
+    return min(1.0, float((found.similarity >= exact.similarity[-1] - ROUNDING).sum()) / len(exact))
 
 
-# ---- drafting
+def mrr_self(view: View, rows: Sequence[int]) -> float:
+    """Equation 4 for stored vectors, each searched for among those of its group. Equals share a rank."""
+    total, part = 0.0, view.parts[0]
+    for row in (row for row in rows if row < len(part)):
+        root = int(np.searchsorted(part.starts, row, side="right")) - 1
+        vector = part.vectors[row].astype(np.float32)
+        query = vector / np.linalg.norm(vector)
+        near, mine = view.search(query, root, 10).similarity, float(query @ vector)
+        if (near >= mine - SAME).any():
+            total += 1 / (1 + int((near > mine + SAME).sum()))
+    return round(total / len(rows), 4)
 
 
-def drafting(given: Given) -> dict[str, Any]:
-    o = given.options
-    told = json.loads(o.kept.read_text())
-    model, layer = given.model, given.model.config.get_text_config().num_hidden_layers
-    folder = given.scratch / "answers"
-    with Store.create(folder, told["vocabulary"]) as store:
-        for a in told["learned"]:
-            store.append(np.array(a["prompt"] + a["answer"]), "answers")
-        store.flush()
-        embed(store, [lambda: model], Settings())
-    texts = {"greedy": [(a["prompt"], a["answer"]) for a in told["asked"][: o.prompts]]}
-    if o.nucleus:
-        llm = slipstream.LLM(model, None, "none")
-        asked = [prompt for prompt, _ in texts["greedy"][: o.nucleus]]
-        said = llm.generate(asked, max_new_tokens=o.most, temperature=0.7, top_p=0.95, seed=0)
-        texts["nucleus"] = [(p, r.tokens) for p, r in zip(asked, said, strict=True)]
+# ---- speed
+
+
+def speed(given: Given) -> dict[str, Any]:
+    model, tokenizer = given.pair
+    greedy = [one for one in given.said if one.way == "greedy"]
+    asked = greedy[:: max(1, len(greedy) // given.options.answered)][: given.options.answered]
+    store = given.options.work / "own"
     contestants: dict[str, tuple[str, dict[str, Any]]] = {
-        "rest": ("rest", {"matches": o.drafts, "length": o.length}),
-        "dresd": ("dresd", {"drafts": o.drafts, "length": o.length}),
-        "dresd, the paper's way": ("dresd", {"drafts": o.drafts, "length": o.length, "unfiltered": True}),
-        "rest, 40 matches": ("rest", {"length": o.length}),
-        "dresd, 40 drafts": ("dresd", {"drafts": 40, "length": o.length}),
-        "suffix": ("suffix", {"length": o.length}),
-        "suffix without the store": ("suffix", {"length": o.length, "store": ""}),
-        "dresd, 40 drafts, live": ("dresd", {"drafts": 40, "length": o.length, "live": True}),
+        "none": ("none", {}),
+        "pld": ("pld", {}),
+        "rest 10×6": ("rest", {"store": store, "matches": 10, "length": 6}),
+        "dresd 10×6": ("dresd", {"store": store, "drafts": 10, "length": 6}),
+        "dresd 3×20": ("dresd", {"store": store, "drafts": 3, "length": 20}),
+        "dresd 10×6, live": ("dresd", {"store": store, "drafts": 10, "length": 6, "live": True}),
     }
-    result: dict[str, Any] = {
-        "stored_tokens": sum(len(a["prompt"]) + len(a["answer"]) for a in told["learned"]),
-        "drafts": o.drafts,
-        "length": o.length,
-    }
-    for kind, pairs in texts.items():
-        items = [Item(str(i), kind, p, a) for i, (p, a) in enumerate(pairs) if len(a) > 1]
-        hidden = {}
-        for number, item in enumerate(items):
-            text = np.array(item.tokens + item.plain + [0])  # the last token of a text is never read
-            hidden[f"{number}.{layer}"] = Reader(model).rows([text], len(text), 0, len(text), None)
-        decoding = Decoding(max_new_tokens=o.most)
-        recording = Recording(items, {1: 1.0, 64: 1.0}, decoding, told["vocabulary"], told["context"], "", hidden)
-        result[kind] = {"prompts": len(items)}
-        for name, (drafter, options) in contestants.items():
-            result[kind][name] = replayed(Replayed(drafter, recording, **{"store": folder, **options}), recording)
-    return result
-
-
-def replayed(contestant: Replayed, recording: Recording) -> dict[str, float]:
-    done = [contestant.answers([item.tokens], recording.decoding)[0].stats for item in recording.items]
-    steps = sum(s.steps - 1 for s in done)
-    return {
-        "tokens_per_step": round(sum(s.new_tokens - 1 for s in done) / steps, 3),
-        "acceptance_rate": round(float(np.mean([s.acceptance_rate for s in done])), 4),
-        "accepted_per_step": round(sum(s.accepted for s in done) / steps, 3),
-        "draft_ms": round(1e3 * sum(s.draft_seconds for s in done) / steps, 3),
-    }
+    given.vectors("own")
+    told: dict[str, Any] = {"prompts": len(asked)}
+    for name, (drafter, own) in contestants.items():
+        llm = LLM(model, tokenizer, drafter, compile=given.options.compile, **own)
+        options = {"max_draft": given.options.max_draft, "max_new_tokens": given.options.most}
+        for one in asked[:2]:
+            llm.generate(one.prompt, **options)
+        results = [llm.generate(one.prompt, **options) for one in asked]
+        different = sum(r.tokens != one.answer for r, one in zip(results, asked, strict=True))
+        told[name] = summary(results) | {"differ": different}
+        tell(f"{name:20}" + "  ".join(f"{k} {v}" for k, v in told[name].items()))
+        del llm
+    return told
 
 
 # ---- running them
 
 PARTS: dict[str, Callable[[Given], dict[str, Any]]] = {
-    "build": build,
+    "stores": stores,
     "quality": quality,
     "search": search,
+    "shapes": shapes,
     "drafting": drafting,
+    "speed": speed,
+    "host": host,
 }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
-    parser.add_argument("--tokens", type=int, default=200_000, help="of code to store")
-    parser.add_argument("--held", type=int, default=64_000, help="tokens of other code to take queries from")
-    parser.add_argument("--queries", type=int, default=2000)
+    parser.add_argument("--answers", type=Path, required=True, help="what `slipstream collect` wrote")
+    parser.add_argument("--ood", type=Path, required=True, help="what others answered, .jsonl or .jsonl.gz")
+    parser.add_argument("--prompts", nargs="*", default=[], metavar="NAME=FILE", help="prompts that are in neither")
+    parser.add_argument("--work", type=Path, required=True, help="a folder to keep stores and answers in")
+    parser.add_argument("--hold", type=int, default=50, help="one in so many conversations is in no store")
+    parser.add_argument("--limit", type=int, help="lines of --ood to store at most")
     parser.add_argument("--sample", type=int, default=1_000_000, help="positions to fit on")
-    parser.add_argument("--whole", type=int, default=300, help="queries that search all vectors")
-    parser.add_argument("--store", type=Path, help="a store of code that has vectors already")
-    parser.add_argument("--kept", type=Path, default=Path("answers.json"), help="for drafting")
-    parser.add_argument("--prompts", type=int, default=164, help="for drafting")
-    parser.add_argument("--nucleus", type=int, default=0, help="prompts to answer anew, sampled, for drafting")
-    parser.add_argument("--most", type=int, default=192, help="tokens of an answer")
+    parser.add_argument("--positions", type=int, default=6_000_000, help="quality: stored states at most")
+    parser.add_argument("--queries", type=int, default=5000)
+    parser.add_argument("--whole", type=int, default=1000, help="search: queries that search all vectors")
+    parser.add_argument("--sizes", type=int, nargs="*", default=[5_000_000, 30_000_000], help="of all vectors")
     parser.add_argument("--drafts", type=int, default=10)
-    parser.add_argument("--length", type=int, default=10)
+    parser.add_argument("--each", type=int, default=40, help="drafting: prompts of each kind")
+    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="drafting: that replay")
+    parser.add_argument("--most", type=int, default=128, help="tokens of an answer")
+    parser.add_argument("--answered", type=int, default=40, help="speed: prompts")
+    parser.add_argument("--max-draft", type=int, default=60, help="speed: nodes of a tree at most")
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--libraries", type=Path, help="a folder that has usearch, if it is not installed")
     parser.add_argument("--model")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args()
     if unknown := set(options.parts) - set(PARTS):
         parser.error(f"no part {', '.join(sorted(unknown))}: there are {', '.join(PARTS)}")
-    where = {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
-    with tempfile.TemporaryDirectory(prefix="slipstream-bench-") as scratch:
-        given = Given(options, Path(scratch))
-        for name in options.parts or PARTS:
-            told = PARTS[name](given)
-            about = {"dtype": options.dtype, "model": options.model or "embedded", **where}
-            print(json.dumps({"part": name, **told, **about}), flush=True)
+    given = Given(options)
+    where = {
+        "model": options.model or "embedded",
+        "dtype": options.dtype,
+        "device": torch.cuda.get_device_name() if given.device.type == "cuda" else "cpu",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+    for name in options.parts or PARTS:
+        start = perf_counter()
+        told = PARTS[name](given)
+        tell(f"{name}: {perf_counter() - start:.1f} s")
+        print(json.dumps({"part": name, **told, "seconds": round(perf_counter() - start, 1), **where}), flush=True)
 
 
 if __name__ == "__main__":

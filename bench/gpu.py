@@ -119,6 +119,8 @@ def texts(given: argparse.Namespace) -> dict[str, Any]:
         contestants["suffix+store"] = ("suffix", {"store": given.store})
     for name, folder in (word.split("=", 1) for word in given.heads):
         contestants[name] = (name, {"drafter_path": folder})
+    if given.only:
+        contestants = {name: made for name, made in contestants.items() if name in ("none", *given.only)}
     told: dict[str, Any] = {"prompts": len(prompts), "compiled": given.compile}
     for way, options in {"greedy": {}, "sampled": {"temperature": 0.7, "top_p": 0.95, "seed": 1}}.items():
         asked = prompts if way == "greedy" else prompts[:: given.sparse]
@@ -218,6 +220,7 @@ def main() -> None:
     parser.add_argument("--sparse", type=int, default=4, help="sampled texts: every so many-th prompt")
     parser.add_argument("--store", help="a datastore, for rest")
     parser.add_argument("--heads", nargs="*", default=[], metavar="NAME=FOLDER", help="trained heads")
+    parser.add_argument("--only", nargs="*", default=[], help="of the drafters, these and none")
     parser.add_argument("--compile", action="store_true")
     given = parser.parse_args()
     where = {

@@ -6,8 +6,9 @@ import pytest
 
 from slipstream import LLM
 from slipstream.budget.costs import Costs, costs_of
-from slipstream.errors import OptionError
+from slipstream.errors import DrafterError, OptionError
 from slipstream.target import open_target
+from slipstream.trace.explain import explain
 
 FREE = {1: 0.010, 64: 0.0101}
 DEAR = {1: 0.010, 2: 0.050, 64: 1.0}
@@ -20,7 +21,8 @@ def steps(monkeypatch):
 
     def curve(seconds):
         monkeypatch.setattr("slipstream.drafters.auto.costs_of", lambda _: Costs(seconds))
-        monkeypatch.setattr("slipstream.budget.costs.Costs.observe", lambda *_: None)
+        expected = Costs.seconds
+        monkeypatch.setattr("slipstream.budget.costs.Costs.observe", lambda s, rows, batch, _: expected(s, rows, batch))
         monkeypatch.setattr("slipstream.drafters.auto.perf_counter", lambda: 0.0)
 
     return curve
@@ -37,7 +39,7 @@ def test_rows_that_cost_nothing_are_used(steps, tiny):
     assert result.stats.nodes_verified > 100
     assert set(result.stats.by_source) == {"pld", "suffix"}
     pilot = llm.engine.drafter.pilot
-    assert all(source.calibration.labelled > 0 for source in pilot.sources.values())
+    assert all(pilot.sources[name].calibration.labelled > 0 for name in ("pld", "suffix"))
     assert pilot.last.rate >= pilot.last.plain
 
 
@@ -80,3 +82,94 @@ def test_costs_are_measured_once(tiny, tmp_path, monkeypatch):
 def test_it_does_not_ask_itself(tiny):
     with pytest.raises(OptionError, match="auto asks others"):
         LLM(tiny("llama"), drafter="auto", drafters="pld, auto")
+
+
+def test_a_request_chooses_among_the_drafters(steps, tiny):
+    steps(FREE)
+    llm = LLM(tiny("llama"), drafter="auto", drafters="pld,suffix")
+    plain = llm.generate(REPEATING, max_new_tokens=60)
+    for given in ("pld", ["pld"]):
+        result = llm.generate(REPEATING, max_new_tokens=60, drafters=given)
+        assert set(result.stats.by_source) == {"pld"}
+        assert result.tokens == plain.tokens
+    assert llm.generate(REPEATING, max_new_tokens=20, drafters=[]).stats.nodes_verified == 0
+    with pytest.raises(
+        OptionError, match=r"drafters names nobody, none: this model's auto asks pld, suffix, prediction"
+    ):
+        llm.generate(REPEATING, drafters="none, nobody")
+
+
+def test_a_store_with_vectors_is_searched_by_them_too(tiny):
+    from slipstream.drafters.dresd import embedded_answers
+    from slipstream.drafters.rest import store_of_answers
+
+    model = tiny("llama")
+    parts = {
+        name: list(LLM(model, drafter="auto", store=store).engine.drafter.parts)
+        for name, store in {"none": "", "text": store_of_answers(model), "vectors": embedded_answers(model)}.items()
+    }
+    assert parts["none"] == parts["text"] == ["suffix", "prediction"]
+    assert parts["vectors"] == ["suffix", "dresd", "prediction"]
+    # Nobody asked for another model's vectors by name, so they are left out; by name they are refused.
+    other = tiny("qwen2")
+    assert "dresd" not in LLM(other, drafter="auto", store=embedded_answers(model)).engine.drafter.parts
+    with pytest.raises(DrafterError):
+        LLM(other, drafter="auto", drafters="dresd", store=embedded_answers(model))
+
+
+def test_what_was_decided_is_told(steps, tiny):
+    steps(FREE)
+    llm = LLM(tiny("llama"), drafter="auto", drafters="pld")
+    result = llm.generate(REPEATING, max_new_tokens=40, trace=True, ignore_eos=True)
+    first, *others = [line for line in result.trace if "step" in line]
+    assert first["choice"] is None  # the prompt's own
+    asked = [line for line in others if line["choice"]["asked"]]
+    assert len(asked) > 4
+    for line in asked:
+        choice = line["choice"]
+        assert choice["asked"] == ["pld"]
+        assert choice["nodes"] == len(line["nodes"]) - 1
+        assert choice["tokens"] >= 1
+        assert choice["plain"] == pytest.approx(1 / FREE[1])
+    told = list(explain(result.trace))
+    assert told[0] == "step 0: the prompt; came 1"
+    assert all("asked pld; verified" in told[line["step"]] for line in asked)
+    assert told[-1].endswith("asked nobody: no draft is due; came 1")  # the last token needs none
+    kept = next(line for line in asked if len(line["path"]) > 2)
+    assert told[kept["step"]].endswith(f"came {len(kept['path'])} ({len(kept['path']) - 1} by pld)")
+
+
+def test_why_nobody_was_asked_is_told(steps, tiny):
+    steps(DEAR)
+    llm = LLM(tiny("llama"), drafter="auto", drafters="pld")
+    llm.engine.drafter.pilot._account = -1e9
+    result = llm.generate(REPEATING, max_new_tokens=4, trace=True, ignore_eos=True)
+    assert "asked nobody: speculation rests, having lost too much time; came 1" in list(explain(result.trace))[1]
+    plain = LLM(tiny("llama"), drafter="pld").generate(REPEATING, max_new_tokens=4, trace=True, ignore_eos=True)
+    assert "choice" in plain.trace[2]
+    assert plain.trace[2]["choice"] is None
+    assert "drafted; came" in list(explain(plain.trace))[1]
+
+
+def test_chains_are_chosen_where_trees_cannot_be_verified(steps, tiny):
+    steps(FREE)
+    model = tiny("mamba")
+    plain = LLM(model, drafter="none").generate(REPEATING, max_new_tokens=60, ignore_eos=True)
+    llm = LLM(model, drafter="auto", drafters="pld,suffix")
+    assert not llm.engine.drafter.pilot.trees
+    result = llm.generate(REPEATING, max_new_tokens=60, ignore_eos=True, trace=True)
+    assert result.tokens == plain.tokens
+    for line in result.trace[2:-1]:  # what was planned is what was verified
+        assert line["choice"]["nodes"] == len(line["nodes"]) - 1
+
+
+def test_a_prediction_is_believed_from_the_start(steps, tiny):
+    steps({1: 1.0, 16: 1.1, 64: 1.5})
+    options = {"max_new_tokens": 80, "ignore_eos": True}
+    plain = LLM(tiny("llama"), drafter="none").generate(REPEATING, **options)
+    llm = LLM(tiny("llama"), drafter="auto", drafters="pld")
+    for _ in range(2):  # and again, whatever the last one was worth
+        result = llm.generate(REPEATING, prediction=plain.tokens, trace=True, **options)
+        assert result.trace[2]["choice"]["nodes"] > 20
+        assert result.stats.steps <= 6
+        llm.generate(REPEATING, prediction=plain.tokens[::-1], **options)

@@ -60,6 +60,15 @@ def test_the_second_start_is_quick(smol):  # noqa: ARG001  (the model is convert
     pytest.fail(f"seconds to the first token of three starts: {times}")
 
 
+def test_each_step_is_explained(tmp_path):
+    (tmp_path / "expected").write_text("apples, oranges, bananas, pears, grapes, lemons, cherries, plums.")
+    done = run("generate", FRUIT, "-n", "24", "--explain", "--prediction", str(tmp_path / "expected"))
+    assert done.returncode == 0, done.stderr
+    said = [line for line in done.stderr.splitlines() if line.startswith("step ")]
+    assert said[0] == "step 0: the prompt; came 1"
+    assert any("asked suffix, prediction; verified " in line for line in said)
+
+
 def test_lossy_rules_say_so():
     done = run("generate", "Hello!", "-n", "4", "--accept", "typical", "-t", "1", "--json")
     assert "LOSSY (typical)" in done.stderr
@@ -103,8 +112,10 @@ def test_drafters_are_listed_with_their_options():
     ("words", "says"),
     [
         (["generate", "x", "--drafter", "nope"], "drafter 'nope' is unknown"),
-        (["generate", "x", "-o", "speed=3"], "this drafter's options are max_ngram"),
-        (["generate", "x", "-o", "length=long"], "length must be a int"),
+        (["generate", "x", "-o", "speed=3"], "this drafter's options are drafters"),
+        (["generate", "x", "-d", "pld", "-o", "length=long"], "length must be a int"),
+        (["generate", "x", "--prediction", "/no/file"], "--prediction '/no/file' can't be read"),
+        (["generate", "x", "--drafters", "nobody"], "drafters names nobody"),
         (["generate", "x", "--model", "no/such"], "no folder or file 'no/such'"),
         (["generate", "x", "-o", "[/x]=1"], "[/x]=1"),
         (["generate", ""], "the prompt is empty"),

@@ -21,7 +21,7 @@ from slipstream.cli.embed import embed as command
 from slipstream.datastores.dense import index
 from slipstream.datastores.dense.build import Settings, embed
 from slipstream.datastores.dense.collected import add_answers
-from slipstream.datastores.dense.device import DeviceFinder
+from slipstream.datastores.dense.device import NONE, DeviceFinder, packed, unpacked
 from slipstream.datastores.dense.files import Mapped, writing
 from slipstream.datastores.dense.finding import Asked, HostFinder
 from slipstream.datastores.dense.live import Own
@@ -515,10 +515,28 @@ def test_the_same_search_on_a_device(grown):
     asked = [Asked("default", torch.randn(32), root) for root in (*range(3, 20), 63)]
     asked += [Asked("default", torch.randn(32), 6, own), Asked("default", torch.randn(32), 50, own)]
     asked += [Asked("nobody's", torch.randn(32), 6)]
-    for a, b in zip(host.near(asked), device.near(asked), strict=True):
+    _equal(host.near(asked), device.near(asked))
+    assert device.near([]) == []
+    unknown = Asked("default", torch.full((32,), torch.nan), 6)
+    assert [len(finder.near([unknown])[0].tokens) for finder in (host, device)] == [0, 0]
+    ways = HostFinder(vectors, 5, 4, unfiltered=True), DeviceFinder(vectors, torch.device("cpu"), 5, 4, unfiltered=True)
+    _equal(*(finder.near(asked) for finder in ways))
+    assert 0 < sum(len(d.tokens) for d in ways[0].near(asked)) < 5 * len(asked)
+
+
+def _equal(some, others):
+    for a, b in zip(some, others, strict=True):
         np.testing.assert_allclose(a.similarity, b.similarity, atol=1e-5)
         assert [t.tolist() for t in a.tokens] == [t.tolist() for t in b.tokens]
-    assert device.near([]) == []
+
+
+def test_a_similarity_and_its_row_are_one_number_in_their_order():
+    similarity = torch.tensor([-1.0, 0.5, -0.25, 0.5, 0.0, 1.0])
+    keys = packed(similarity, torch.tensor([7, 9, 0, 4, 1, 0xFFFFFFFF]))
+    best = keys.sort(descending=True).values
+    values, rows = unpacked(torch.cat((best, torch.tensor([NONE, NONE + 3]))).numpy())
+    assert values.tolist() == [1.0, 0.5, 0.5, 0.0, -0.25, -1.0]
+    assert rows.tolist() == [0xFFFFFFFF, 4, 9, 1, 0, 7]  # of equals the earlier first
 
 
 def test_vectors_are_loaded_again_only_if_they_changed(model, tmp_path):

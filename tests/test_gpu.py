@@ -178,7 +178,7 @@ def test_a_cache_that_does_not_fit_says_so():
     target = open_target(LlamaForCausalLM(config).to("cuda", torch.bfloat16))
     slot = read(target, [1, 2, 3])
     held = target.pool.bytes
-    with pytest.raises(ModelError, match=r"does not fit on cuda:0: 2 sequences .* GiB .* are free"):
+    with pytest.raises(ModelError, match=r"does not fit on cuda:0: \d+ sequences .* GiB .* are free"):
         target.pool.reserve(2, 1 << 24)
     assert target.pool.bytes == held
     target.score([slot], [TokenTree.root(4)], Want())  # and goes on with what it has

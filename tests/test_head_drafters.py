@@ -74,11 +74,12 @@ def paths(tree):
 # ---- beams
 
 
+@pytest.mark.parametrize("every", [True, False])
 @pytest.mark.parametrize("kind", ["redrafter", "mlp"])
-def test_beams_are_those_of_a_plain_beam_search(kind, model):
-    drafter = make(kind, model, beams=5, length=3)
+def test_beams_are_those_of_a_plain_beam_search(kind, every, model):
+    drafter = make(kind, model, beams=5, length=3, every=every)
     for root, state in enumerate(states(4, model)):
-        beams = [((), 0.0)]
+        beams, held = [((), 0.0)], []
         for _ in range(3):
             longer = []
             for path, value in beams:
@@ -86,12 +87,14 @@ def test_beams_are_those_of_a_plain_beam_search(kind, model):
                     ((*path, t), value + p) for t, p in enumerate(said(drafter.head, state, root, path).tolist())
                 ]
             beams = sorted(longer, key=lambda b: -b[1])[:5]
-        expected = {(root, *path[:n]) for path, _ in beams for n in range(4)}
+            held += beams
+        kept = held if every else beams
+        expected = {(root, *path[:n]) for path, _ in kept for n in range(len(path) + 1)}
         (proposal,) = drafter.propose([session(drafter, state)], [root], [BIG])
         found = paths(proposal.tree)
         assert set(found) == expected
         assert len(proposal.tree) == len(expected)  # nothing twice
-        for path, value in beams:
+        for path, value in kept:
             assert math.isclose(found[root, *path], math.exp(value), rel_tol=1e-4)
 
 
@@ -125,7 +128,7 @@ def test_overlay_is_the_tree_that_the_host_makes():
 
 
 def test_without_compression_there_are_more_nodes_and_no_other_paths(model):
-    whole, small = (make("redrafter", model, beams=6, length=4, compress=c) for c in (False, True))
+    whole, small = (make("redrafter", model, beams=6, length=4, every=False, compress=c) for c in (False, True))
     for root, state in enumerate(states(5, model)):
         big, little = (d.propose([session(d, state)], [root], [BIG])[0].tree for d in (whole, small))
         big.check(64, root)

@@ -54,7 +54,7 @@ class World:
                 trees.append(TokenTree.chain(0, chain, source=name, raw=[0.8] * LENGTH))
             fused = fuse(trees)
             drafting = {name: self.sources[name][2] for name in asked}
-            (kept,) = pilot.choose([fused], [LIMIT], drafting)
+            (kept,) = pilot.choose([fused], [LIMIT], pilot.count(drafting, 1))
             truth = text(kept) if callable(text) else text
             accepted = node = 0
             while (child := kept.child(node, truth[accepted])) is not None:
@@ -189,8 +189,84 @@ def test_costs_follow_what_steps_take():
         costs.observe(4, 1, 3.0)
     assert costs.seconds(4) == pytest.approx(3.0, rel=0.02)
     assert costs.seconds(1) == pytest.approx(1.0)
-    costs.observe(1, 1, 100.0)  # somebody else's business
+    assert costs.observe(1, 1, 100.0) == pytest.approx(1.0)  # somebody else's business
     assert costs.seconds(1) == pytest.approx(1.0)
     assert costs.seconds(1, batch=8) == pytest.approx(2.0)
     with pytest.raises(ValueError, match="the time of one row"):
         Costs({2: 1.0})
+
+
+def test_costs_that_changed_for_good_are_believed_in_the_end():
+    costs = Costs({1: 1.0, 8: 2.0})
+    counted = [costs.observe(1, 1, 10.0) for _ in range(200)]
+    assert counted[0] == 1.0
+    assert counted[-1] == 10.0
+    assert costs.seconds(1) == pytest.approx(10.0, rel=0.01)
+
+
+def test_a_first_draft_that_loads_code_is_nobodys_loss():
+    pilot = Pilot(Costs({1: 0.010, 64: 0.012}), ["a"])
+    chain = TokenTree.chain(0, range(1, 5), source="a", raw=[0.9] * 4)
+    counted = []
+    for seconds in (5.0, 0.001, 0.001, 3.0):
+        drafting = pilot.count({"a": seconds}, 1)
+        counted.append(drafting["a"])
+        (kept,) = pilot.choose([chain], [8], drafting)
+        pilot.charge(len(kept), 1, 1 + len(kept), 0.010, drafting["a"])
+    assert counted == pytest.approx([0.0, 0.001, 0.001, 0.010], rel=0.01)  # later on, an interruption counts as a step
+    assert pilot.asks() == ["a"]
+
+
+def test_a_draft_is_labelled_as_far_as_the_text_goes():
+    """In pieces or at once, the same is learnt; and it ends as soon as the text has left the draft."""
+    tree = TokenTree.build([0, 1, 2, 3, 9], [-1, 0, 1, 2, 0], source="a", raw=[1, 0.5, 0.5, 0.5, 0.1])
+    once, twice = Pilot(Costs({1: 1.0}), ["a"]), Pilot(Costs({1: 1.0}), ["a"])
+    assert not once.learn(tree, [1, 2, 3, 4])
+    assert twice.learn(tree, [1])
+    assert twice.learn(tree, [1, 2], 1)
+    assert not twice.learn(tree, [1, 2, 3], 2)
+    assert np.array_equal(once._counts, twice._counts)
+    assert not twice.learn(tree, [7])
+
+
+def test_a_source_that_costs_nothing_is_not_kept_waiting_long():
+    """It says nothing that is right; one that takes as long as many steps is asked as rarely as that."""
+    pilot, taken = Pilot(Costs({1: 1.0, 64: 64.0}), ["cheap", "dear"]), {"cheap": 1e-5, "dear": 0.5}
+    for _ in range(3000):
+        asked = pilot.asks()
+        tree = fuse([TokenTree.root(0), *(TokenTree.chain(0, [1], source=name, raw=[0.9]) for name in asked)])
+        pilot.choose([tree], [8], pilot.count({name: taken[name] for name in asked}, 1))
+        pilot.learn(tree, [2])
+    assert pilot.sources["cheap"].period <= 8
+    assert pilot.sources["dear"].period >= 64
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("curve", CURVES)
+def test_no_other_way_to_share_a_steps_rows_gives_more_tokens_per_second(curve, padded):
+    """All ways are tried. A step computes as many rows for each sequence as its widest tree has, so one common limit is
+    as good as a limit for each."""
+    rng = np.random.default_rng(0)
+    for _ in range(10):
+        costs = Costs({rows: ms / 1e3 for rows, ms in CURVES[curve].items()}, padded)
+        pilot = Pilot(costs, ["a"])
+        for score in (0.15, 0.55, 0.95):
+            right = rng.random()
+            for _ in range(60):
+                pilot.learn(TokenTree.chain(0, [1], source="a", raw=[score]), [1 if rng.random() < right else 2])
+        trees = []
+        for _ in range(3):
+            parents = [-1, *(int(rng.integers(0, i)) for i in range(1, 9))]
+            raw = [np.nan, *rng.choice([0.15, 0.55, 0.95], 8)]
+            trees.append(TokenTree.build(range(9), parents, source="a", raw=raw))
+        kept = pilot.choose(trees, [8, 8, 5], {"a": 0.0})
+        assert all(len(tree) - 1 <= limit for tree, limit in zip(kept, [8, 8, 5], strict=True))
+        worths = [pilot._grow(tree, limit).worth[0] for tree, limit in zip(trees, [8, 8, 5], strict=True)]
+        best = max(
+            sum(w[n] for w, n in zip(worths, nodes, strict=True)) / costs.seconds(1 + max(nodes), 3)
+            for nodes in itertools.product(*(range(len(w)) for w in worths))
+        )
+        assert pilot.last.rate == pytest.approx(best)
+        expected = sum(w[len(tree) - 1] for w, tree in zip(worths, kept, strict=True))
+        assert expected / costs.seconds(max(map(len, kept)), 3) == pytest.approx(best)
+        assert pilot.last.tokens == pytest.approx(expected)

@@ -366,7 +366,7 @@ def test_half_precision_learns_the_same(walker, walks, tmp_path, monkeypatch, ki
     assert less == pytest.approx(full, rel=0.05)
     assert less != full
     weights = load_file(tmp_path / "half" / "model.safetensors")
-    assert {t.dtype for t in weights.values() if t.is_floating_point()} == {torch.float32}
+    assert {t.dtype for t in weights.values() if t.is_floating_point()} == {torch.bfloat16}, "as its target"
 
 
 # ---- runs
@@ -499,6 +499,20 @@ def test_two_processes_do_what_one_does_with_twice_the_batches(walker, walks, tm
     mine, its = (load_head(tmp_path / name, walker).state_dict() for name in ("one", "two"))
     for name in mine:
         torch.testing.assert_close(its[name], mine[name], rtol=1e-2, atol=1e-4)
+
+
+def test_a_run_may_start_from_a_head(walker, walks, tmp_path):
+    def first_loss(name, **how):
+        train(walker, [walks], tmp_path / name, Lesson("eagle3", depths=2), replace(QUICK, steps=10), **how)
+        return read_log(tmp_path / name / "log.jsonl")[0]["loss"]
+
+    fresh = first_loss("fresh", sizes={"draft_vocab": 60})
+    assert first_loss("later", start=tmp_path / "fresh") < 0.7 * fresh
+    assert len(load_head(tmp_path / "later", walker).draft_ids) == 60
+    with pytest.raises(OptionError, match="is of the kind eagle3: train eagle3, or start from a mlp"):
+        train(walker, [walks], tmp_path / "new", Lesson("mlp"), QUICK, start=tmp_path / "fresh")
+    with pytest.raises(OptionError, match="draft_vocab can't be chosen for a head that is there already"):
+        first_loss("new", sizes={"draft_vocab": 70}, start=tmp_path / "fresh")
 
 
 # ---- options

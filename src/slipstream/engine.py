@@ -14,6 +14,7 @@ import torch
 
 from slipstream.accept import Verdict, verify
 from slipstream.budget import Budget, step_budget
+from slipstream.budget.pilot import Choice
 from slipstream.datastores.live import Said
 from slipstream.datastores.runs import token_type
 from slipstream.drafters.base import Drafter, DraftSession, Seen
@@ -43,6 +44,7 @@ class Step:
     draft_seconds: float
     verify_seconds: float
     host_seconds: float  # deciding, committing, observing
+    choice: Choice | None = None  # what the drafter decided, if it decides anything
 
 
 @dataclass(eq=False)
@@ -108,6 +110,7 @@ class Engine:
         """One forward of the target for all running sequences: each gets at least one token further."""
         clock = perf_counter()
         trees = self._propose(running)
+        choice = self.drafter.choice
         drafted = perf_counter()
         rows = 1 + max(s.request.max_draft for s in running) if self.drafter.pads else 1
         want = Want(self.drafter.layers, rows, tuple(chooser(s) for s in running))
@@ -123,14 +126,16 @@ class Engine:
         if len(running) > 1 and not self.target.exact_together:
             for sequence in running:
                 sequence.stats.exact = False
-        times = [t / len(running) for t in (drafted - clock, scored - drafted, perf_counter() - scored)]
+        times = (t / len(running) for t in (drafted - clock, scored - drafted, perf_counter() - scored))
+        draft_seconds, verify_seconds, host_seconds = times
         for sequence, tree, verdict in zip(running, trees, verdicts, strict=True):
-            self._advance(sequence, Step(tree, verdict, *times))
+            self._advance(sequence, Step(tree, verdict, draft_seconds, verify_seconds, host_seconds, choice))
 
     def start(self, request: Request, slot: Slot | None = None, running: Iterable[Sequence] = ()) -> Sequence:
         """Read the prompt; its last row decides the first token. What a running sequence begins with, as in several
         answers to one prompt, is not read again."""
         check_prompt(request, self.target)
+        check_drafting(request, self.drafter)
         sampler = Sampler(request.sampling, request.tokens, request.seed, request.sample)
         stats = Stats(self.name, request.accept.lossless and self.target.exact, prompt_tokens=len(request.tokens))
         stats.processors = tuple(type(p).__name__ for p in request.sampling.processors)
@@ -189,7 +194,10 @@ class Engine:
         """Show the drafter what was accepted."""
         self._report(sequence, tree, score, verdict)
         position = sequence.slot.length - len(verdict.path)
-        hidden = {layer: h[verdict.path] for layer, h in score.hidden.items()}
+        hidden = {}
+        if score.hidden:
+            path = torch.tensor(verdict.path, device=next(iter(score.hidden.values())).device)
+            hidden = {layer: h.index_select(0, path) for layer, h in score.hidden.items()}
         sequence.session.observe(Seen(tree.tokens[verdict.path].tolist(), position, hidden))
 
     def _report(self, sequence: Sequence, tree: TokenTree, score: Scores, verdict: Verdict) -> None:
@@ -242,9 +250,17 @@ def check_prompt(request: Request, target: Target) -> None:
             f"the prompt has {len(request.tokens)} tokens, the model reads {target.context} including what it writes: "
             "shorten the prompt"
         )
-    bad = [t for t in request.tokens if not 0 <= t < target.vocabulary]
-    if bad:
-        raise PromptError(f"prompt tokens must lie in 0..{target.vocabulary - 1}, found {bad[:5]}")
+    for what, tokens in {"prompt": request.tokens, "prediction": request.prediction or []}.items():
+        if bad := [t for t in tokens if not 0 <= t < target.vocabulary]:
+            raise PromptError(f"{what} tokens must lie in 0..{target.vocabulary - 1}, found {bad[:5]}")
+
+
+def check_drafting(request: Request, drafter: Drafter) -> None:
+    """Refuse wishes that a drafter would ignore."""
+    if request.prediction is not None and "prediction" not in drafter.takes:
+        raise OptionError(f"{type(drafter).__name__} makes no use of a prediction: draft with auto, or with prediction")
+    if request.drafters is not None and "drafters" not in drafter.takes:
+        raise OptionError(f"{type(drafter).__name__} asks no other drafters: drafters=… is for auto")
 
 
 def logprobs(row: torch.Tensor, token: int, k: int) -> TokenLogprobs:

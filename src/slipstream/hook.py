@@ -1,6 +1,6 @@
 """A drop-in for those who already have a model.
 
-    model.generate(**inputs, custom_generate=slipstream.speculate("pld"))
+    model.generate(**inputs, custom_generate=slipstream.speculate())
 
 transformers prepares everything as ever (prompt, logits processors, stopping criteria) and hands over the decoding.
 """
@@ -16,6 +16,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from slipstream.budget import usual_draft
 from slipstream.drafters import make
 from slipstream.engine import Engine
 from slipstream.errors import OptionError
@@ -24,14 +25,14 @@ from slipstream.sampling import Sampling
 from slipstream.target import open_target
 
 
-def speculate(drafter: str = "pld", *, max_draft: int = 16, **options: Any) -> Speculate:
+def speculate(drafter: str = "auto", *, max_draft: int | None = None, **options: Any) -> Speculate:
     """A decoding method for transformers' `generate`: the same tokens when greedy, the same distribution when
     sampling. transformers hands no `streamer` to such methods: to stream, use `slipstream.load(model=…).stream`."""
     return Speculate(drafter, max_draft, options)
 
 
 class Speculate:
-    def __init__(self, drafter: str, max_draft: int, options: dict[str, Any]) -> None:
+    def __init__(self, drafter: str, max_draft: int | None, options: dict[str, Any]) -> None:
         self.drafter, self.max_draft, self.options = drafter, max_draft, options
         self._made: tuple[Any, ...] = ()  # for which model, in which state, the engine was made
         self._engine: Engine | None = None
@@ -67,7 +68,7 @@ class Speculate:
                     seed=seed,
                     sample=i,
                     stop=Criteria(stopping_criteria, row),
-                    max_draft=self.max_draft,
+                    max_draft=usual_draft(engine.target) if self.max_draft is None else self.max_draft,
                 )
             )
         answers = {id(s.request): s.tokens for s in engine.run(requests)}

@@ -6,6 +6,7 @@ import copy
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 
 from slipstream import drafters
 from slipstream.accept import Rule, make_rule
+from slipstream.budget import usual_draft
 from slipstream.drafters.base import Drafter
 from slipstream.engine import Engine, TokenLogprobs, check_prompt
 from slipstream.engine import Sequence as Running
@@ -24,6 +26,8 @@ from slipstream.stats import Stats
 from slipstream.target import Slot, load_model, open_target
 from slipstream.text import Detokenizer, Prompt, encode, split_batch
 from slipstream.trace.record import Recorder
+
+MAX_DRAFT_PREDICTED = 63  # where a long draft may be right as a whole; with the root, 64 rows
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,7 @@ class Result:
 def load(
     model: Any = None,
     *,
-    drafter: str | Drafter = "pld",
+    drafter: str | Drafter = "auto",
     tokenizer: Any = None,
     dtype: str | torch.dtype | None = None,
     device: str | torch.device | None = None,
@@ -69,7 +73,7 @@ def load(
     """A language model that answers faster.
 
     model: a hub id, a folder, a GGUF file, a transformers model already in memory, or nothing for the embedded one.
-    drafter: a name from `slipstream drafters`; its options follow as keywords.
+    drafter: a name from `slipstream drafters`; its options follow as keywords. `auto` asks those that earn their time.
     graphs, compile: on a GPU, whether steps are captured as CUDA graphs, and compiled before (slower to start).
     model_options go to transformers' `from_pretrained`.
     """
@@ -93,7 +97,7 @@ class LLM:
         self,
         model: Any,
         tokenizer: Any = None,
-        drafter: str | Drafter = "pld",
+        drafter: str | Drafter = "auto",
         *,
         max_batch: int = 16,
         graphs: bool = True,
@@ -119,18 +123,23 @@ class LLM:
         presence_penalty, frequency_penalty, logit_bias, bad_words, processors (transformers' LogitsProcessor objects),
         json_schema, regex, seed (one, or one per prompt), stop (strings), stop_tokens (ids, besides the model's own),
         ignore_eos, logprobs (alternatives to report), accept (match, rejection, typical, lenient), accept_options,
-        collection (whose text may draft, in drafters that keep text), max_draft (nodes per step; 0 turns speculation
-        off), template (False continues a string as it is), trace (record what happened at each step).
+        collection (whose text may draft, in drafters that keep text), max_draft (nodes per step, 16, on a GPU 31, with
+        a prediction 63; 0 turns speculation off), prediction (the answer that is expected, more or less, as text or
+        token ids, for all prompts or a list of one for each: it is drafted first, and found again after an edit),
+        drafters (names: whom `auto` may ask), template (False continues a string as it is), trace (record what
+        happened at each step).
         """
         prompts, many = split_batch(prompt)
         if n < 1:
             raise OptionError(f"n={n}: ask for at least one answer")
         seeds = spread(options.pop("seed", None), len(prompts))
+        prediction = options.pop("prediction", None)
+        predictions = one_each(prediction, len(prompts)) if many else [prediction]
         options = self._with_grammar(options)
         alone = len(prompts) * n == 1
         requests = [
-            self.request(p, sample=sample + i, seed=seed, shared=not alone, **options)
-            for p, seed in zip(prompts, seeds, strict=True)
+            self.request(p, sample=sample + i, seed=seed, prediction=expected, shared=not alone, **options)
+            for p, seed, expected in zip(prompts, seeds, predictions, strict=True)
             for i in range(n)
         ]
         for request in requests:  # a mistake in the last one must not cost the answers of the first
@@ -171,7 +180,9 @@ class LLM:
         accept: str | Rule = "match",
         accept_options: dict[str, Any] | None = None,
         collection: str = "default",
-        max_draft: int = 16,
+        max_draft: int | None = None,
+        prediction: str | Sequence[int] | None = None,
+        drafters: str | Sequence[str] | None = None,
         template: bool = True,
         processors: Sequence[Any] = (),
         bad_words: Sequence[str | Sequence[int]] = (),
@@ -187,8 +198,11 @@ class LLM:
                 f"generate has no option {', '.join(sorted(unknown))}; "
                 f"those for sampling are {', '.join(sorted(known))}"
             )
+        if max_draft is None:
+            max_draft = usual_draft(self.target) if prediction is None else MAX_DRAFT_PREDICTED
         if max_draft < 0:
-            raise OptionError(f"max_draft={max_draft} is out of range: 0 turns speculation off, 16 is usual")
+            usual = usual_draft(self.target)
+            raise OptionError(f"max_draft={max_draft} is out of range: 0 turns speculation off, {usual} is usual")
         stop = (stop,) if isinstance(stop, str) else stop or ()
         if stop and self.tokenizer is None:
             raise OptionError("stop strings need a tokenizer: load the model with tokenizer=…")
@@ -196,7 +210,7 @@ class LLM:
         eos = frozenset(stop_tokens) | (frozenset() if ignore_eos else self.eos)
         if shared:  # a stateful processor follows one answer
             processors = [p.fresh() if isinstance(p, GrammarProcessor) else copy.deepcopy(p) for p in processors]
-        words = tuple(tuple(self._word(w)) for w in bad_words)
+        words = tuple(tuple(self._ids(w, "bad words")) for w in bad_words)
         bias = {int(token): float(value) for token, value in (sampling.pop("logit_bias", None) or {}).items()}
         if bad := sorted({*bias, *(t for w in words for t in w)} - set(range(self.target.vocabulary))):
             raise OptionError(f"logit_bias and bad_words name {bad[:5]}: ids lie in 0..{self.target.vocabulary - 1}")
@@ -211,6 +225,8 @@ class LLM:
             stop=Detokenizer(self.tokenizer, stop, eos),
             collection=collection,
             max_draft=max_draft,
+            drafters=None if drafters is None else tuple(names(drafters)),
+            prediction=None if prediction is None else list(self._ids(prediction, "a prediction")),
             logprobs=logprobs,
         )
         if trace:
@@ -241,12 +257,13 @@ class LLM:
         made = grammar_processor(self.tokenizer, self.target.vocabulary, self.eos, schema, regex)
         return {**options, "processors": (*options.get("processors", ()), made)}
 
-    def _word(self, word: str | Sequence[int]) -> Sequence[int]:
-        if not isinstance(word, str):
-            return word
+    def _ids(self, text: str | Sequence[int], what: str) -> Sequence[int]:
+        """Tokens of a piece of an answer: nothing is added at its ends."""
+        if not isinstance(text, str):
+            return text
         if self.tokenizer is None:
-            raise OptionError("bad words as text need a tokenizer: give token ids")
-        return list(self.tokenizer(word, add_special_tokens=False)["input_ids"])
+            raise OptionError(f"{what} as text can't be read without a tokenizer: give token ids")
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 class Stream:
@@ -362,6 +379,12 @@ def result(sequence: Running) -> Result:
     )
 
 
+def names(given: str | Sequence[str]) -> list[str]:
+    """Names from a list, or from a string that separates them by commas."""
+    words = given.split(",") if isinstance(given, str) else given
+    return [word.strip() for word in words if word.strip()]
+
+
 def spread(seed: int | Sequence[int] | None, count: int) -> list[int]:
     """One seed per prompt, from one for all, from a list, or from nowhere: then fresh ones, told in the results."""
     if seed is None:
@@ -371,6 +394,15 @@ def spread(seed: int | Sequence[int] | None, count: int) -> list[int]:
     if len(seed) != count:
         raise OptionError(f"{len(seed)} seeds for {count} prompts: give one, or one per prompt")
     return list(seed)
+
+
+def one_each(prediction: Any, count: int) -> list[Any]:
+    """One prediction per prompt, from one for all or from a list."""
+    if prediction is None or isinstance(prediction, str) or all(isinstance(t, Integral) for t in prediction):
+        return [prediction] * count
+    if len(prediction) != count:
+        raise OptionError(f"{len(prediction)} predictions for {count} prompts: give one, or one per prompt")
+    return list(prediction)
 
 
 def end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:

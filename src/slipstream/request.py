@@ -27,6 +27,8 @@ class Request:
     stop: Stop | None = None
     collection: str = "default"  # whose text may draft: nothing passes from one collection to another
     max_draft: int = 16  # drafted nodes per step at most; 0 turns speculation off
+    drafters: tuple[str, ...] | None = None  # whom `auto` may ask for this request; None: everyone it has
+    prediction: list[int] | None = None  # the output that is expected, more or less: it is drafted first
     logprobs: int | None = None  # report this many alternatives per emitted token
     watch: Callable[[Step], None] | None = None  # shown every step
     cancelled: bool = False

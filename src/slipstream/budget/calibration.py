@@ -26,26 +26,35 @@ DECAY = 0.98  # of a bin's counts, for each label that it gets
 class Calibration:
     """Of one source."""
 
-    def __init__(self) -> None:
-        beliefs = MODESTY * (np.arange(BINS) + 0.5) / BINS
-        self._prior = np.tile(beliefs, (DEPTHS, 1))
-        self._counts = np.zeros((DEPTHS, BINS, 2))  # right, labelled
+    def __init__(self, counts: NDArray[np.float64] | None = None) -> None:
+        """counts: where to keep them, for whoever keeps those of several sources in one place."""
+        self._counts = blank(1)[0] if counts is None else counts  # (DEPTHS, BINS, 2) right, labelled
 
     @property
     def probability(self) -> NDArray[np.float64]:
         """(DEPTHS, BINS) that a node is right, given that its parent is."""
         right, labelled = self._counts[..., 0], self._counts[..., 1]
-        return (right + STRENGTH * self._prior) / (labelled + STRENGTH)
+        return (right + STRENGTH * MODESTY * (np.arange(BINS) + 0.5) / BINS) / (labelled + STRENGTH)
 
     @property
     def labelled(self) -> float:
         """How many nodes the counts rest on."""
         return float(self._counts[..., 1].sum())
 
+    def trust(self, labels: float) -> None:
+        """Believe its scores from the start, as if so many labels of each kind had borne them out."""
+        self._counts[..., 1] += labels
+        self._counts[..., 0] += labels * (np.arange(BINS) + 0.5) / BINS
+
     def learn(self, tree: TokenTree, column: int, followed: Sequence[int]) -> None:
         """The text after the tree's root went on with these tokens."""
-        text = np.array(followed, np.int32)
-        _label(tree.parents, tree.tokens, tree.raw[:, column], text, self._counts, DECAY)
+        raw, text = tree.raw[:, column : column + 1], np.array(followed, np.int32)
+        label(tree.parents, tree.tokens, raw, np.zeros(1, np.int64), text, 0, self._counts[None])
+
+
+def blank(sources: int) -> NDArray[np.float64]:
+    """Counts of so many sources."""
+    return np.zeros((sources, DEPTHS, BINS, 2))
 
 
 @njit(cache=True, nogil=True)
@@ -59,19 +68,43 @@ def depth_class(depth):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
-def _label(parents, tokens, raw, followed, counts, decay):  # type: ignore[no-untyped-def]
+def belief(counts, source, depth, raw):  # type: ignore[no-untyped-def]
+    """`Calibration.probability` of one node."""
+    i = bin_of(raw)
+    right, labelled = counts[source, depth_class(depth), i]
+    return (right + STRENGTH * MODESTY * (i + 0.5) / BINS) / (labelled + STRENGTH)
+
+
+@njit(cache=True, nogil=True)
+def label(parents, tokens, raw, sources, followed, known, counts):  # type: ignore[no-untyped-def]
+    """Label a tree's nodes by the text that followed its root; those of the first `known` depths already are.
+
+    raw: (n, m) with the scores of `sources` (m,). Returns for each of these whether it was right about the first token,
+    if that is labelled now, and whether more text would label more nodes.
+    """
     n = len(parents)
     depth = np.zeros(n, np.int64)
     right = np.zeros(n, np.bool_)
     right[0] = True
+    began = np.zeros(len(sources), np.bool_)
+    more = False
     for i in range(1, n):
         parent = parents[i]
         depth[i] = depth[parent] + 1
-        if not right[parent] or depth[i] > len(followed):
+        if not right[parent]:
+            continue
+        if depth[i] > len(followed):
+            more = True
             continue
         right[i] = tokens[i] == followed[depth[i] - 1]
-        if not np.isnan(raw[i]):
-            count = counts[depth_class(depth[i]), bin_of(raw[i])]
-            count *= decay
+        if depth[i] <= known:
+            continue
+        for column in range(len(sources)):
+            if np.isnan(raw[i, column]):
+                continue
+            count = counts[sources[column], depth_class(depth[i]), bin_of(raw[i, column])]
+            count *= DECAY
             count[0] += right[i]
             count[1] += 1
+            began[column] |= right[i] and depth[i] == 1
+    return began, more

@@ -9,10 +9,10 @@ import statistics
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from time import perf_counter
-from typing import Any
 
 import numpy as np
 import torch
+from numba import njit
 from numpy.typing import NDArray
 
 from slipstream.embedded import cache_folder
@@ -21,8 +21,10 @@ from slipstream.target.base import Target, Want
 from slipstream.tree import TokenTree
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
+TABLE = 128  # rows that a table has at least
 FOLLOW = 0.05  # how much of what one step took goes into what the next is expected to take
-WILD = 3.0  # a step that took so many times what was expected says more about the machine than about the step
+WILD = 3.0  # a step that took so many times what was expected says more about the machine than about the step,
+BELIEVED = 8  # until so many in a row say the same
 
 
 class Costs:
@@ -33,37 +35,72 @@ class Costs:
             raise ValueError(f"a cost curve needs the time of one row, and times above 0: found {dict(seconds)}")
         self.padded = padded
         self._rows = np.array(sorted(seconds), np.float64)
-        self._first = np.array([seconds[int(r)] for r in self._rows])
-        self._curves: dict[int, NDArray[np.float64]] = {1: self._first.copy()}
+        self._curves: dict[int, NDArray[np.float64]] = {1: np.array([seconds[int(r)] for r in self._rows])}
+        self._tables: dict[int, NDArray[np.float64]] = {}  # the same for every number of rows
+        self._off = 0  # steps in a row that were far from what was expected
 
-    def seconds(self, rows: Any, batch: int = 1) -> Any:
-        """Of a step with so many rows (a number or an array) for each of `batch` sequences."""
-        curve = self._curve(batch)
-        if self.padded:
-            inside = np.minimum(np.searchsorted(self._rows, rows), len(self._rows) - 1)
-            return np.where(rows <= self._rows[-1], curve[inside], curve[-1] * rows / self._rows[-1])
-        near = np.interp(rows, self._rows, curve)
-        if len(curve) < 2:
-            return near
-        slope = (curve[-1] - curve[-2]) / (self._rows[-1] - self._rows[-2])
-        return near + np.maximum(0, slope) * np.maximum(0, rows - self._rows[-1])
+    def seconds(self, rows: int, batch: int = 1) -> float:
+        """Of a step with so many rows for each of `batch` sequences."""
+        return float(self.upto(rows, batch)[rows - 1])
 
-    def observe(self, rows: int, batch: int, seconds: float) -> None:
-        """A step of that shape took so long."""
-        curve, expected = self._curve(batch), float(self.seconds(rows, batch))
-        if not expected / WILD < seconds < expected * WILD:
-            return
-        if self.padded:
-            i = min(int(np.searchsorted(self._rows, rows)), len(self._rows) - 1)
-        else:
-            i = int(np.argmin(np.abs(np.log(self._rows / rows))))
-        curve[i] *= 1 + FOLLOW * (seconds / expected - 1)
+    def upto(self, rows: int, batch: int = 1) -> NDArray[np.float64]:
+        """(rows,) of steps with 1, 2, … rows."""
+        table = self._tables.get(batch)
+        if table is None or len(table) < rows:
+            table = self._tables[batch] = _between(self._rows, self._curve(batch), max(rows, TABLE), self.padded)
+        return table[:rows]
+
+    def observe(self, rows: int, batch: int, seconds: float) -> float:
+        """A step of that shape took so long. Returns what of it is due to the step: one that is far off, because it was
+        compiled first or the machine was busy, counts as what it should have taken, unless that is how it goes on."""
+        curve, expected = self._curve(batch), self.seconds(rows, batch)
+        self._off = 0 if expected / WILD < seconds < expected * WILD else self._off + 1
+        if 0 < self._off < BELIEVED:
+            return expected
+        curve[_nearest(self._rows, rows, self.padded)] *= 1 + FOLLOW * (seconds / expected - 1)
+        del self._tables[batch]
+        return seconds
 
     def _curve(self, batch: int) -> NDArray[np.float64]:
         """Until something is known of a batch, its rows are taken to cost what as many rows of one sequence do."""
         if batch not in self._curves:
-            self._curves[batch] = np.array(self.seconds(self._rows * batch, 1), np.float64)
+            rows = self._rows.astype(int) * batch
+            self._curves[batch] = self.upto(rows[-1])[rows - 1]
         return self._curves[batch]
+
+
+@njit(cache=True, nogil=True)
+def _between(known, curve, most, padded):  # type: ignore[no-untyped-def]
+    """Seconds of 1, 2, … rows from those of some numbers of rows."""
+    last, table = len(known) - 1, np.empty(most)
+    slope = 0.0
+    if last > 0:
+        slope = max(0.0, (curve[last] - curve[last - 1]) / (known[last] - known[last - 1]))
+    i = 0  # the first known number that is not less
+    for rows in range(1, most + 1):
+        while i < last and known[i] < rows:
+            i += 1
+        if known[last] < rows:
+            table[rows - 1] = curve[last] * rows / known[last] if padded else curve[last] + slope * (rows - known[last])
+        elif padded or known[i] == rows:
+            table[rows - 1] = curve[i]
+        else:
+            share = (rows - known[i - 1]) / (known[i] - known[i - 1])
+            table[rows - 1] = curve[i - 1] + share * (curve[i] - curve[i - 1])
+    return table
+
+
+@njit(cache=True, nogil=True)
+def _nearest(known, rows, padded):  # type: ignore[no-untyped-def]
+    """Which of the known numbers a step of so many rows says something about."""
+    best = len(known) - 1
+    for i in range(len(known) - 1, -1, -1):
+        if padded:
+            if known[i] >= rows:
+                best = i
+        elif abs(np.log(known[i] / rows)) < abs(np.log(known[best] / rows)):
+            best = i
+    return best
 
 
 # ---- where they come from
@@ -74,13 +111,14 @@ def measure(target: Target, text: Sequence[int], rows: Sequence[int] = ROWS, rep
     slot = target.open()
     for _ in target.prefill(slot, text, Want()):
         pass
-    sizes = [n for n in rows if slot.length + n < target.context and (target.trees or n == 1)]
+    sizes = [n for n in rows if slot.length + n < target.context and (target.chains or n == 1)]
     rng = np.random.default_rng(0)
     greedy = Want(samplers=(Sampler(Sampling(), []),))
     times: dict[int, list[float]] = {n: [] for n in sizes}
     for repeat in range(repeats + 1):
         for n in sizes:
-            parents = [max(i - 4, min(0, i - 1)) for i in range(n)]  # four branches side by side
+            branches = 4 if target.trees else 1  # side by side
+            parents = [max(i - branches, min(0, i - 1)) for i in range(n)]
             tree = TokenTree.build(rng.integers(0, target.vocabulary, n).tolist(), parents)
             start = perf_counter()
             target.score([slot], [tree], greedy)

@@ -20,7 +20,7 @@ from slipstream.errors import OptionError, SlipstreamError
 def generate(
     prompt: Annotated[str, typer.Argument(help="What to answer; - reads it from standard input.")],
     model: o.Model = None,
-    drafter: o.DrafterName = "pld",
+    drafter: o.DrafterName = "auto",
     option: o.DrafterOption = None,
     drafter_path: o.DrafterPath = None,
     dtype: o.Dtype = None,
@@ -31,7 +31,9 @@ def generate(
     top_p: o.TopP = 1.0,
     min_p: o.MinP = 0.0,
     seed: o.Seed = None,
-    max_draft: o.MaxDraft = 16,
+    max_draft: o.MaxDraft = None,
+    prediction: o.Prediction = None,
+    drafters: o.Drafters = None,
     accept: o.Accept = "match",
     stop: Annotated[list[str] | None, typer.Option(help="End before this text. Repeatable.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
@@ -39,6 +41,7 @@ def generate(
     regex: Annotated[str | None, typer.Option(help="A regular expression the answer must match.")] = None,
     learn: Annotated[bool, typer.Option("--learn", help="Append the answer to the drafter's store.")] = False,
     collection: Annotated[str, typer.Option(help="Whose text may draft, and whose the answer becomes.")] = "default",
+    explain: Annotated[bool, typer.Option("--explain", help="Say what was decided at each step, and why.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON line last.")] = False,
     compile: o.Compile = False,
     trust_remote_code: o.Trust = False,
@@ -57,15 +60,25 @@ def generate(
         seed=seed,
         collection=collection,
         max_draft=max_draft,
+        prediction=o.read_text(prediction),
+        drafters=drafters,
         accept=accept,
         stop=stop or (),
         template=not raw,
         json_schema=o.schema_text(json_schema),
         regex=regex,
+        trace=explain,
     )
     say(stream)
     if stream.stats is None:
         raise typer.Exit(130)
+    if explain:
+        from slipstream.trace.explain import explain as in_words
+
+        if parts := getattr(llm.engine.drafter, "parts", None):
+            err.print(f"{drafter} can ask {', '.join(parts)}", markup=False)
+        for sentence in in_words(stream.result.trace or []):
+            err.print(sentence, markup=False)
     err.print(f"[dim]{status(stream.stats, accept)}[/dim]")
     if as_json:
         print(json.dumps(stream.result.as_dict(), ensure_ascii=False), flush=True)
@@ -75,7 +88,7 @@ def generate(
 
 def chat(
     model: o.Model = None,
-    drafter: o.DrafterName = "pld",
+    drafter: o.DrafterName = "auto",
     option: o.DrafterOption = None,
     drafter_path: o.DrafterPath = None,
     dtype: o.Dtype = None,
@@ -86,7 +99,7 @@ def chat(
     top_p: o.TopP = 1.0,
     min_p: o.MinP = 0.0,
     seed: o.Seed = None,
-    max_draft: o.MaxDraft = 16,
+    max_draft: o.MaxDraft = None,
     accept: o.Accept = "match",
     system: Annotated[str | None, typer.Option(help="A system message.")] = None,
     compile: o.Compile = False,
@@ -129,7 +142,7 @@ def trace(
     jsonl: Annotated[Path | None, typer.Option(help="Write the trace itself here, line by line.")] = None,
     source: Annotated[Path | None, typer.Option("--from", help="Show a trace that was recorded before.")] = None,
     model: o.Model = None,
-    drafter: o.DrafterName = "pld",
+    drafter: o.DrafterName = "auto",
     option: o.DrafterOption = None,
     drafter_path: o.DrafterPath = None,
     dtype: o.Dtype = None,
@@ -138,7 +151,9 @@ def trace(
     temperature: o.Temperature = 0.0,
     top_p: o.TopP = 1.0,
     seed: o.Seed = None,
-    max_draft: o.MaxDraft = 16,
+    max_draft: o.MaxDraft = None,
+    prediction: o.Prediction = None,
+    drafters: o.Drafters = None,
     accept: o.Accept = "match",
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
     compile: o.Compile = False,
@@ -161,6 +176,8 @@ def trace(
                 top_p=top_p,
                 seed=seed,
                 max_draft=max_draft,
+                prediction=o.read_text(prediction),
+                drafters=drafters,
                 accept=accept,
                 template=not raw,
                 trace=write or True,

@@ -43,7 +43,7 @@ def models(
 
 def demo(
     model: o.Model = None,
-    drafter: o.DrafterName = "pld",
+    drafter: o.DrafterName = "auto",
     option: o.DrafterOption = None,
     dtype: o.Dtype = None,
     device: o.Device = None,

@@ -31,6 +31,9 @@ def train(
     tied: Annotated[
         bool | None, typer.Option("--tied/--untied", help="Output matrices: medusa, eagle3 the target's; mlp one.")
     ] = None,
+    start: Annotated[
+        str | None, typer.Option(help="Begin with this head, a folder or a hub id, instead of a fresh one.")
+    ] = None,
     no_rnn: Annotated[bool, typer.Option("--no-rnn", help="redrafter without its recurrence.")] = False,
     hass: Annotated[bool, typer.Option("--hass", help="eagle, unrolled on its own features as HASS does.")] = False,
     labels: Annotated[
@@ -105,7 +108,8 @@ def train(
         target, _ = load_model(model, dtype=kind, device=processes.device, trust_remote_code=trust_remote_code)
     with watching(processes) as watch:
         try:
-            done = run(target, data, out_folder, lesson, plan, sizes, resume=resume, processes=processes, watch=watch)
+            how = {"start": start, "resume": resume, "processes": processes, "watch": watch}
+            done = run(target, data, out_folder, lesson, plan, sizes, **how)
         except KeyboardInterrupt:
             if (out_folder / checkpoint.NAME).exists():
                 err.print(f"stopped: the same command with --resume goes on from {out_folder}", markup=False)

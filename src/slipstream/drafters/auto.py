@@ -2,85 +2,98 @@
 
 from __future__ import annotations
 
-from collections import deque
+import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, cast
 
 from slipstream import drafters as registry
 from slipstream.budget.costs import costs_of
-from slipstream.budget.pilot import Pilot
+from slipstream.budget.drafting import JointDrafter, JointSession
+from slipstream.budget.pilot import Choice, Pilot
+from slipstream.datastores.dense import manifest as dense
 from slipstream.drafters.base import Drafter, DraftSession, Proposal, Seen
-from slipstream.errors import DrafterError, OptionError
+from slipstream.errors import DamagedError, DrafterError, OptionError, StoreError
 from slipstream.tree import TokenTree, fuse
 
 if TYPE_CHECKING:
     from slipstream.budget import Budget
-    from slipstream.datastores.live import Said
     from slipstream.request import Request
 
+log = logging.getLogger("slipstream")
+
+TRUST = 20  # labels that a prediction begins with: whoever gives one expects it to be right
 HEADS = ("eagle3", "redrafter")  # asked too, where one comes with slipstream for the model
 
 
 @dataclass(frozen=True)
 class AutoOptions:
-    drafters: str = ""  # whom to ask, by name, separated by commas; empty: everyone who needs no more than this model
-    store: Any = ""  # a store for those who draft from one
+    drafters: str = ""  # names, separated by commas; empty: suffix, shipped heads, dresd where the store has vectors
+    store: Any = ""  # a store to draft from too, by its text and by its vectors
+    learn: bool = False  # append to the store what the model says
     shared: int = 0  # tokens of earlier answers to draft from too
 
     def __post_init__(self) -> None:
         for name in self.names():
-            if registry.find(name) is AutoDrafter:
-                raise OptionError("auto asks others: leave it out of drafters=…")
+            if issubclass(registry.find(name), JointDrafter):
+                raise OptionError(f"{name} asks others: leave it out of drafters=…")
 
     def names(self) -> list[str]:
         return [name.strip() for name in self.drafters.split(",") if name.strip()]
 
 
-class AutoDrafter(Drafter):
+class AutoDrafter(JointDrafter):
     """Several drafters at once, each asked as far as it earns its time."""
 
     Options = AutoOptions
+    takes = ("prediction", "drafters")
 
     def __init__(self, target: Any, tokenizer: Any, options: AutoOptions) -> None:
         super().__init__(target, tokenizer, options)
-        self.parts = dict(self._parts())
-        self.layers = tuple(sorted({layer for part in self.parts.values() for layer in part.layers}))
-        self.shared = max(part.shared for part in self.parts.values())
-        self.pilot = Pilot(costs_of(target), list(self.parts))
+        self.pilot = Pilot(costs_of(target), list(self.parts), target.trees)
+        self.pilot.sources["prediction"].calibration.trust(TRUST)
         self._step: tuple[int, int, float] | None = None  # batch, rows, seconds of the step that was verified last
         self._drafting = 0.0  # seconds that its drafts took
         self.emitted = 0  # and tokens that it gave
 
-    def _parts(self) -> list[tuple[str, Drafter]]:
-        own: dict[str, Any] = {"store": self.options.store, "shared": self.options.shared}
-        parts = []
-        for name in self.options.names() or ("suffix", *HEADS):
-            known = {field.name for field in fields(registry.find(name).Options)}
-            given = {option: value for option, value in own.items() if option in known and value}
+    def make_parts(self) -> dict[str, Drafter]:
+        o = self.options
+        given: dict[str, Any] = {"store": o.store, "shared": o.shared, "learn": o.learn}
+        parts = {name: self.make_part(name, given) for name in o.names() or ("suffix",)}
+        for name in () if o.names() else (*HEADS, *(["dresd"] if has_vectors(o.store) else [])):
             try:
-                parts.append((name, registry.make(name, self.target, self.tokenizer, **given)))
-            except DrafterError:
-                if self.options.names() or name not in HEADS:
-                    raise
-        return parts
+                parts[name] = self.make_part(name, given)
+            except DamagedError:
+                raise
+            except (DrafterError, StoreError) as error:  # nobody asked for it by name
+                log.debug("auto does without %s: %s", name, error)
+        return parts | {"prediction": registry.make("prediction", self.target, self.tokenizer)}
 
     @classmethod
     def trials(cls, model: Any) -> list[dict[str, Any]]:  # noqa: ARG003
         return [{"drafters": "pld, suffix"}]
 
-    def attach(self, said: Said) -> None:
-        for part in self.parts.values():
-            if part.shared:
-                part.attach(said)
-
     def begin(self, request: Request) -> DraftSession:
-        return AutoSession(self, {name: part.begin(request) for name, part in self.parts.items()})
+        names = set(self.parts) if request.drafters is None else set(request.drafters)
+        if unknown := names - set(self.parts):
+            raise OptionError(
+                f"drafters names {', '.join(sorted(unknown))}: this model's auto asks {', '.join(self.parts)}"
+            )
+        names.discard("prediction")
+        if request.prediction:  # whoever gives one wants it to be used
+            names.add("prediction")
+            self.pilot.sources["prediction"].renew()
+        return AutoSession(self, {name: part.begin(request) for name, part in self.parts.items() if name in names})
 
-    def ended(self, request: Request, tokens: Sequence[int]) -> None:
-        for part in self.parts.values():
-            part.ended(request, tokens)
+    def learn(self, tree: TokenTree, followed: Sequence[int]) -> None:
+        self.pilot.learn(tree, followed)
+
+    @property
+    def choice(self) -> Choice | None:
+        """What was decided about the step that was proposed last."""
+        return self.pilot.last
 
     def measured(self, batch: int, rows: int, seconds: float) -> None:
         self._step = batch, rows, seconds
@@ -92,18 +105,24 @@ class AutoDrafter(Drafter):
         self._settle()
         for session, root in zip(mine, roots, strict=True):
             session.label(root)
-        drafts: list[list[TokenTree]] = [[TokenTree.root(root)] for root in roots]
+        drafts: list[list[TokenTree]] = [[] for _ in roots]
         drafting: dict[str, float] = {}
-        for name in self.pilot.asks() if any(b.nodes for b in budgets) else ():
-            clock = perf_counter()
-            found = self.parts[name].propose([s.parts[name] for s in mine], roots, budgets)
-            for draft, proposal, budget in zip(drafts, found, budgets, strict=True):
-                draft.append(proposal.tree.cut(budget.depth))
+        # Of each source: the sequences that it may draft for.
+        able = {name: [i for i, b in enumerate(budgets) if b.nodes and name in mine[i].parts] for name in self.parts}
+        for name in self.pilot.asks(name for name, who in able.items() if who):
+            clock, who = perf_counter(), able[name]
+            found = self.parts[name].propose(
+                [mine[i].parts[name] for i in who], [roots[i] for i in who], [budgets[i] for i in who]
+            )
+            for i, proposal in zip(who, found, strict=True):
+                drafts[i].append(proposal.tree.cut(budgets[i].depth))
             drafting[name] = perf_counter() - clock
-        trees = [fuse(draft) for draft in drafts]
         if not drafting:
-            return [Proposal(tree) for tree in trees]
+            self.pilot.decline(len(roots))
+            return [Proposal(TokenTree.root(root)) for root in roots]
+        drafting = self.pilot.count(drafting, len(roots))
         self._drafting = sum(drafting.values())
+        trees = [fuse(draft or [TokenTree.root(root)]) for draft, root in zip(drafts, roots, strict=True)]
         for session, tree in zip(mine, trees, strict=True):
             session.proposed(tree)
         kept = self.pilot.choose(trees, [b.nodes for b in budgets], drafting)
@@ -117,39 +136,40 @@ class AutoDrafter(Drafter):
         self._step, self._drafting, self.emitted = None, 0.0, 0
 
 
-class AutoSession(DraftSession):
+class AutoSession(JointSession):
+    """Drafts are judged token by token: of a long one that is right, something is known at once."""
+
+    drafter: AutoDrafter
+
     def __init__(self, drafter: AutoDrafter, parts: dict[str, DraftSession]) -> None:
-        self.drafter, self.parts = drafter, parts
-        self._said: list[int] = []  # tokens since the first root
-        self._begun = False
-        self._open: deque[tuple[TokenTree, int]] = deque()  # drafts that the text still has to judge, and their roots
+        super().__init__(drafter, parts)
+        self._judged: list[tuple[TokenTree, int, int]] = []  # drafts, the places of their roots, tokens known since
 
     def observe(self, seen: Seen) -> None:
-        if self._begun:
+        if self.begun:
             self.drafter.emitted += len(seen.tokens)
-            self._said += seen.tokens
-        for name, part in self.parts.items():
-            layers = self.drafter.parts[name].layers
-            hidden = {layer: seen.hidden[layer] for layer in layers} if seen.hidden else {}
-            part.observe(Seen(seen.tokens, seen.position, hidden))
-
-    def propose(self, root: int, budget: Budget) -> Proposal:
-        return self.drafter.propose([self], [root], [budget])[0]
+        super().observe(seen)
 
     def proposed(self, tree: TokenTree) -> None:
         if len(tree) > 1:
-            self._open.append((tree, len(self._said)))
+            self._judged.append((tree, len(self._said), 0))
 
     def label(self, root: int) -> None:
-        """Judge the drafts that the text, which `root` comes next in, has outgrown."""
-        self._begun = True
-        while self._open and len(self._said) - self._open[0][1] >= self._open[0][0].depth:
-            tree, place = self._open.popleft()
-            self.drafter.pilot.learn(tree, [*self._said[place + 1 :], root])
+        self.begun = True
+        still = []
+        for tree, place, known in self._judged:
+            followed = [*self._said[place + 1 :], root]
+            if self.drafter.pilot.learn(tree, followed, known):
+                still.append((tree, place, len(followed)))
+        self._judged = still
 
     def close(self) -> None:
-        for tree, place in self._open:
-            self.drafter.pilot.learn(tree, self._said[place + 1 :])
-        self._open.clear()
-        for part in self.parts.values():
-            part.close()
+        for tree, place, known in self._judged:
+            self.drafter.pilot.learn(tree, self._said[place + 1 :], known)
+        self._judged = []
+        super().close()
+
+
+def has_vectors(store: Any) -> bool:
+    """Whether a store, open or a folder, was read by `slipstream store embed`."""
+    return bool(store) and (Path(getattr(store, "folder", store)) / dense.FOLDER / dense.NAME).exists()

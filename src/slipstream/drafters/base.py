@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     import torch
 
     from slipstream.budget import Budget
+    from slipstream.budget.pilot import Choice
     from slipstream.datastores.live import Said
     from slipstream.request import Request
     from slipstream.target.base import Target
@@ -36,6 +37,7 @@ class Seen:
 @dataclass(frozen=True)
 class Proposal:
     tree: TokenTree  # its node 0 is the root that was asked about
+    first: tuple[int, ...] | None = None  # the tokens likeliest after the root, in order, if `Drafter.first` asks
 
 
 class Drafter(ABC):
@@ -46,10 +48,20 @@ class Drafter(ABC):
     # Whether every step is computed as wide as the widest, so that in low precision a text does not depend on how much
     # was drafted: only plain decoding can do without.
     pads: bool = True
+    takes: tuple[str, ...] = ()  # fields of a request, beyond the usual, that it makes something of: "prediction", …
     shared: int = 0  # tokens of earlier answers, of each collection, that the engine keeps for it
+    # Whether it has a probability for every token, and if so, how many of the likeliest its proposals name, whether
+    # they are in the tree or not. Whoever wants them sets this before anything is drafted.
+    generates: ClassVar[bool] = False
+    first: int = 0
 
     def __init__(self, target: Target, tokenizer: Any, options: Any) -> None:
         self.target, self.tokenizer, self.options = target, tokenizer, options
+
+    @property
+    def choice(self) -> Choice | None:
+        """What it decided about the latest step, if it is one that decides."""
+        return None
 
     @classmethod
     def trials(cls, model: Any) -> list[dict[str, Any]]:  # noqa: ARG003

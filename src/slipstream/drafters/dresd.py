@@ -77,8 +77,8 @@ class Dresd(Drafter):
         o = self.options
         if o.database:
             return RemoteFinder(o.database, self.vectors.manifest.origin, self.vectors.transform, o.drafts, o.length)
-        if self.target.device.type != "cpu" and not o.unfiltered:
-            return DeviceFinder(self.vectors, self.target.device, o.drafts, o.length)
+        if self.target.device.type != "cpu":
+            return DeviceFinder(self.vectors, self.target.device, o.drafts, o.length, o.unfiltered)
         return HostFinder(self.vectors, o.drafts, o.length, o.unfiltered)
 
     @classmethod

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from slipstream.errors import OptionError
 from slipstream.heads.beams import Carry, ChainDrafter
-from slipstream.heads.drafting import HeadOptions, pack
+from slipstream.heads.drafting import HeadOptions, likeliest, pack, pack_first
 from slipstream.heads.medusa import Medusa
 from slipstream.heads.ranks import FILE, RankPath, assumed, check_tree, read_tree, tune
 
@@ -70,7 +70,8 @@ class MedusaDrafter(ChainDrafter):
         top = logits.topk(self._ranks)  # (b, K, R)
         p = (top.values - logits.logsumexp(-1, keepdim=True)).exp()
         tokens, p = (x.flatten(1)[:, self._at] for x in (top.indices, p))  # (b, n)
-        return pack(tokens, self._parents.expand_as(tokens), p)
+        first = likeliest(logits[:, 0], self.first) if self.first else None
+        return pack_first(pack(tokens, self._parents.expand_as(tokens), p), first)
 
     # A chain's own tokens don't matter to what follows: all there is to remember is how many chains there are.
 

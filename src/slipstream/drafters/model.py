@@ -46,6 +46,7 @@ class DraftModelOptions:
 class DraftModel(Drafter):
     """A smaller model of the same vocabulary."""
 
+    generates = True
     Options = DraftModelOptions
 
     def __init__(self, target: Target, tokenizer: Any, options: DraftModelOptions) -> None:
@@ -80,7 +81,7 @@ class DraftModelSession(DraftSession):
     def __init__(self, drafter: DraftModel, request: Request) -> None:
         from slipstream.target import Want
 
-        self.draft, self.options = drafter.draft, drafter.options
+        self.draft, self.options, self.first = drafter.draft, drafter.options, drafter.first
         self.vocabulary = drafter.target.vocabulary
         self.slot, self._want = self.draft.open(), Want()
         self._unread: list[int] = []  # part of the text, not yet of the draft model's cache
@@ -128,6 +129,7 @@ class DraftModelSession(DraftSession):
         growing = Growing([*self._unread, root])
         position = self.slot.length + self._lead  # of the root
         rows = self._score(growing)[-1:]  # (1, V)
+        likeliest = tuple(rows[0].topk(min(self.first, self.vocabulary)).indices.tolist()) if self.first else None
         frontier, value = [self._lead], torch.zeros(1)
         for level in range(1, depth + 1):
             room = budget.nodes - (len(growing.tokens) - 1 - self._lead)
@@ -137,7 +139,7 @@ class DraftModelSession(DraftSession):
             if not frontier or level == depth or len(growing.tokens) - 1 - self._lead >= budget.nodes:
                 break
             rows = self._score(growing)
-        return Proposal(growing.proposal(self._lead))
+        return Proposal(growing.proposal(self._lead), likeliest)
 
     def close(self) -> None:
         self.draft.close(self.slot)

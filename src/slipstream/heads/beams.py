@@ -7,6 +7,7 @@ tensors, which is ReDrafter's dynamic tree attention: no trie, and nothing for t
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import OptionError
-from slipstream.heads.drafting import HeadDrafter, HeadOptions, pack, pack_chains
+from slipstream.heads.drafting import HeadDrafter, HeadOptions, likeliest, pack, pack_chains, pack_first
 from slipstream.sampling import gumbel
 from slipstream.target.ops import best_tokens
 
@@ -44,15 +45,20 @@ class ChainDrafter(HeadDrafter):
         carry = self.start(*mine)
         chain = torch.zeros((len(keys), self.width), dtype=torch.long, device=keys.device)
         tokens, probability, rows = list[Tensor](), list[Tensor](), list[Tensor]()
+        first = None
         for depth in range(self.length):
             if depth:
                 carry = self.advance(carry, chain, tokens[-1], depth)
                 chain = torch.arange(self.width, device=keys.device).expand_as(chain)
-            drawn, p, q = draw(self.logits(carry, depth), keys[:, depth], temperature, 1 if depth else self.width)
+            logits = self.logits(carry, depth)
+            if self.first and not depth:
+                first = likeliest(logits[:, 0], self.first)
+            drawn, p, q = draw(logits, keys[:, depth], temperature, 1 if depth else self.width)
             tokens.append(drawn.flatten(1))  # (b, width)
             probability.append(p.flatten(1))
             rows.append(q)  # (b, 1, V), then (b, width, V)
-        return pack_chains(torch.stack(tokens, 2), torch.stack(probability, 2)), torch.cat(rows, 1)
+        chains = pack_chains(torch.stack(tokens, 2), torch.stack(probability, 2))
+        return pack_first(chains, first), torch.cat(rows, 1)
 
 
 def draw(logits: Tensor, key: Tensor, temperature: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -72,7 +78,8 @@ def draw(logits: Tensor, key: Tensor, temperature: Tensor, count: int) -> tuple[
 class BeamOptions(HeadOptions):
     beams: int = 8  # paths kept at every depth; mode=sample: chains, whose first tokens differ
     length: int = 5  # of each
-    compress: bool = True  # False: verify what beams share once per beam
+    every: bool = True  # beams that are given up on the way are verified too; False: those that reach the end alone
+    compress: bool = True  # of those: False verifies what they share once per beam
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -94,22 +101,39 @@ class BeamDrafter(ChainDrafter):
         carry = self.start(*inputs)
         beams = torch.empty((len(inputs[0]), 1, 0), dtype=torch.long, device=self.device)  # (b, w, depth)
         logp = torch.empty(beams.shape, device=self.device)  # the same of every token given those before it
+        held: list[tuple[Tensor, Tensor, Tensor]] = []  # per depth: tokens, beams before, log-probabilities (b, width)
+        first = None
         for depth in range(self.length):
+            logits = self.logits(carry, depth)
+            if self.first and not depth:
+                first = likeliest(logits[:, 0], self.first)
             # (b, w, width): no beam has more than that many children among the best
-            given, some = best_tokens(self.logits(carry, depth), self.width)
+            given, some = best_tokens(logits, self.width)
             choice = (logp.sum(-1, keepdim=True) + given).flatten(1).topk(self.width).indices  # (b, width)
             chain = choice // self.width
             tokens = some.flatten(1).gather(1, choice)
             beams = _append(beams, chain, tokens)
-            logp = _append(logp, chain, given.flatten(1).gather(1, choice))
+            own = given.flatten(1).gather(1, choice)
+            logp = _append(logp, chain, own)
+            held.append((tokens, chain, own))
             if depth + 1 < self.length:
                 carry = self.advance(carry, chain, tokens, depth + 1)
-        return overlay(beams, logp.exp(), self.options.compress)
+        tree = stacked(held) if self.options.every else overlay(beams, logp.exp(), self.options.compress)
+        return pack_first(tree, first)
 
 
 def _append(beams: Tensor, chain: Tensor, last: Tensor) -> Tensor:
     """(b, w, n), (b, w'), (b, w') -> (b, w', n + 1)."""
     return torch.cat((beams.take_along_dim(chain[..., None], 1), last[..., None]), -1)
+
+
+def stacked(held: Sequence[tuple[Tensor, Tensor, Tensor]]) -> Tensor:
+    """All beams of all depths as a tree, packed: at no depth do two of them spell the same, so nothing is merged."""
+    tokens, chains, logp = (torch.stack(column, 1) for column in zip(*held, strict=True))  # (b, depth, width) each
+    width = tokens.shape[2]
+    before = 1 + width * torch.arange(-1, len(held) - 1, device=tokens.device)[:, None]  # the first node of the depth
+    parents = (before + chains).clamp(min=0)  # above
+    return pack(tokens.flatten(1), parents.flatten(1), logp.exp().flatten(1))
 
 
 def prefix_match(beams: Tensor) -> Tensor:

@@ -25,7 +25,10 @@ from slipstream.heads import HEADS, Head, load_head
 from slipstream.heads.base import Lender
 from slipstream.heads.files import CONFIG, find_folder, read_config
 from slipstream.sampling import noise_key
+from slipstream.target.capture import capture
+from slipstream.target.compiled import any_shapes, compiled_function
 from slipstream.target.graphs import BATCHES, bucket
+from slipstream.target.ops import best_tokens
 from slipstream.target.standins import StandIns
 from slipstream.tree import TokenTree
 
@@ -37,6 +40,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("slipstream")
 
 MODES = ("best", "sample")
+FIRST = -2  # marks a token behind packed nodes: no parent, no probability has these bits
+FEW = 16  # tokens that the kernel for the best few is asked for at most
 SHIPPED = Path(__file__).parent / "shipped"  # <kind>/: heads for the embedded model
 
 
@@ -54,6 +59,7 @@ class HeadDrafter(Drafter):
     """Subclasses say what to make of a batch's inputs: `best`, and for mode=sample `draws`."""
 
     kind: ClassVar[str]
+    generates = True
     Options = HeadOptions
     # mode=sample: how many chains, and how long. Their first tokens are drawn without replacement.
     width: int
@@ -67,8 +73,9 @@ class HeadDrafter(Drafter):
         within: Callable[[], AbstractContextManager[None]] = nullcontext
         if self.device.type == "cuda":
             within = StandIns(self.head).in_place  # the kernels of the target's own steps
-        self.captured = Captured(self.best, self.device, within)
-        self.captured_draws = Captured(self.draws, self.device, within)
+        backend = getattr(target, "compile", "")
+        self.captured = Captured(self.best, self.device, within, backend)
+        self.captured_draws = Captured(self.draws, self.device, within, backend)
 
     @classmethod
     def trials(cls, model: Any) -> list[dict[str, Any]]:
@@ -83,14 +90,14 @@ class HeadDrafter(Drafter):
         self, sessions: Sequence[DraftSession], roots: Sequence[int], budgets: Sequence[Budget]
     ) -> list[Proposal]:
         mine = cast(Sequence[HeadSession], sessions)
-        trees = [TokenTree.root(root) for root in roots]
+        proposals = [Proposal(TokenTree.root(root)) for root in roots]
         for drawn, grow in ((False, self._guessed), (True, self._drawn)):
             group = [i for i, b in enumerate(budgets) if b.nodes > 0 and b.depth > 0 and mine[i].draws == drawn]
             if group:
                 found = grow([mine[i] for i in group], [roots[i] for i in group], [budgets[i] for i in group])
-                for i, tree in zip(group, found, strict=True):
-                    trees[i] = tree
-        return [Proposal(tree) for tree in trees]
+                for i, proposal in zip(group, found, strict=True):
+                    proposals[i] = proposal
+        return proposals
 
     # ---- on the device
 
@@ -102,31 +109,32 @@ class HeadDrafter(Drafter):
 
     @abstractmethod
     def best(self, *inputs: Tensor) -> Tensor:
-        """(b, 3, n): nodes as `pack` puts them."""
+        """(b, 3, n): nodes as `pack` puts them, and `first` tokens behind them."""
 
     @abstractmethod
     def draws(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
         """After the inputs of `best` come noise keys (b, length) int64 by depth, and temperatures (b,) float64.
 
-        Gives back (b, 2, width, length) as `pack_chains` puts them, and q (b, 1 + (length - 1)·width, V) float64: a
-        row for the root's children, then depth by depth one for the child of each chain's node.
+        Gives back (b, 2, width·length) as `pack_chains` puts them, with `first` tokens behind, and q
+        (b, 1 + (length - 1)·width, V) float64: a row for the root's children, then depth by depth one for the child of
+        each chain's node.
         """
 
     # ---- on the host
 
     def _guessed(
         self, sessions: Sequence[HeadSession], roots: Sequence[int], budgets: Sequence[Budget]
-    ) -> list[TokenTree]:
+    ) -> list[Proposal]:
         batch = bucket(len(sessions), BATCHES)
         nodes = self.captured(*self.inputs(sessions, roots, batch)).cpu().numpy()
         return [
-            budget.limit(unpack(root, nodes[i], self.kind))
+            Proposal(budget.limit(unpack(root, nodes[i], self.kind)), unpack_first(nodes[i]))
             for i, (root, budget) in enumerate(zip(roots, budgets, strict=True))
         ]
 
     def _drawn(
         self, sessions: Sequence[HeadSession], roots: Sequence[int], budgets: Sequence[Budget]
-    ) -> list[TokenTree]:
+    ) -> list[Proposal]:
         batch = bucket(len(sessions), BATCHES)
         padded = [*sessions, *[sessions[0]] * (batch - len(sessions))]
         keys = np.array([s.keys(self.length) for s in padded], np.uint64).view(np.int64)
@@ -134,15 +142,17 @@ class HeadDrafter(Drafter):
         given = self.inputs(sessions, roots, batch)
         chains, q = self.captured_draws(*given, torch.from_numpy(keys), torch.from_numpy(heat))
         below = chains.cpu().numpy()
-        return [
-            self._tree_of_draws(roots[i], below[i], q[i] if sessions[i].keeps_q else None, budgets[i])
-            for i in range(len(sessions))
-        ]
+        proposals = []
+        for i, session in enumerate(sessions):
+            tree = self._tree_of_draws(roots[i], below[i], q[i] if session.keeps_q else None, budgets[i])
+            proposals.append(Proposal(tree, unpack_first(below[i])))
+        return proposals
 
     def _tree_of_draws(self, root: int, packed: NDArray[np.int32], q: Tensor | None, budget: Budget) -> TokenTree:
         """As many chains, and as much of each, as the budget has room for. It looks at no token: a shape chosen by
         what was drawn would no longer be a draw."""
-        tokens, p = packed[0], packed[1].view(np.float32)  # (width, length)
+        chains = packed[:, : self.width * self.length].reshape(2, self.width, self.length)
+        tokens, p = chains[0], chains[1].view(np.float32)  # (width, length)
         length = min(self.length, budget.depth, budget.nodes)
         width = min(budget.nodes // length, int((p[:, 0] > 0).sum()))  # q may have fewer tokens to give
         chain = np.repeat(np.arange(width), length)
@@ -200,9 +210,10 @@ class Captured:
         function: Callable[..., Any],
         device: torch.device,
         within: Callable[[], AbstractContextManager[None]] = nullcontext,
+        backend: str = "",
     ) -> None:
-        """within: entered while the function is captured."""
-        self._function, self._device, self._within = function, device, within
+        """within: entered while the function is captured. backend: of torch.compile, which it goes through first."""
+        self._function, self._device, self._within, self._backend = function, device, within, backend
         self._graphs: dict[tuple[Any, ...], tuple[Any, list[Tensor], Any]] = {}
         self._memory: Any = None  # what all graphs take theirs from
         self._captures = device.type == "cuda"
@@ -230,23 +241,24 @@ class Captured:
         self._memory = None
 
     def _capture(self, own: list[Tensor]) -> tuple[Any, list[Tensor], Any] | None:
-        with torch.cuda.device(self._device), self._within():
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                for _ in range(2):
-                    self._function(*own)
-            torch.cuda.current_stream().wait_stream(stream)
-            self._memory = self._memory or torch.cuda.graph_pool_handle()
-            graph = torch.cuda.CUDAGraph()
+        self._memory = self._memory or torch.cuda.graph_pool_handle()
+        if self._backend:
             try:
-                with torch.cuda.graph(graph, pool=self._memory):
-                    result = self._function(*own)
-            except RuntimeError as error:  # a quantised output matrix, for one, may look at its values
-                log.warning("drafting can't be captured and runs piece by piece: %s", str(error).splitlines()[0])
-                self._captures = False
-                return None
-            return graph, own, result
+                return self._captured(compiled_function(self._function, self._backend), own)
+            except RuntimeError as error:
+                log.warning("drafting can't be compiled and is captured as it is: %s", str(error).splitlines()[0])
+                self._backend = ""
+        try:
+            return self._captured(self._function, own)
+        except RuntimeError as error:  # a quantised output matrix, for one, may look at its values
+            log.warning("drafting can't be captured and runs piece by piece: %s", str(error).splitlines()[0])
+            self._captures = False
+            return None
+
+    def _captured(self, function: Callable[..., Any], own: list[Tensor]) -> tuple[Any, list[Tensor], Any]:
+        with torch.cuda.device(self._device), self._within(), any_shapes():
+            graph, result = capture(lambda: function(*own), self._memory)
+        return graph, own, result
 
 
 def open_head(kind: str, source: Any, target: Any) -> tuple[Head, Path | None]:
@@ -308,5 +320,25 @@ def unpack(root: int, nodes: NDArray[np.int32], source: str) -> TokenTree:
 
 
 def pack_chains(tokens: Tensor, probability: Tensor) -> Tensor:
-    """Drawn chains (b, width, length) as one (b, 2, width, length) int32. A probability of 0 marks what is no draw."""
-    return torch.stack((tokens.int(), probability.float().view(torch.int32)), dim=1)
+    """Drawn chains (b, width, length) as one (b, 2, width·length) int32. A probability of 0 marks what is no draw."""
+    return torch.stack((tokens.int(), probability.float().view(torch.int32)), dim=1).flatten(2)
+
+
+def likeliest(logits: Tensor, count: int) -> Tensor:
+    """(b, count) the most probable tokens after rows of logits (b, V), the best first; fewer if there are fewer."""
+    count = min(count, logits.shape[-1])
+    # The kernel takes one token after the other, as fits the few that trees branch by.
+    return best_tokens(logits, count)[1] if count <= FEW else logits.topk(count).indices
+
+
+def pack_first(packed: Tensor, tokens: Tensor | None) -> Tensor:
+    """What `pack` or `pack_chains` gave, (b, ·, n), with tokens (b, k) behind it. They are no nodes: -2 marks them."""
+    if tokens is None:
+        return packed
+    mark = tokens.new_full(tokens.shape, FIRST, dtype=torch.int32)
+    return torch.cat((packed, torch.stack((tokens.int(), *[mark] * (packed.shape[1] - 1)), dim=1)), dim=2)
+
+
+def unpack_first(packed: NDArray[np.int32]) -> tuple[int, ...] | None:
+    """The tokens that `pack_first` put behind one sequence's nodes (·, n); None: it put none."""
+    return tuple(packed[0, packed[1] == FIRST].tolist()) or None

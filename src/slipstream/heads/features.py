@@ -19,7 +19,7 @@ from slipstream.drafters.base import Seen
 from slipstream.errors import OptionError
 from slipstream.heads.beams import Carry, ChainDrafter
 from slipstream.heads.decoder import FeatureHead
-from slipstream.heads.drafting import HeadOptions, HeadSession, pack
+from slipstream.heads.drafting import HeadOptions, HeadSession, likeliest, pack, pack_first
 from slipstream.heads.growth import Growth
 from slipstream.heads.keys import KeyCache
 from slipstream.target.ops import best_tokens
@@ -84,8 +84,7 @@ class FeatureDrafter(ChainDrafter):
 
     def _states(self, sessions: Iterable[FeatureSession]) -> Tensor:
         """(rows, ·) what was seen and not read, one session after the other."""
-        pieces = [piece for session in sessions for piece in session.pieces]
-        return self.head.join({layer: torch.cat([piece[layer] for piece in pieces]) for layer in pieces[0]})
+        return torch.cat([piece for session in sessions for piece in session.pieces])
 
     def inputs(self, sessions: Sequence[HeadSession], roots: Sequence[int], batch: int) -> tuple[Tensor, ...]:
         """(b, 3 + m) each sequence's row, how many keys are there, how many states wait, and the tokens after those;
@@ -154,9 +153,13 @@ class FeatureDrafter(ChainDrafter):
         value = carry.features.new_zeros(len(inputs[0]), 1, dtype=torch.float32)  # log-probability of the path
         number = torch.zeros_like(value, dtype=torch.long)  # of the node; 0 is the root
         found: list[tuple[Tensor, ...]] = []  # per depth: tokens, parents, log-probabilities, those of paths
-        known = 1
+        known, first = 1, None
         for depth in range(growth.depth):
-            logp, best = best_tokens(self.head.logits(carry.features), growth.branch)  # (b, w, branch)
+            logits = self.head.logits(carry.features)
+            if self.first and not depth:
+                first = likeliest(logits[:, 0], self.first)
+                first = first if self._ids is None else self._ids[first]
+            logp, best = best_tokens(logits, growth.branch)  # (b, w, branch)
             # A child above its parent would break the order; a head that overflows knows nothing.
             logp = logp.nan_to_num(nan=-torch.inf, neginf=-torch.inf).clamp(max=0)
             paths = (value[..., None] + logp).flatten(1)  # (b, w·branch)
@@ -167,7 +170,8 @@ class FeatureDrafter(ChainDrafter):
                 value, number = paths.gather(1, chosen), known + chosen
                 known += paths.shape[1]
                 carry = self.advance(carry, chosen // growth.branch, tokens.gather(1, chosen), depth + 1)
-        return pack(*growth.keep(*(torch.cat(columns, dim=1) for columns in zip(*found, strict=True))))
+        tree = growth.keep(*(torch.cat(columns, dim=1) for columns in zip(*found, strict=True)))
+        return pack_first(pack(*tree), first)
 
 
 @dataclass(frozen=True)
@@ -190,7 +194,7 @@ class FeatureSession(HeadSession):
         super().__init__(drafter, request)
         self.row = drafter.cache.open()
         self.length = 0  # keys there
-        self.pieces: list[dict[int, Tensor]] = []  # {layer: (n, H)}
+        self.pieces: list[Tensor] = []  # (n, ·)
         self.following: list[int] = []  # the tokens after these states, but for the last one
 
     def observe(self, seen: Seen) -> None:
@@ -198,7 +202,7 @@ class FeatureSession(HeadSession):
         if self.pieces:
             self.following.append(seen.tokens[0])
         if seen.hidden:  # of a text that the target read before this session, there is none
-            self.pieces.append(seen.hidden)
+            self.pieces.append(self.drafter.head.join(seen.hidden))
             self.following += seen.tokens[1:]
         if len(self.following) >= self.drafter.waiting:
             self.drafter.read(self)
@@ -206,7 +210,7 @@ class FeatureSession(HeadSession):
     def forget(self) -> None:
         """All states but the last are in the cache."""
         self.length += len(self.following)
-        self.pieces, self.following = [{layer: h[-1:] for layer, h in self.pieces[-1].items()}], []
+        self.pieces, self.following = [self.pieces[-1][-1:]], []
 
     def close(self) -> None:
         if self.row:

@@ -58,8 +58,9 @@ def load_head(source: str | Path, model: Any = None, dtype: torch.dtype | None =
     return head
 
 
-def save_head(head: Head, folder: str | Path, tied: bool = True) -> None:
-    """In slipstream's own form. tied: without the tensors that equal the target's, often most of a head."""
+def save_head(head: Head, folder: str | Path, tied: bool = True, dtype: torch.dtype | None = None) -> None:
+    """In slipstream's own form. tied: without the tensors that equal the target's, often most of a head. dtype: the
+    head's unless told."""
     tensors, shared = head.state_dict(), set(head.borrowed)
     if not tied:
         tensors, shared = _complete(head, head.borrowed), set()
@@ -75,7 +76,11 @@ def save_head(head: Head, folder: str | Path, tied: bool = True) -> None:
         "target_layers": head.config.target_layers,
     }
     kept = {name: tensor for name, tensor in tensors.items() if name not in shared}
-    write(Path(folder), {**published_config(head), "slipstream": about}, kept)
+    config = {**published_config(head), "slipstream": about}
+    if dtype is not None:
+        kept = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in kept.items()}
+        config["torch_dtype"] = str(dtype).removeprefix("torch.")
+    write(Path(folder), config, kept)
 
 
 def export_head(head: Head, folder: str | Path, layout: str | None = None) -> None:

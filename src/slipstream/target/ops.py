@@ -104,6 +104,13 @@ def best_tokens(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tenso
     return top.values - x.logsumexp(-1, keepdim=True), top.indices
 
 
+@best_tokens.register_fake
+def _best_shapes(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """For tracing: the shapes alone."""
+    shape = (*logits.shape[:-1], k)
+    return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.long)
+
+
 @torch.library.custom_op("slipstream::attend", mutates_args=("stats", "sums"))
 def attend(
     query: torch.Tensor,  # (b, heads, n, d)

@@ -18,6 +18,7 @@ from transformers import AttentionInterface
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from slipstream.notices import doing
+from slipstream.target.capture import capture
 from slipstream.target.compiled import compiled_layers
 from slipstream.target.draw import Draws, History, draw
 from slipstream.target.ops import attend, move_keys, write_keys
@@ -166,15 +167,7 @@ class FixedStep:
         batch, rows = self.inputs.ids.shape
         made = "compiling" if self.target.compile else "capturing"
         with doing(f"{made} a step of {batch} × {rows} rows"), self.target.fixed(self), self._compiled():
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                for _ in range(2):
-                    self.run()
-            torch.cuda.current_stream().wait_stream(stream)
-            self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph, pool=self.target.memory):
-                self.run()
+            self._graph, _ = capture(self.run, self.target.memory)
 
     def _compiled(self) -> AbstractContextManager[None]:
         if not self.target.compile:

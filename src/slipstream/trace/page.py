@@ -21,6 +21,7 @@ HEADER = {"model": str, "drafter": str, "accept": str, "exact": bool, "prompt": 
 STEP = {"step": int, "first": int, "nodes": list, "path": list, "emitted": list}
 TIMES = {"draft_ms": NUMBER, "verify_ms": NUMBER, "host_ms": NUMBER}
 NODE = {"token": int, "text": str, "parent": int, "score": (*NUMBER, type(None)), "sources": dict}
+CHOICE = {"asked": list, "resting": bool, "nodes": int, "tokens": NUMBER, "rate": NUMBER, "plain": NUMBER}
 EMITTED = {"token": int, "text": str, "source": (str, type(None))}
 END = {"finish": str, "text": str, "stats": dict}
 
@@ -125,6 +126,9 @@ def _check_step(line: Line, steps: int, emitted: int) -> None:
         _need(
             i == 0 or nodes[node]["parent"] == path[i - 1], f"the path goes to node {node}, no child of the one before"
         )
+    if line.get("choice") is not None:
+        _check_keys(line["choice"], CHOICE, "the choice")
+        _need(all(isinstance(name, str) for name in line["choice"]["asked"]), "asked must be names of sources")
     for i, token in enumerate(line["emitted"]):
         _check_keys(token, EMITTED, f"emitted token {i}")
     _need(len(line["emitted"]) == len(path), f"{len(line['emitted'])} tokens emitted on a path of {len(path)} nodes")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import numpy as np
 from slipstream.trace.page import FORMAT, VERSION, Line
 
 if TYPE_CHECKING:
+    from slipstream.budget.pilot import Choice
     from slipstream.engine import Sequence, Step
     from slipstream.text import Detokenizer
     from slipstream.tree import TokenTree
@@ -48,6 +50,7 @@ class Recorder:
             "draft_ms": round(1e3 * step.draft_seconds, 4),
             "verify_ms": round(1e3 * step.verify_seconds, 4),
             "host_ms": round(1e3 * step.host_seconds, 4),
+            "choice": None if step.choice is None else _rounded(step.choice),
         }
         self._steps += 1
 
@@ -98,6 +101,11 @@ class Recorder:
         self.lines.append(line)
         if self._sink is not None:
             self._sink(line)
+
+
+def _rounded(choice: Choice) -> dict[str, Any]:
+    found = asdict(choice) | {"asked": list(choice.asked)}
+    return {name: round(value, 4) if isinstance(value, float) else value for name, value in found.items()}
 
 
 def readable(tokenizer: Any, token: int) -> str:

@@ -22,7 +22,10 @@ class Teacher:
         self._cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
         self._draft_ids = head.draft_ids  # (V',)
         self._own: Tensor | None = None  # (V,) the head's id of each of the target's, -1 where it has none
+        self._rows: Any = None  # (V', H) the output matrix for its ids alone, where it is no more than a matrix
         if self._draft_ids is not None:
+            if type(head.lender.lm_head) is torch.nn.Linear and head.lender.lm_head.bias is None:
+                self._rows = head.lender.matrix()[self._draft_ids]
             own = torch.full((self.vocabulary,), -1, device=self.device)
             own[self._draft_ids] = torch.arange(len(self._draft_ids), device=self.device)
             self._own = own
@@ -37,9 +40,12 @@ class Teacher:
     @torch.no_grad()
     def distribution(self, last: Tensor) -> Tensor:
         """(n, H) -> (n, V') float32: what it would say next, among the tokens that the head can say."""
-        logits = self._logits(last)
-        if self._draft_ids is not None:
-            logits = logits.index_select(-1, self._draft_ids)
+        if self._rows is not None:
+            logits = self._capped(last @ self._rows.T)
+        else:
+            logits = self._logits(last)
+            if self._draft_ids is not None:
+                logits = logits.index_select(-1, self._draft_ids)
         return logits.softmax(-1, dtype=torch.float32)
 
     def labels(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -50,7 +56,9 @@ class Teacher:
         return own.clamp(min=0), own >= 0
 
     def _logits(self, last: Tensor) -> Tensor:
-        logits = self.head.lender.logits(last, bias=True)
+        return self._capped(self.head.lender.logits(last, bias=True))
+
+    def _capped(self, logits: Tensor) -> Tensor:
         return logits if self._cap is None else self._cap * torch.tanh(logits / self._cap)
 
     @torch.no_grad()

@@ -7,8 +7,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from slipstream.errors import OptionError
-from slipstream.heads import HEADS, save_head
+from slipstream.heads import HEADS, load_head, save_head
 from slipstream.heads.base import Head, Lender
 from slipstream.heads.ranks import save_tree, tune
 from slipstream.training import checkpoint, recipes
@@ -65,14 +67,16 @@ def train(
     plan: Plan,
     sizes: dict[str, Any] | None = None,
     *,
+    start: str | Path | None = None,
     resume: bool = False,
     processes: Processes | None = None,
     watch: Watch | None = None,
 ) -> Trained:
-    """Train a head for a transformers model on files that `collect` wrote, into a new folder.
+    """Train a head for a transformers model on files that `collect` wrote, into a new folder, in the model's precision.
 
     sizes go to the head's `fresh`, but for eagle3's draft_vocab: how many of the data's most frequent tokens it can
-    guess. resume: go on from the folder's checkpoint.
+    guess. start: a head to begin with instead of a fresh one; then the sizes are its own. resume: go on from the
+    folder's checkpoint.
     """
     processes = processes or Processes(str(model.device))
     if resume and not (folder / checkpoint.NAME).is_file():
@@ -84,8 +88,11 @@ def train(
     texts, held_out = read_texts(
         data, vocabulary, None if lesson.any_author else author, lesson.length, lesson.count_all
     )
-    sizes = {"draft_vocab": DRAFT_VOCAB, **(sizes or {})} if lesson.head == "eagle3" else dict(sizes or {})
-    head = make_head(model, lesson, plan.seed, sizes, texts)
+    if start is not None:
+        head, sizes = start_from(start, model, lesson, sizes or {}), {"start": str(start)}
+    else:
+        sizes = {"draft_vocab": DRAFT_VOCAB, **(sizes or {})} if lesson.head == "eagle3" else dict(sizes or {})
+        head = make_head(model, lesson, plan.seed, sizes, texts)
     recipe = recipes.find(lesson.head, lesson.hass)
     depths = lesson.depths or recipe.depths or head.reach or 5
     head.check_depths(depths)
@@ -108,17 +115,28 @@ def train(
         log = Log(folder, loop.step)
     processes.wait()
     try:
-        loop.run(folder, log, setup, lambda: save_head(head, folder), watch or (lambda *_: None))
+        loop.run(folder, log, setup, lambda: save_head(head, folder, dtype=model.dtype), watch or (lambda *_: None))
     finally:
         if log is not None:
             log.close()
     if processes.rank == 0:
-        save_head(head, folder)
+        save_head(head, folder, dtype=model.dtype)
         if lesson.head in STATIC and (ranks := loop.ranks()):
             save_tree(tune(ranks, TREE_NODES), folder)
         checkpoint.remove(folder)
     processes.wait()
     return Trained(loop.accuracy, loop.step, loop.seconds, sum(p.numel() for p in loop.parameters))
+
+
+def start_from(start: str | Path, model: Any, lesson: Lesson, sizes: dict[str, Any]) -> Head:
+    if sizes:
+        raise OptionError(
+            f"{', '.join(sizes)} can't be chosen for a head that is there already: leave --start or them out"
+        )
+    head = load_head(start, model, torch.float32)
+    if head.kind != lesson.head:
+        raise OptionError(f"{start} is of the kind {head.kind}: train {head.kind}, or start from a {lesson.head}")
+    return head
 
 
 def make_head(model: Any, lesson: Lesson, seed: int, sizes: dict[str, Any], texts: Texts) -> Head:

@@ -1,7 +1,7 @@
-"""Search on the target's device, where the state is: it never leaves it, only the drafts' places come down.
+"""Search on the target's device, where the states are: they never leave it, only the drafts' places come down.
 
-The work depends on the shapes alone, so that a CUDA graph can hold it: a group is read as so many rows from its start
-on, and what lies behind its end does not count. Capacities are powers of two, one graph each.
+A whole batch is searched at once. On a GPU that is a captured function of the states and of the groups' bounds
+(`scan.py`), elsewhere plain torch.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from functools import partial
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from slipstream.datastores.dense.finding import Asked, Finder
@@ -18,36 +19,66 @@ from slipstream.datastores.dense.live import MOST
 from slipstream.datastores.dense.search import Drafts, Found, Vectors, View
 from slipstream.datastores.dense.transform import Transform
 from slipstream.heads.drafting import Captured
+from slipstream.target.graphs import BATCHES, bucket
 
-SMALLEST = 256  # rows
+NONE = -(1 << 63)  # no row
 
 
 def nearest(
-    transform: Transform,
-    vectors: Tensor,
-    capacity: int,
-    count: int,
-    state: Tensor,
-    bounds: Tensor,
-    own: Tensor,
+    transform: Transform, vectors: Tensor, count: int, states: Tensor, bounds: Tensor, own: Tensor | None = None
 ) -> Tensor:
-    """vectors (n, D), state (H,), bounds (2,) of a group of at most `capacity` rows, own (m, D).
+    """vectors (n, D), states (b, H), bounds (b, 2): the rows that each may find; own (b, m, D) float32, m even.
 
-    (2·count + m,) float64: the similarities of the nearest, -inf where there are no more; their rows; those of own.
+    (b, count + m / 2) int64: the nearest rows as `packed` has them, the best first, NONE where there are no more; then
+    two similarities of own in each.
     """
-    query = transform(state)
-    rows = bounds[0] + torch.arange(capacity, device=vectors.device)
-    inside = rows < bounds[1]
-    rows = rows.clamp(max=len(vectors) - 1)
-    similarity = (vectors[rows].float() @ query).masked_fill(~inside, -torch.inf)  # (capacity,)
-    top = similarity.topk(count)
-    return torch.cat((top.values.double(), rows[top.indices].double(), (own.float() @ query).double()))
+    if vectors.device.type == "cuda":
+        from slipstream.datastores.dense.scan import nearest_rows
+
+        best, queries = nearest_rows(transform, vectors, count, states, bounds)
+    else:
+        best, queries = nearest_plainly(transform, vectors, count, states, bounds)
+    if own is None:
+        return best
+    return torch.cat((best, torch.bmm(own, queries[:, :, None])[:, :, 0].view(torch.int64)), dim=1)
+
+
+def nearest_plainly(
+    transform: Transform, vectors: Tensor, count: int, states: Tensor, bounds: Tensor
+) -> tuple[Tensor, Tensor]:
+    """As `scan.nearest_rows`."""
+    queries = transform(states)
+    best = torch.full((len(states), count), NONE, device=vectors.device)
+    for place, query, (first, last) in zip(best, queries, bounds.tolist(), strict=True):
+        similarity = vectors[first:last].float() @ query
+        keys = packed(similarity, torch.arange(first, last, device=vectors.device))
+        top = keys[~similarity.isnan()].sort(descending=True).values[:count]
+        place[: len(top)] = top
+    return best, queries
+
+
+def packed(similarity: Tensor, row: Tensor) -> Tensor:
+    """Both as one int64: the larger the similarity, the larger it is; of equals, the earlier row's is larger.
+
+    As an integer, a float's bits have its order if it is positive, and the reverse if it is negative.
+    """
+    bits = similarity.float().view(torch.int32)
+    order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return (order.long() << 32) + (0xFFFFFFFF - row)
+
+
+def unpacked(keys: NDArray[np.int64]) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    """The similarities and rows of those that are rows."""
+    order = (keys >> 32).astype(np.int32)
+    there = order > np.iinfo(np.int32).min
+    order, row = order[there], 0xFFFFFFFF - (keys[there] & 0xFFFFFFFF)
+    return (order ^ ((order >> 31) & 0x7FFFFFFF)).view(np.float32), row
 
 
 class Loaded:
     """A collection's vectors on a device: those of all parts as one, without what is gone."""
 
-    def __init__(self, view: View, dims: int, device: torch.device) -> None:
+    def __init__(self, view: View, transform: Transform, count: int, device: torch.device) -> None:
         self.view = view
         keep = [np.flatnonzero(view.alive[i][p.document]) for i, p in enumerate(view.parts)]
         for part in view.parts:
@@ -57,14 +88,18 @@ class Loaded:
         order = np.argsort(np.concatenate([none, *tokens]), kind="stable")
         self.part = np.repeat(np.arange(len(keep)), [len(k) for k in keep])[order]  # (n,)
         self.row = np.concatenate([none, *keep])[order]  # (n,)
-        self._tokens = np.concatenate([none, *tokens])[order]  # (n,) ascending
-        self.vectors = torch.zeros(max(1, len(order)), dims, dtype=torch.float16, device=device)
+        self._starts = np.concatenate([[0], np.cumsum(np.bincount(np.concatenate([none, *tokens])))])
+        self.vectors = torch.zeros(max(1, len(order)), transform.dims, dtype=torch.float16, device=device)
         at = np.argsort(order, kind="stable")  # where each of the parts' rows goes
         done = 0
         for part, rows in zip(view.parts, keep, strict=True):
             place = torch.from_numpy(at[done : done + len(rows)]).to(device)
             self.vectors[place] = torch.from_numpy(part.vectors[rows]).to(device)
             done += len(rows)
+        self.search = Captured(partial(nearest, transform, self.vectors, count), device)
+
+    def __len__(self) -> int:
+        return len(self.row)
 
     def fits(self, view: View) -> bool:
         """Whether a newer view has the same vectors: documents may have moved, or have been added without any."""
@@ -73,61 +108,67 @@ class Loaded:
         )
 
     def group(self, token: int) -> tuple[int, int]:
-        first, last = np.searchsorted(self._tokens, [token, token + 1])
-        return int(first), int(last)
+        if token >= len(self._starts) - 1:
+            return 0, 0
+        return int(self._starts[token]), int(self._starts[token + 1])
 
 
 class DeviceFinder(Finder):
     """Searches vectors that lie on the target's device."""
 
-    def __init__(self, vectors: Vectors, device: torch.device, count: int, length: int) -> None:
+    def __init__(
+        self, vectors: Vectors, device: torch.device, count: int, length: int, unfiltered: bool = False
+    ) -> None:
+        """unfiltered: as in `HostFinder`."""
         super().__init__(vectors.transform.to(device), count, length)
-        self.vectors, self.device = vectors, device
+        self.vectors, self.device, self.unfiltered = vectors, device, unfiltered
         self._loaded: dict[str, Loaded] = {}
-        self._captured: dict[tuple[str, int], Captured] = {}
 
     def refresh(self) -> None:
         self.vectors.refresh()
 
     def near(self, asked: Sequence[Asked]) -> list[Drafts]:
-        if not asked:
-            return []
-        loaded = [self._load(one.collection) for one in asked]
-        # A graph writes its next result into the same place.
-        there = [self._start(one, held).clone() for one, held in zip(asked, loaded, strict=True)]
-        lengths = [len(t) for t in there]
-        down = torch.cat(there).cpu().numpy()
-        results = np.split(down, np.cumsum(lengths)[:-1])
-        return [self._read(*given) for given in zip(asked, loaded, results, strict=True)]
+        found: dict[int, Drafts] = {}
+        for collection in dict.fromkeys(one.collection for one in asked):
+            mine = [i for i, one in enumerate(asked) if one.collection == collection]
+            drafts = self._near([asked[i] for i in mine], self._load(collection))
+            found |= zip(mine, drafts, strict=True)
+        return [found[i] for i in range(len(asked))]
 
     def _load(self, collection: str) -> Loaded:
         view = self.vectors.view(collection)
         held = self._loaded.get(collection)
         if held is None or not held.fits(view):
-            held = self._loaded[collection] = Loaded(view, self.transform.dims, self.device)
-            self._captured = {key: c for key, c in self._captured.items() if key[0] != collection}
+            self._loaded.pop(collection, None)  # there may be no room for both
+            held = self._loaded[collection] = Loaded(view, self.transform, self.count, self.device)
         held.view = view
         return held
 
-    def _start(self, one: Asked, held: Loaded) -> Tensor:
-        first, last = held.group(one.root)
-        capacity = max(SMALLEST, self.count, 1 << (last - first - 1).bit_length())
-        key = (one.collection, capacity)
-        if key not in self._captured:
-            function = partial(nearest, self.transform, held.vectors, capacity, self.count)
-            self._captured[key] = Captured(function, self.device)
-        own = torch.zeros(MOST if one.own is not None else 0, self.transform.dims, device=self.device)
-        if one.own is not None and (m := one.own.count(one.root)):
-            own[:m] = one.own.rows(one.root)
-        result: Tensor = self._captured[key](one.state, torch.tensor([first, last]), own)
-        return result
+    def _near(self, asked: list[Asked], held: Loaded) -> list[Drafts]:
+        batch = bucket(len(asked), BATCHES)
+        padded = [*asked, *asked[:1] * (batch - len(asked))]
+        groups = [(0, len(held)) if self.unfiltered else held.group(one.root) for one in padded]
+        given = [torch.stack([one.state for one in padded]), torch.tensor(groups)]
+        if any(one.own is not None for one in asked):
+            given.append(self._own(padded))
+        results = held.search(*given).cpu().numpy()
+        return [self._read(one, held, result) for one, result in zip(asked, results[: len(asked)], strict=True)]
 
-    def _read(self, one: Asked, held: Loaded, result: np.ndarray) -> Drafts:
-        similarity, row, own = np.split(result, [self.count, 2 * self.count])
-        n = int(np.isfinite(similarity).sum())
-        at = row[:n].astype(np.int64)
-        found = Found(similarity[:n].astype(np.float32), held.part[at], held.row[at])
-        drafts = held.view.read(found, self.length)
+    def _own(self, asked: Sequence[Asked]) -> Tensor:
+        """(b, MOST, D)"""
+        own = torch.zeros(len(asked), MOST, self.transform.dims, device=self.device)
+        for place, one in zip(own, asked, strict=True):
+            if one.own is not None and (m := one.own.count(one.root)):
+                place[:m] = one.own.rows(one.root)
+        return own
+
+    def _read(self, one: Asked, held: Loaded, result: NDArray[np.int64]) -> Drafts:
+        similarity, at = unpacked(result[: self.count])
+        if self.unfiltered:
+            first, last = held.group(one.root)
+            keep = (first <= at) & (at < last)
+            similarity, at = similarity[keep], at[keep]
+        drafts = held.view.read(Found(similarity, held.part[at], held.row[at]), self.length)
         if one.own is None or not (m := one.own.count(one.root)):
             return drafts
-        return self.with_own(one, drafts, own[:m].astype(np.float32))
+        return self.with_own(one, drafts, result[self.count :].view(np.float32)[:m].copy())

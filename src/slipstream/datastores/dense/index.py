@@ -65,8 +65,8 @@ def graph_bytes(vectors: Half) -> NDArray[np.uint8]:
 class Graph:
     """Of one group."""
 
-    def __init__(self, path: Path, dims: int) -> None:
-        self._data = Mapped(path)["graph"]  # the index points into it
+    def __init__(self, data: NDArray[np.uint8], dims: int) -> None:
+        self._data = data  # the index points into it
         self._index = _empty(dims)
         self._index.view(self._data)
 
@@ -90,7 +90,7 @@ class Graphs:
             return None
         if token not in self._open:
             try:
-                self._open[token] = Graph(path_of(self._path, token), self._dims)
+                self._open[token] = Graph(Mapped(path_of(self._path, token))["graph"], self._dims)
             except FileNotFoundError:  # replaced meanwhile, as its part was
                 self._tokens.discard(token)
                 return None

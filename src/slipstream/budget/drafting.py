@@ -1,0 +1,95 @@
+"""A drafter that asks other drafters, its parts: how they are made, what they are shown, and how what they said is
+labelled by the text that follows."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from slipstream import drafters as registry
+from slipstream.drafters.base import Drafter, DraftSession, Proposal, Seen
+
+if TYPE_CHECKING:
+    from slipstream.budget import Budget
+    from slipstream.datastores.live import Said
+    from slipstream.request import Request
+    from slipstream.tree import TokenTree
+
+
+class JointDrafter(Drafter):
+    """Several drafters behind one."""
+
+    def __init__(self, target: Any, tokenizer: Any, options: Any) -> None:
+        super().__init__(target, tokenizer, options)
+        self.parts = self.make_parts()
+        self.layers = tuple(sorted({layer for part in self.parts.values() for layer in part.layers}))
+        self.shared = max(part.shared for part in self.parts.values())
+
+    @abstractmethod
+    def make_parts(self) -> dict[str, Drafter]:
+        """By name."""
+
+    def make_part(self, name: str, given: dict[str, Any]) -> Drafter:
+        """With those of the given options that are set and that it has."""
+        known = {field.name for field in fields(registry.find(name).Options)}
+        own = {option: value for option, value in given.items() if option in known and value}
+        return registry.make(name, self.target, self.tokenizer, **own)
+
+    @abstractmethod
+    def learn(self, tree: TokenTree, followed: Sequence[int]) -> None:
+        """The text after the tree's root went on with these tokens. tree: as `JointSession.proposed` was told."""
+
+    def attach(self, said: Said) -> None:
+        for part in self.parts.values():
+            if part.shared:
+                part.attach(said)
+
+    def begin(self, request: Request) -> DraftSession:
+        return JointSession(self, {name: part.begin(request) for name, part in self.parts.items()})
+
+    def ended(self, request: Request, tokens: Sequence[int]) -> None:
+        for part in self.parts.values():
+            part.ended(request, tokens)
+
+
+class JointSession(DraftSession):
+    """One sequence: a session of each part, and the drafts that its text still has to judge."""
+
+    def __init__(self, drafter: JointDrafter, parts: dict[str, DraftSession]) -> None:
+        self.drafter, self.parts = drafter, parts
+        self.begun = False  # whether the prompt is read
+        self._said: list[int] = []  # tokens since the first root
+        self._open: deque[tuple[TokenTree, int]] = deque()  # drafts, and the places of their roots
+
+    def observe(self, seen: Seen) -> None:
+        if self.begun:
+            self._said += seen.tokens
+        for name, part in self.parts.items():
+            layers = self.drafter.parts[name].layers
+            hidden = {layer: seen.hidden[layer] for layer in layers} if seen.hidden else {}
+            part.observe(Seen(seen.tokens, seen.position, hidden))
+
+    def propose(self, root: int, budget: Budget) -> Proposal:
+        return self.drafter.propose([self], [root], [budget])[0]
+
+    def proposed(self, tree: TokenTree) -> None:
+        """Everything that was proposed, each source's raw scores with it, verified or not."""
+        if len(tree) > 1:
+            self._open.append((tree, len(self._said)))
+
+    def label(self, root: int) -> None:
+        """Judge the drafts that the text, which `root` comes next in, has outgrown."""
+        self.begun = True
+        while self._open and len(self._said) - self._open[0][1] >= self._open[0][0].depth:
+            tree, place = self._open.popleft()
+            self.drafter.learn(tree, [*self._said[place + 1 :], root])
+
+    def close(self) -> None:
+        for tree, place in self._open:
+            self.drafter.learn(tree, self._said[place + 1 :])
+        self._open.clear()
+        for part in self.parts.values():
+            part.close()

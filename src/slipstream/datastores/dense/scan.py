@@ -1,0 +1,159 @@
+"""Search on a GPU in three launches, whatever the sizes of the groups: a CUDA graph can hold them.
+
+`_project` makes queries of states, in parts. `_scan` shares a group's rows out among many programs, and each keeps the
+best of its own: of most blocks nothing, which one comparison tells. `_merge` takes the best of all of them. A row and
+its similarity are one number (`device.packed`), so that the larger is the better, and no two are equal.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton  # type: ignore[import-not-found, unused-ignore]
+import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
+
+from slipstream.datastores.dense.transform import EPSILON, Transform
+from slipstream.target.overlap import overlap, wait_turn
+
+# These decide who computes what, not the answer.
+PARTS = 16  # programs that make one query
+BLOCK = 256  # rows that a program looks at together
+WARPS = 4  # of such a program
+EACH = 3  # such programs for each of the device's processors: as many as run there at a time
+MERGED = 1 << 14  # rows that one program can choose from
+
+LOWEST = tl.constexpr(-(1 << 63))  # no row: smaller than any
+HIGHEST = tl.constexpr((1 << 63) - 1)
+SMALL = tl.constexpr(EPSILON)
+
+
+def nearest_rows(
+    transform: Transform, vectors: torch.Tensor, count: int, states: torch.Tensor, bounds: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """vectors (n, D) in half precision, states (b, H), bounds (b, 2) int64: the rows each may find.
+
+    (b, count) int64, as `device.packed` has them, and the queries (b, D).
+    """
+    b, hidden = states.shape
+    dims, device = vectors.shape[1], vectors.device
+    assert vectors.is_contiguous()
+    assert states.is_contiguous()
+    pad = triton.next_power_of_2(dims)
+    programs = max(1, min(EACH * processors(device), MERGED // count))
+    sums = torch.empty((b, PARTS, pad), dtype=torch.float32, device=device)
+    queries = torch.empty((b, dims), dtype=torch.float32, device=device)
+    kept = torch.empty((b, programs, count), dtype=torch.int64, device=device)
+    best = torch.empty((b, count), dtype=torch.int64, device=device)
+    fitted = (transform.mean, transform.scale, transform.components)
+    _project[(PARTS, b)](states, *fitted, sums, hidden, D=dims, PAD=pad, ROWS=32, PARTS=PARTS, **overlap())
+    _scan[(programs, b)](
+        sums,
+        vectors,
+        bounds,
+        queries,
+        kept,
+        D=dims,
+        PAD=pad,
+        K=count,
+        KEEP=triton.next_power_of_2(count),
+        BLOCK=BLOCK,
+        PARTS=PARTS,
+        num_warps=WARPS,
+        **overlap(),
+    )
+    wide = triton.next_power_of_2(programs * count)
+    _merge[(b,)](kept, best, programs * count, K=count, WIDE=wide, num_warps=8 if wide <= 8192 else 16, **overlap())
+    return best, queries
+
+
+@cache
+def processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
+@triton.jit
+def _project(  # type: ignore[no-untyped-def]
+    states,
+    mean,
+    scale,
+    components,
+    sums,
+    hidden,
+    D: tl.constexpr,
+    PAD: tl.constexpr,
+    ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    wait_turn(EARLY)
+    part, sequence = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    d = tl.arange(0, PAD)
+    total = tl.zeros((PAD,), tl.float32)
+    for start in range(part * ROWS, hidden, PARTS * ROWS):
+        h = start + tl.arange(0, ROWS)
+        there = h < hidden
+        state = tl.load(states + sequence * hidden + h, mask=there, other=0.0).to(tl.float32)
+        z = (state - tl.load(mean + h, mask=there, other=0.0)) * tl.load(scale + h, mask=there, other=0.0)
+        inside = there[:, None] & (d < D)[None, :]
+        weights = tl.load(components + h[:, None] * D + d[None, :], mask=inside, other=0.0)
+        total += tl.sum(z[:, None] * weights, 0)
+    tl.store(sums + (sequence * PARTS + part) * PAD + d, total)
+
+
+@triton.jit
+def _scan(  # type: ignore[no-untyped-def]
+    sums,
+    vectors,
+    bounds,
+    queries,
+    kept,
+    D: tl.constexpr,
+    PAD: tl.constexpr,
+    K: tl.constexpr,
+    KEEP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    wait_turn(EARLY)
+    program, programs, sequence = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
+    d, part, slot = tl.arange(0, PAD), tl.arange(0, PARTS), tl.arange(0, KEEP)
+    query = tl.sum(tl.load(sums + (sequence * PARTS + part[:, None]) * PAD + d[None, :]), 0)
+    query = query / tl.maximum(tl.sqrt(tl.sum(query * query, 0)), SMALL)
+    if program == 0:
+        tl.store(queries + sequence * D + d, query, mask=d < D)
+    first, last = tl.load(bounds + 2 * sequence), tl.load(bounds + 2 * sequence + 1)
+    size = (last - first).to(tl.int32)
+    # K places, each with another number that is no row; what fills them up to a power of two is never the worst.
+    best = tl.where(slot < K, slot.to(tl.int64) + LOWEST, HIGHEST)
+    worst = tl.min(best, 0)
+    for start in range(program * BLOCK, size, programs * BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        row = first + at
+        inside = (at < size)[:, None] & (d < D)[None, :]
+        block = tl.load(vectors + row[:, None] * D + d[None, :], mask=inside, other=0.0).to(tl.float32)
+        similarity = tl.sum(block * query[None, :], 1)
+        bits = similarity.to(tl.int32, bitcast=True)
+        order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+        key = (order.to(tl.int64) << 32) + (0xFFFFFFFF - row)
+        key = tl.where((at < size) & (similarity == similarity), key, LOWEST)  # what is not a number is not near
+        top = tl.max(key, 0)
+        while top > worst:
+            key = tl.where(key == top, LOWEST, key)
+            best = tl.where(best == worst, top, best)
+            worst = tl.min(best, 0)
+            top = tl.max(key, 0)
+    tl.store(kept + (sequence * programs + program) * K + slot, best, mask=slot < K)
+
+
+@triton.jit
+def _merge(kept, best, count, K: tl.constexpr, WIDE: tl.constexpr, EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
+    wait_turn(EARLY)
+    sequence = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, WIDE)
+    key = tl.load(kept + sequence * count + at, mask=at < count, other=LOWEST)
+    for i in range(K):
+        top = tl.max(key, 0)
+        tl.store(best + sequence * K + i, top)
+        key = tl.where(key == top, LOWEST, key)

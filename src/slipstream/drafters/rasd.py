@@ -1,0 +1,230 @@
+"""rasd: a generator's tree and what retrievers found beside it, pruned by what the generator expects and fused."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+from numba import njit
+
+from slipstream import drafters as registry
+from slipstream.budget import Budget
+from slipstream.budget.calibration import BINS, DEPTHS, Calibration, bin_of, depth_class
+from slipstream.budget.drafting import JointDrafter, JointSession
+from slipstream.drafters.base import Drafter, DraftSession, Proposal
+from slipstream.errors import OptionError
+from slipstream.tree import TokenTree, fuse
+
+if TYPE_CHECKING:
+    from slipstream.target.base import Target
+
+WIDER = 4  # times a step's nodes that retrievers may propose: many of them are pruned, or the generator has them too
+
+
+@dataclass(frozen=True)
+class RasdOptions:
+    generator: str = "eagle3"  # who drafts from probabilities: a trained head's drafter, or model
+    retrievers: str = "suffix"  # who looks for continuations, by name, separated by commas
+    drafter_path: Any = None  # what the generator drafts with: its head; for model, the draft model
+    mode: str = ""  # the generator's; empty: its usual one
+    store: Any = ""  # a store for retrievers that search one
+    shared: int = 0  # tokens of earlier answers to retrieve from too
+    length: int = 16  # tokens of a retrieved continuation
+    top: int = 10  # so many of the generator's likeliest tokens may begin one, if prune
+    prune: bool = True  # False: whatever was retrieved may be verified
+    fuse: bool = True  # False: prefixes that generator and retrievers share are verified once for each (an ablation)
+    overlap: bool = True  # False: retrieve when the generator is done
+
+    def __post_init__(self) -> None:
+        if self.top < 1 or self.length < 1:
+            raise OptionError(f"top and length must be at least 1, found {self.top} and {self.length}")
+        if not self.names():
+            raise OptionError(f"rasd retrieves: name at least one of {_known(False)} in retrievers=…")
+        for name, generates in ((self.generator, True), *((name, False) for name in self.names())):
+            kind = registry.find(name)
+            if kind.generates != generates or issubclass(kind, JointDrafter):
+                role = "generator" if generates else "retriever"
+                raise OptionError(
+                    f"{name} can't be a {role}: name {'one' if generates else 'some'} of {_known(generates)}"
+                )
+
+    def names(self) -> list[str]:
+        return [name.strip() for name in self.retrievers.split(",") if name.strip()]
+
+
+def _known(generates: bool) -> str:
+    kinds = {name: registry.find(name) for name in registry.names() if name != "none"}
+    return ", ".join(n for n, k in kinds.items() if k.generates == generates and not issubclass(k, JointDrafter))
+
+
+class RasdDrafter(JointDrafter):
+    """A trained head or a draft model, and beside it retrieval, as one tree."""
+
+    Options = RasdOptions
+
+    def __init__(self, target: Target, tokenizer: Any, options: RasdOptions) -> None:
+        super().__init__(target, tokenizer, options)
+        self.generator = self.parts[options.generator]
+        self.generator.first = options.top if options.prune else 0
+        # Who needs tokens alone is asked while the generator drafts; who reads states, which are where the generator
+        # is, must wait for it: on a GPU nobody else may work while a draft is captured.
+        self.aside = [name for name in options.names() if not self.parts[name].layers]
+        self.after = [name for name in options.names() if self.parts[name].layers]
+        self.calibrations: defaultdict[str, Calibration] = defaultdict(Calibration)  # by source
+        self._worker = ThreadPoolExecutor(1, "slipstream-retrieval")
+
+    def make_parts(self) -> dict[str, Drafter]:
+        o = self.options
+        head = {"drafter_path": o.drafter_path, "draft_model": o.drafter_path, "mode": o.mode}
+        found = {"store": o.store, "shared": o.shared, "length": o.length}
+        parts = {o.generator: self.make_part(o.generator, head)}
+        return parts | {name: self.make_part(name, found) for name in o.names()}
+
+    @classmethod
+    def trials(cls, model: Any) -> list[dict[str, Any]]:
+        """Untrained heads; a store of what the model itself says."""
+        from slipstream.drafters.rest import store_of_answers
+        from slipstream.heads import HEADS
+
+        store = store_of_answers(model)
+        return [
+            {
+                "generator": "eagle",
+                "drafter_path": HEADS["eagle"].fresh(model),
+                "retrievers": "pld,rest",
+                "store": store,
+            },
+            {"generator": "medusa", "drafter_path": HEADS["medusa"].fresh(model), "mode": "sample", "top": 40}
+            | {"fuse": False, "overlap": False},
+        ]
+
+    def learn(self, tree: TokenTree, followed: Sequence[int]) -> None:
+        for column, name in enumerate(tree.sources):
+            self.calibrations[name].learn(tree, column, followed)
+
+    def propose(
+        self, sessions: Sequence[DraftSession], roots: Sequence[int], budgets: Sequence[Budget]
+    ) -> list[Proposal]:
+        mine = cast(Sequence[JointSession], sessions)
+        for session, root in zip(mine, roots, strict=True):
+            session.label(root)
+        drafted, retrieved = self._ask(mine, roots, budgets)
+        return [
+            Proposal(self._join(session, proposal, trees, budget))
+            for session, proposal, trees, budget in zip(mine, drafted, retrieved, budgets, strict=True)
+        ]
+
+    # ---- asking
+
+    def _ask(
+        self, sessions: Sequence[JointSession], roots: Sequence[int], budgets: Sequence[Budget]
+    ) -> tuple[list[Proposal], list[list[TokenTree]]]:
+        """What the generator drafted, and for each sequence what the retrievers found."""
+        own = [s.parts[self.options.generator] for s in sessions]
+        if self.options.overlap:
+            search = self._worker.submit(self._search, self.aside, sessions, roots, budgets)
+            try:
+                drafted = self.generator.propose(own, roots, budgets)
+            finally:
+                wait([search])  # nobody may go on with sessions that are being read
+            found = search.result()
+        else:
+            drafted = self.generator.propose(own, roots, budgets)
+            found = self._search(self.aside, sessions, roots, budgets)
+        more = self._search(self.after, sessions, roots, budgets)
+        return drafted, [one + other for one, other in zip(found, more, strict=True)]
+
+    def _search(
+        self, names: Sequence[str], sessions: Sequence[JointSession], roots: Sequence[int], budgets: Sequence[Budget]
+    ) -> list[list[TokenTree]]:
+        wide = [Budget(WIDER * budget.nodes, budget.depth) for budget in budgets]
+        found: list[list[TokenTree]] = [[] for _ in roots]
+        for name in names:
+            proposals = self.parts[name].propose([s.parts[name] for s in sessions], roots, wide)
+            for trees, proposal, budget in zip(found, proposals, budgets, strict=True):
+                trees.append(proposal.tree.cut(budget.depth))
+        return found
+
+    # ---- joining
+
+    def _join(self, session: JointSession, drafted: Proposal, found: list[TokenTree], budget: Budget) -> TokenTree:
+        if self.options.prune and drafted.first is not None:
+            found = [beginning_with(drafted.first[: self.options.top], tree) for tree in found]
+        found = [tree for tree in found if len(tree) > 1]
+        trees = [drafted.tree, *found]
+        whole = fuse(trees)
+        session.proposed(whole)
+        if not found:
+            # The draft alone, which keeps its q if it was drawn: that nothing was found follows from the text and from
+            # the generator's probabilities, never from what was drawn.
+            return drafted.tree
+        if self.options.fuse:
+            return self._believed(whole).top_k(budget.nodes)
+        return side_by_side(best_of([self._believed(tree) for tree in trees], budget.nodes))
+
+    def _believed(self, tree: TokenTree) -> TokenTree:
+        """With scores that can be compared: how often what each source said turned out right."""
+        tables = np.zeros((len(tree.sources), DEPTHS, BINS))
+        for i, name in enumerate(tree.sources):
+            tables[i] = self.calibrations[name].probability
+        return tree.with_score(_beliefs(tree.depths, tree.raw, tables))
+
+
+def beginning_with(first: Sequence[int], tree: TokenTree) -> TokenTree:
+    """The continuations whose first token is one of these."""
+    keep = np.ones(len(tree), np.bool_)
+    for child in tree.children(0):
+        keep[child] = int(tree.tokens[child]) in first
+    return tree if keep.all() else tree.prune(keep)
+
+
+def best_of(trees: Sequence[TokenTree], nodes: int) -> list[TokenTree]:
+    """The most valuable nodes of several trees, so many in all."""
+    value = np.concatenate([tree.value[1:] for tree in trees])
+    keep = np.zeros(len(value), np.bool_)
+    keep[np.argsort(-value, kind="stable")[:nodes]] = True
+    ends = np.cumsum([len(tree) - 1 for tree in trees])[:-1]
+    return [tree.prune(np.concatenate([[True], kept])) for tree, kept in zip(trees, np.split(keep, ends), strict=True)]
+
+
+def side_by_side(trees: Sequence[TokenTree]) -> TokenTree:
+    """Several drafts of one root with all their nodes. What an earlier tree has too hangs there once more, without
+    children of its own, so that it costs what it costs and changes nothing."""
+    whole = fuse(trees)
+    known, tokens, parents, scores = {0}, list[int](), list[int](), list[float]()
+    for tree in trees:
+        places = [0]  # of its nodes in the whole
+        for token, parent, score in zip(
+            tree.tokens[1:].tolist(), tree.parents[1:].tolist(), tree.score[1:], strict=True
+        ):
+            place = cast(int, whole.child(places[parent], token))
+            places.append(place)
+            if place in known:
+                tokens.append(token)
+                parents.append(places[parent])
+                scores.append(float(score))
+            known.add(place)
+    return TokenTree(
+        tokens=np.concatenate([whole.tokens, np.array(tokens, np.int32)]),
+        parents=np.concatenate([whole.parents, np.array(parents, np.int32)]),
+        raw=np.concatenate([whole.raw, np.full((len(tokens), whole.raw.shape[1]), np.nan, np.float32)]),
+        score=np.concatenate([whole.score, np.array(scores, np.float32)]),
+        sources=whole.sources,
+    )
+
+
+@njit(cache=True, nogil=True)
+def _beliefs(depths, raw, tables):  # type: ignore[no-untyped-def]
+    """(n,) P(right | parent right), by the source that is surest of the node."""
+    score = np.ones(len(depths), np.float32)
+    for i in range(1, len(depths)):
+        best = 0.0
+        for source in range(raw.shape[1]):
+            if not np.isnan(raw[i, source]):
+                best = max(best, tables[source, depth_class(depths[i]), bin_of(raw[i, source])])
+        score[i] = best
+    return score

@@ -1,0 +1,34 @@
+"""A trace's steps in words: who was asked, what was expected, what came."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from slipstream.trace.page import Line
+
+
+def explain(lines: Sequence[Line]) -> Iterator[str]:
+    """One sentence per step."""
+    for line in lines:
+        if "step" in line:
+            yield f"step {line['step']}: " + "; ".join([*_decided(line), _came(line)])
+
+
+def _decided(line: Line) -> list[str]:
+    choice, nodes = line.get("choice"), len(line["nodes"]) - 1
+    if choice is None:
+        return [f"{nodes} drafted"] if line["step"] else ["the prompt"]
+    if not choice["asked"]:
+        why = "speculation rests, having lost too much time" if choice["resting"] else "no draft is due"
+        return [f"asked nobody: {why}"]
+    faster = choice["rate"] / choice["plain"]
+    asked = f"asked {', '.join(choice['asked'])}"
+    return [asked, f"verified {nodes}, expecting {choice['tokens']:.2f} tokens at {faster:.2f} × plain speed"]
+
+
+def _came(line: Line) -> str:
+    """Tokens, and who had drafted them."""
+    count, by = len(line["emitted"]), Counter(token["source"] for token in line["emitted"] if token["source"])
+    drafted = f" ({', '.join(f'{n} by {name}' for name, n in by.items())})" if by else ""
+    return f"came {count}{drafted}"

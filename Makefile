@@ -50,7 +50,7 @@ bench-gpu:
 
 # Runs in the current Python, since a GPU machine brings its own torch. `make test` leaves these tests out.
 test-gpu:
-	PYTHONPATH=src HF_HUB_OFFLINE=1 $(PYTHON) -m pytest --override-ini addopts="-q --tb=short" tests/test_gpu.py tests/test_exact_attention.py tests/test_draw_kernel.py tests/test_row_kernels.py tests/test_dense_kernel.py
+	PYTHONPATH=src HF_HUB_OFFLINE=1 $(PYTHON) -m pytest --override-ini addopts="-q --tb=short" tests/test_gpu.py tests/test_exact_attention.py tests/test_draw_kernel.py tests/test_row_kernels.py tests/test_dense_kernel.py tests/test_grow_kernel.py tests/test_layer_kernel.py
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache src/*.egg-info

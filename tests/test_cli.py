@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -55,7 +56,7 @@ def test_the_second_start_is_quick(smol):  # noqa: ARG001  (the model is convert
         process.stdout.read(1)
         times.append(time.perf_counter() - start)
         process.wait()
-        if times[-1] < 12:  # under 6 s on an idle machine: see docs/log.md
+        if times[-1] < 15:  # about 6 s on an idle machine: see docs/log.md
             return
     pytest.fail(f"seconds to the first token of three starts: {times}")
 
@@ -66,7 +67,8 @@ def test_each_step_is_explained(tmp_path):
     assert done.returncode == 0, done.stderr
     said = [line for line in done.stderr.splitlines() if line.startswith("step ")]
     assert said[0] == "step 0: the prompt; came 1"
-    assert any("asked suffix, prediction; verified " in line for line in said)
+    assert any(re.search(r"asked .*\bsuffix\b.*; verified ", line) for line in said)
+    assert any(re.search(r"asked .*\bprediction\b.*; verified ", line) for line in said)
 
 
 def test_lossy_rules_say_so():

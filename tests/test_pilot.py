@@ -47,13 +47,13 @@ class World:
         """(tokens, seconds) of every step."""
         log = []
         for text in texts:
-            asked = pilot.asks()
-            trees = [TokenTree.root(0)]
-            for name in asked:
-                chain = self.chain(list(self.sources).index(name))
-                trees.append(TokenTree.chain(0, chain, source=name, raw=[0.8] * LENGTH))
+            trees, drafting = [TokenTree.root(0)], {}
+            for name in pilot.order():
+                if pilot.wants(name, 1, lambda: pilot.expects([fuse(trees)], [LIMIT])):  # noqa: B023
+                    chain = self.chain(list(self.sources).index(name))
+                    trees.append(TokenTree.chain(0, chain, source=name, raw=[0.8] * LENGTH))
+                    drafting[name] = self.sources[name][2]
             fused = fuse(trees)
-            drafting = {name: self.sources[name][2] for name in asked}
             (kept,) = pilot.choose([fused], [LIMIT], pilot.count(drafting, 1))
             truth = text(kept) if callable(text) else text
             accepted = node = 0
@@ -102,6 +102,36 @@ def test_within_three_percent_of_the_best_fixed_choice(curve, sources):
     texts = world.texts(6000)
     log = world.run(Pilot(Costs(world.seconds), list(world.sources)), texts)
     assert rate(log) > 0.97 * world.best_fixed(texts)
+
+
+def test_a_dear_source_is_asked_where_the_cheap_one_has_little_to_say():
+    """At every other step the cheap one is right and sure of it; the dear one is right at all of them."""
+    costs, dear = Costs({1: 0.040, 16: 0.044, 64: 0.060}), 0.020
+    text = [*range(1, 9), 0]
+
+    def rate_of(asks):
+        pilot = Pilot(costs, ["cheap", "dear"])
+        tokens = seconds = 0.0
+        for step in range(3000):
+            guess, score = (text[:8], 0.95) if step % 2 else ([50, 51], 0.1)
+            cheap = TokenTree.chain(0, guess, source="cheap", raw=[score] * len(guess))
+            asked = asks(pilot, cheap)
+            fused = fuse([cheap, TokenTree.chain(0, text[:6], source="dear", raw=[0.9] * 6)] if asked else [cheap])
+            drafting = {"cheap": 0.0001, **({"dear": dear} if asked else {})}
+            (kept,) = pilot.choose([fused], [16], pilot.count(drafting, 1))
+            pilot.learn(fused, text)
+            node = accepted = 0
+            while (child := kept.child(node, text[accepted])) is not None:
+                node, accepted = child, accepted + 1
+            verifying = costs.seconds(len(kept))
+            pilot.charge(len(kept), 1, accepted + 1, verifying, sum(drafting.values()))
+            if step >= 500:
+                tokens, seconds = tokens + accepted + 1, seconds + verifying + sum(drafting.values())
+        return tokens / seconds
+
+    never, always = rate_of(lambda *_: False), rate_of(lambda *_: True)
+    by_need = rate_of(lambda pilot, cheap: pilot.wants("dear", 1, lambda: pilot.expects([cheap], [16])))
+    assert by_need > 1.1 * max(never, always)
 
 
 @pytest.mark.parametrize("curve", CURVES)
@@ -214,7 +244,7 @@ def test_a_first_draft_that_loads_code_is_nobodys_loss():
         (kept,) = pilot.choose([chain], [8], drafting)
         pilot.charge(len(kept), 1, 1 + len(kept), 0.010, drafting["a"])
     assert counted == pytest.approx([0.0, 0.001, 0.001, 0.010], rel=0.01)  # later on, an interruption counts as a step
-    assert pilot.asks() == ["a"]
+    assert pilot.wants("a", 1, lambda: 1.0)
 
 
 def test_a_draft_is_labelled_as_far_as_the_text_goes():
@@ -233,12 +263,12 @@ def test_a_source_that_costs_nothing_is_not_kept_waiting_long():
     """It says nothing that is right; one that takes as long as many steps is asked as rarely as that."""
     pilot, taken = Pilot(Costs({1: 1.0, 64: 64.0}), ["cheap", "dear"]), {"cheap": 1e-5, "dear": 0.5}
     for _ in range(3000):
-        asked = pilot.asks()
+        asked = [name for name in pilot.order() if pilot.wants(name, 1, lambda: 1.0)]
         tree = fuse([TokenTree.root(0), *(TokenTree.chain(0, [1], source=name, raw=[0.9]) for name in asked)])
         pilot.choose([tree], [8], pilot.count({name: taken[name] for name in asked}, 1))
         pilot.learn(tree, [2])
-    assert pilot.sources["cheap"].period <= 8
-    assert pilot.sources["dear"].period >= 64
+    assert pilot.sources["cheap"].habit.period <= 8
+    assert pilot.sources["dear"].habit.period >= 64
 
 
 @pytest.mark.parametrize("padded", [False, True])

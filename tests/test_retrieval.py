@@ -292,7 +292,7 @@ def test_a_store_from_the_command_line(tmp_path):
 def test_an_interrupted_build_goes_on(tmp_path):
     """A real Ctrl-C while the command reads a large file."""
     (tmp_path / "big.jsonl").write_text(
-        "\n".join(f'{{"text": "{"some words and more " * 300} {i}"}}' for i in range(3000))
+        "\n".join(f'{{"text": "{"some words and more " * 300} {i}"}}' for i in range(5000))
     )
     command = [sys.executable, "-m", "slipstream", "store", "build", "big.jsonl", "--out", "s"]
     process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -307,7 +307,7 @@ def test_an_interrupted_build_goes_on(tmp_path):
     assert "the same command goes on from here" in errors
     with Store.open(tmp_path / "s") as store:
         before = len(list(store.documents()))
-    assert 0 < before < 3000
-    assert f"{3000 - before:,} documents" in cli("build", "big.jsonl", "--out", "s", folder=tmp_path)
+    assert 0 < before < 5000
+    assert f"{5000 - before:,} documents" in cli("build", "big.jsonl", "--out", "s", folder=tmp_path)
     with Store.open(tmp_path / "s") as store:
-        assert len(list(store.documents())) == 3000
+        assert len(list(store.documents())) == 5000

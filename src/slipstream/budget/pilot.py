@@ -4,7 +4,8 @@ A node is worth the probability that it and its ancestors are right, which `Cali
 `Costs` says. The tree takes its most valuable nodes as long as expected tokens per second rise, none at all if need be.
 A source whose nodes do not earn the time they take is asked less and less often, down to a probe now and then, and
 sooner again once a probe is right. A probe costs its drafting alone: what was not verified is judged by the text that
-follows all the same.
+follows all the same. Cheap sources are asked first; whether a dear one earns its time depends on how much they expect
+already, so it is judged for several levels of that.
 
 Whatever is tried, an account keeps plain decoding in sight: once speculation has cost a small share of all time more
 than it gained, nothing is drafted until time has made that share smaller.
@@ -12,8 +13,9 @@ than it gained, nothing is drafted until time has made that share smaller.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from bisect import bisect
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 from numba import njit
@@ -33,6 +35,17 @@ PROBING = 0.005  # the share of all time that probes of one source may take, whi
 FIRST_PROBES = 0.02  # and the same while little is known of it
 SLOWER = 8  # times that pace: a source that does not earn is asked no more rarely than that,
 RAREST = 64  # nor, unless the pace itself is slower, than once in so many steps
+DEAR = 0.02  # of a plain step's time: a source that takes more is asked by what the others expect
+LEVELS = (1.25, 1.6, 2.2, 3.5)  # tokens per sequence that they expect, from one level to the next
+
+
+@dataclass
+class Habit:
+    """How a source is asked."""
+
+    advantage: float = 0.0  # in the rate of tokens, by which asking it is better than not
+    period: int = 1  # asked every so many steps
+    waited: int = 0
 
 
 @dataclass
@@ -43,13 +56,19 @@ class Source:
     calibration: Calibration
     drafts: int = 0
     seconds: float = 0.0  # of one of them
-    advantage: float = 0.0  # in the rate of tokens, by which asking it is better than not
-    period: int = 1  # asked every so many steps
-    waited: int = 0
+    habits: list[Habit] = field(default_factory=list)  # by level of what others expect; the first is all of a cheap one
+    level: int = 0  # where it was asked last
+
+    def __post_init__(self) -> None:
+        self.renew()
+
+    @property
+    def habit(self) -> Habit:
+        return self.habits[self.level]
 
     def renew(self) -> None:
         """Ask it again, whatever it was worth before."""
-        self.advantage, self.period, self.waited = 0.0, 1, 0
+        self.habits = [Habit() for _ in range(1 + len(LEVELS))]
 
 
 @dataclass(frozen=True)
@@ -82,18 +101,33 @@ class Pilot:
         """Whether speculation has lost so much that nothing may be drafted."""
         return self._account < -AT_STAKE * self._spent
 
-    def asks(self, among: Iterable[str] | None = None) -> list[str]:
-        """Whom to ask now, of those that have something to do."""
+    def order(self, among: Iterable[str] | None = None) -> list[str]:
+        """Whom to think of asking, of those that have something to do: the cheapest first."""
         if self.resting:
             return []
-        asked = []
-        for name in self.sources if among is None else among:
-            source = self.sources[name]
-            source.waited += 1
-            if source.waited >= source.period:
-                source.waited = 0
-                asked.append(name)
-        return asked
+        return sorted(self.sources if among is None else among, key=lambda name: self.sources[name].seconds)
+
+    def wants(self, name: str, batch: int, expected: Callable[[], float]) -> bool:
+        """Whether to ask this source now. expected: tokens per sequence from what others have drafted, as `expects`
+        tells it."""
+        source = self.sources[name]
+        dear = source.seconds > DEAR * self.costs.seconds(1, batch)
+        source.level = bisect(LEVELS, expected()) if dear else 0
+        habit = source.habit
+        habit.waited += 1
+        if habit.waited < habit.period:
+            return False
+        habit.waited = 0
+        return True
+
+    def expects(self, trees: Sequence[TokenTree], limits: Sequence[int]) -> float:
+        """Tokens per sequence, from these drafts as far as they are worth verifying."""
+        if all(len(tree) == 1 for tree in trees):
+            return 1.0
+        grown = [self._grow(tree, limit) for tree, limit in zip(trees, limits, strict=True)]
+        tokens = _tokens(grown, ())
+        width, _ = _best(tokens, self.costs.upto(tokens.shape[1], len(trees)), np.zeros(len(tokens)))
+        return float(tokens[0, width]) / len(trees)
 
     def count(self, drafting: dict[str, float], batch: int) -> dict[str, float]:
         """The seconds that drafting took, less what is nobody's fault: a source's first draft loads and compiles code,
@@ -139,15 +173,16 @@ class Pilot:
 
     def _judge(self, source: Source, advantage: float, batch: int) -> None:
         """Asking this source changed the rate so much: when to ask it next."""
-        source.advantage += LATEST * (advantage - source.advantage)
-        if source.advantage > 0:
-            source.period = 1
+        habit = source.habit
+        habit.advantage += LATEST * (advantage - habit.advantage)
+        if habit.advantage > 0:
+            habit.period = 1
             return
         known = source.drafts >= ENOUGH or source.calibration.labelled >= ENOUGH
         share = PROBING if known else FIRST_PROBES
         pace = round(source.seconds / (share * self.costs.seconds(1, batch)))  # steps that pay for a probe
         rarest = min(RAREST, SLOWER * max(1, pace))
-        source.period = max(1, pace, min(rarest, 2 * source.period) if known else 1)
+        habit.period = max(1, pace, min(rarest, 2 * habit.period) if known else 1)
 
     def decline(self, batch: int) -> None:
         """Nobody was asked: the step will be a plain one."""
@@ -162,9 +197,9 @@ class Pilot:
         columns, text = self._columns_of(tree), np.array(followed, np.int32)
         began, more = label(tree.parents, tree.tokens, tree.raw, columns, text, known, self._counts)
         for name, right in zip(tree.sources, began.tolist(), strict=True):
-            source = self.sources[name]
-            if right and source.period > 1:
-                source.period = max(1, source.period // SOONER)
+            habit = self.sources[name].habit
+            if right and habit.period > 1:
+                habit.period = max(1, habit.period // SOONER)
         return bool(more)
 
     def charge(self, rows: int, batch: int, tokens: int, verifying: float, drafting: float) -> None:

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("slipstream")
 
-TRUST = 20  # labels that a prediction begins with: whoever gives one expects it to be right
+# Labels that some sources begin with: a head's probabilities were trained to be right, and whoever gives a prediction
+# expects it to come true.
+TRUST = 20
 HEADS = ("eagle3", "redrafter")  # asked too, where one comes with slipstream for the model
 
 
@@ -53,7 +55,9 @@ class AutoDrafter(JointDrafter):
     def __init__(self, target: Any, tokenizer: Any, options: AutoOptions) -> None:
         super().__init__(target, tokenizer, options)
         self.pilot = Pilot(costs_of(target), list(self.parts), target.trees)
-        self.pilot.sources["prediction"].calibration.trust(TRUST)
+        for name, part in self.parts.items():
+            if part.generates or name == "prediction":
+                self.pilot.sources[name].calibration.trust(TRUST)
         self._step: tuple[int, int, float] | None = None  # batch, rows, seconds of the step that was verified last
         self._drafting = 0.0  # seconds that its drafts took
         self.emitted = 0  # and tokens that it gave
@@ -109,7 +113,14 @@ class AutoDrafter(JointDrafter):
         drafting: dict[str, float] = {}
         # Of each source: the sequences that it may draft for.
         able = {name: [i for i, b in enumerate(budgets) if b.nodes and name in mine[i].parts] for name in self.parts}
-        for name in self.pilot.asks(name for name, who in able.items() if who):
+        limits = [b.nodes for b in budgets]
+
+        def fused() -> list[TokenTree]:
+            return [fuse(draft or [TokenTree.root(root)]) for draft, root in zip(drafts, roots, strict=True)]
+
+        for name in self.pilot.order(name for name, who in able.items() if who):
+            if not self.pilot.wants(name, len(roots), lambda: self.pilot.expects(fused(), limits)):
+                continue
             clock, who = perf_counter(), able[name]
             found = self.parts[name].propose(
                 [mine[i].parts[name] for i in who], [roots[i] for i in who], [budgets[i] for i in who]
@@ -122,10 +133,10 @@ class AutoDrafter(JointDrafter):
             return [Proposal(TokenTree.root(root)) for root in roots]
         drafting = self.pilot.count(drafting, len(roots))
         self._drafting = sum(drafting.values())
-        trees = [fuse(draft or [TokenTree.root(root)]) for draft, root in zip(drafts, roots, strict=True)]
+        trees = fused()
         for session, tree in zip(mine, trees, strict=True):
             session.proposed(tree)
-        kept = self.pilot.choose(trees, [b.nodes for b in budgets], drafting)
+        kept = self.pilot.choose(trees, limits, drafting)
         return [Proposal(tree) for tree in kept]
 
     def _settle(self) -> None:

@@ -16,12 +16,12 @@ class RecurrentDrafter(BeamDrafter):
 
     def start(self, *inputs: Tensor) -> Carry:
         states, roots = inputs
-        return states[:, None], self.head.start(states, roots)[:, None]
+        return self.head.prepare(states[:, None]), self.head.start(states, roots)[:, None]
 
     def logits(self, carry: Carry, depth: int) -> Tensor:  # noqa: ARG002
-        states, memory = carry  # (b, 1, H), (b, w, H)
-        return self.head.logits(states.expand(-1, memory.shape[1], -1), memory)
+        prepared, memory = carry  # memory (b, w, H)
+        return self.head.guess(prepared, memory)
 
     def advance(self, carry: Carry, chain: Tensor, tokens: Tensor, depth: int) -> Carry:  # noqa: ARG002
-        states, memory = carry
-        return states, self.head.advance(memory.take_along_dim(chain[..., None], 1), tokens)
+        prepared, memory = carry
+        return prepared, self.head.advance(memory, tokens, chain)

@@ -266,7 +266,22 @@ class Residual(nn.Module):
         self.linear = nn.Linear(size, size)
 
     def forward(self, x: Tensor) -> Tensor:
+        if by_kernels(x):
+            from slipstream.heads.layer_kernel import add_silu
+
+            return add_silu(x, self.linear(x), None, None)
         return x + functional.silu(self.linear(x))
+
+
+def by_kernels(x: Tensor) -> bool:
+    """Whether kernels (`layer_kernel.py`) compute what happens to x between products: on a GPU in half precision, where
+    nobody asks for gradients, which they don't have."""
+    return x.is_cuda and x.dtype in (torch.float16, torch.bfloat16) and not torch.is_grad_enabled()
+
+
+def follow(x: Tensor, chain: Tensor | None) -> Tensor:
+    """(b, w, H) -> (b, w', H) the rows of these numbers (b, w'). None: all, as they are."""
+    return x if chain is None else x.take_along_dim(chain[..., None], 1)
 
 
 def later(tokens: Tensor, by: int) -> Tensor:

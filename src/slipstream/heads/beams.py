@@ -7,7 +7,6 @@ tensors, which is ReDrafter's dynamic tree attention: no trie, and nothing for t
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from slipstream.errors import OptionError
 from slipstream.heads.drafting import HeadDrafter, HeadOptions, likeliest, pack, pack_chains, pack_first
+from slipstream.heads.growth import Record, grow_depth, new_record
 from slipstream.sampling import gumbel
 from slipstream.target.ops import best_tokens
 
@@ -98,42 +98,42 @@ class BeamDrafter(ChainDrafter):
         self.length = min(options.length, self.head.reach or options.length)
 
     def best(self, *inputs: Tensor) -> Tensor:
-        carry = self.start(*inputs)
-        beams = torch.empty((len(inputs[0]), 1, 0), dtype=torch.long, device=self.device)  # (b, w, depth)
-        logp = torch.empty(beams.shape, device=self.device)  # the same of every token given those before it
-        held: list[tuple[Tensor, Tensor, Tensor]] = []  # per depth: tokens, beams before, log-probabilities (b, width)
-        first = None
+        carry, width = self.start(*inputs), self.width
+        record = new_record(len(inputs[0]), self.length * width, self.device)
+        number = first = None  # of the nodes at which the beams end; None: the root
         for depth in range(self.length):
             logits = self.logits(carry, depth)
             if self.first and not depth:
                 first = likeliest(logits[:, 0], self.first)
             # (b, w, width): no beam has more than that many children among the best
-            given, some = best_tokens(logits, self.width)
-            choice = (logp.sum(-1, keepdim=True) + given).flatten(1).topk(self.width).indices  # (b, width)
-            chain = choice // self.width
-            tokens = some.flatten(1).gather(1, choice)
-            beams = _append(beams, chain, tokens)
-            own = given.flatten(1).gather(1, choice)
-            logp = _append(logp, chain, own)
-            held.append((tokens, chain, own))
+            logp, ids = best_tokens(logits, width)
+            tokens, chain, number = grow_depth(logp, ids, number, None, None, record, depth * width, width, False)
             if depth + 1 < self.length:
                 carry = self.advance(carry, chain, tokens, depth + 1)
-        tree = stacked(held) if self.options.every else overlay(beams, logp.exp(), self.options.compress)
-        return pack_first(tree, first)
+        if self.options.every:
+            return pack_first(stacked(record), first)
+        beams, logp = finished(record, width)
+        return pack_first(overlay(beams, logp.exp(), self.options.compress), first)
 
 
-def _append(beams: Tensor, chain: Tensor, last: Tensor) -> Tensor:
-    """(b, w, n), (b, w'), (b, w') -> (b, w', n + 1)."""
-    return torch.cat((beams.take_along_dim(chain[..., None], 1), last[..., None]), -1)
-
-
-def stacked(held: Sequence[tuple[Tensor, Tensor, Tensor]]) -> Tensor:
+def stacked(record: Record) -> Tensor:
     """All beams of all depths as a tree, packed: at no depth do two of them spell the same, so nothing is merged."""
-    tokens, chains, logp = (torch.stack(column, 1) for column in zip(*held, strict=True))  # (b, depth, width) each
-    width = tokens.shape[2]
-    before = 1 + width * torch.arange(-1, len(held) - 1, device=tokens.device)[:, None]  # the first node of the depth
-    parents = (before + chains).clamp(min=0)  # above
-    return pack(tokens.flatten(1), parents.flatten(1), logp.exp().flatten(1))
+    nodes, odds = record
+    return pack(nodes[:, 0], nodes[:, 1], odds[:, 0].exp())
+
+
+def finished(record: Record, width: int) -> Record:
+    """(b, w, n) the beams that reach the end, and the log-probability of every token given those before it: each is
+    followed back to the root."""
+    tokens, parents = record[0].unflatten(2, (-1, width)).unbind(1)  # (b, n, w) each
+    logp = record[1][:, 0].unflatten(1, (-1, width))
+    at = torch.arange(width, device=tokens.device).expand(len(tokens), -1)
+    spelled, odds = list[Tensor](), list[Tensor]()
+    for depth in reversed(range(tokens.shape[1])):
+        spelled.insert(0, tokens[:, depth].gather(1, at))
+        odds.insert(0, logp[:, depth].gather(1, at))
+        at = (parents[:, depth].gather(1, at).long() - 1) % width  # the nodes of a depth have neighbouring numbers
+    return torch.stack(spelled, 2), torch.stack(odds, 2)
 
 
 def prefix_match(beams: Tensor) -> Tensor:

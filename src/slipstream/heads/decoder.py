@@ -1,14 +1,15 @@
 """One decoder layer of Llama's shape, and the heads made of it, which predict states and read them again.
 
 The layer owns no cache: whoever calls it passes `attend`, a function of queries, keys and values. `Chains` is the one
-for training: it attends as if a chain were being drafted from every position at once.
+for training: it attends as if a chain were being drafted from every position at once. `keys.Look` is the one for
+drafting, which on a GPU takes few launches.
 """
 
 from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,9 +21,11 @@ from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from slipstream.errors import DrafterError, OptionError
-from slipstream.heads.base import Head, HeadConfig, Prediction, later
+from slipstream.heads.base import Head, HeadConfig, Prediction, by_kernels, follow, later
+from slipstream.heads.keys import Look
+from slipstream.target.standins import Part
 
-# (b, heads, n, d), (b, kv, n, d), (b, kv, n, d) -> (b, n, heads, d)
+# (b, heads, n, d), (b, kv, n, d), (b, kv, n, d) -> (b, w, heads, d) of the last w, those that look
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -77,20 +80,54 @@ class FeatureHead(Head):
         """(b, n, ·) the target's states as join gives them -> (b, n, H) features."""
 
     @abstractmethod
-    def enter(self, embedding: Tensor, features: Tensor) -> Tensor:
-        """(b, n, H) of the tokens, (b, n, H) of the states before them -> what `layer` reads."""
+    def enter(self, tokens: Tensor, features: Tensor, chain: Tensor | None) -> tuple[Tensor, Tensor]:
+        """As `draft` has them -> what the layer reads (b, n, ·), and what it adds to (b, n, H)."""
+
+    @property
+    @abstractmethod
+    def decoder(self) -> Layer:
+        """Its layer."""
+
+    @property
+    def last_norm(self) -> RMSNorm | None:
+        """What stands between features and the output matrix."""
+        return None
 
     @abstractmethod
-    def layer(self, x: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """(b, n, ·), (b, n) -> (b, n, H) features of the next states."""
+    def output(self, x: Tensor) -> Tensor:
+        """(…, H) features, under the last norm if there is one -> (…, V')."""
 
-    @abstractmethod
     def logits(self, features: Tensor) -> Tensor:
         """(…, H) -> (…, V')."""
+        return self.output(features if self.last_norm is None else self.last_norm(features))
 
     def step(self, tokens: Tensor, features: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """(b, n) tokens and (b, n, H) the features of the states before them -> (b, n, H) the features after them."""
-        return self.layer(self.enter(self.embed(tokens), features), positions, attend)
+        return torch.add(*self.decoder.carry(*self.enter(tokens, features, None), positions, attend))
+
+    def draft(
+        self, tokens: Tensor, features: Tensor, chain: Tensor | None, positions: Tensor, look: Look
+    ) -> tuple[Tensor, Tensor | None]:
+        """A step of those (b, n) tokens whose features (b, ·, H) before them have the numbers chain (b, n); None: one
+        after the other. Gives the features after the last w, those that look, and the same under the last norm."""
+        rest, h = self.decoder.carry(*self.enter(tokens, features, chain), positions, look)
+        return (h + rest, None) if self.last_norm is None else add_norm(rest, h, self.last_norm)
+
+    def side_by_side(
+        self, tokens: Tensor, features: Tensor, chain: Tensor | None, norms: tuple[RMSNorm, RMSNorm] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Embeddings and features, each under its norm: (b, n, 2H). And these features as they are (b, n, H)."""
+        if by_kernels(features):
+            from slipstream.heads.layer_kernel import enter
+
+            weights, eps = ((norms[0].weight, norms[1].weight), norms[0].eps) if norms else ((None, None), 0.0)
+            table = self.embedding
+            if type(table) is nn.Embedding and table.weight.device == features.device:
+                return enter(tokens, table.weight, features, chain, *weights, eps)
+            return enter(None, self.embed(tokens).flatten(0, 1), features, chain, *weights, eps)
+        embedding, features = self.embed(tokens), follow(features, chain)
+        both = (norms[0](embedding), norms[1](features)) if norms else (embedding, features)
+        return torch.cat(both, dim=-1), features
 
     def predict(self, states: Tensor, tokens: Tensor, depths: int) -> Iterator[Prediction]:
         """From depth 1 on it reads its own features, through which gradients flow."""
@@ -143,10 +180,13 @@ class Layer(nn.Module):
         self.mlp = _MLP(config, width)
         self.post_attention_layernorm = RMSNorm(width, config.rms_norm_eps)
 
-    def carry(self, x: Tensor, residual: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """(b, n, reads), (b, n, H), (b, n) -> (b, n, H)."""
-        h = residual + self.self_attn(x, positions, attend)
-        return h + self.mlp(self.post_attention_layernorm(h))
+    def carry(self, x: Tensor, residual: Tensor, positions: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
+        """(b, n, reads), (b, n, H), (b, n) -> twice (b, w, H), whose sum is the result for the last w: those that look.
+        The others are there for their keys."""
+        mixed = self.self_attn(x, positions, attend)
+        silent = residual.shape[1] - mixed.shape[1]
+        h, normed = add_norm(mixed, residual[:, silent:], self.post_attention_layernorm)
+        return self.mlp(normed), h
 
 
 class _Attention(nn.Module):
@@ -161,12 +201,13 @@ class _Attention(nn.Module):
         self.rotary = _Rotary(config)
 
     def forward(self, x: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        query, key, value = (
-            proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (b, heads, n, d)
-            for proj in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        cos, sin = self.rotary(positions)
-        mixed = attend(_rotate(query, cos, sin), _rotate(key, cos, sin), value)  # (b, n, heads, d)
+        products = (self.q_proj, self.k_proj, self.v_proj)
+        if isinstance(attend, Look) and by_kernels(x):
+            mixed = attend.turned(_together(products, x), positions, self.rotary.frequencies, self.rotary.scale)
+        else:
+            query, key, value = (proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for proj in products)
+            cos, sin = self.rotary(positions)
+            mixed = attend(_rotate(query, cos, sin), _rotate(key, cos, sin), value)  # (b, w, heads, d)
         return self.o_proj(mixed.flatten(2))
 
 
@@ -177,8 +218,13 @@ class _MLP(nn.Module):
         self.up_proj = nn.Linear(width, config.intermediate_size, bias=False)
         self.down_proj = nn.Linear(config.intermediate_size, width, bias=False)
         self.act = ACT2FN[config.hidden_act]
+        self.silu = config.hidden_act == "silu"
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.silu and by_kernels(x):
+            from slipstream.heads.layer_kernel import gated
+
+            return self.down_proj(gated(_together((self.gate_proj, self.up_proj), x)))
         return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
 
 
@@ -193,6 +239,23 @@ class RMSNorm(nn.Module):
         return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
 
 
+def add_norm(x: Tensor, residual: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
+    """(b, w, H) each -> their sum, and the sum under the norm."""
+    if by_kernels(x):
+        from slipstream.heads.layer_kernel import add_norm
+
+        return add_norm(x, residual, norm.weight, norm.eps)
+    total = residual + x
+    return total, norm(total)
+
+
+def _together(layers: Sequence[nn.Module], x: Tensor) -> Tensor:
+    """(b, n, ·) what several layers make of x, side by side."""
+    if isinstance(layers[0], Part):  # they are one already
+        return layers[0].whole(x, True)
+    return torch.cat([layer(x) for layer in layers], dim=-1)
+
+
 class _Rotary(nn.Module):
     """Cosines and sines of positions. Its frequencies keep their precision whatever the head is cast to."""
 
@@ -201,7 +264,7 @@ class _Rotary(nn.Module):
     def __init__(self, config: LayerConfig) -> None:
         super().__init__()
         with torch.device("cpu"):  # real values, also in a blank head
-            self._exact, self._scale = _frequencies(config)
+            self._exact, self.scale = _frequencies(config)
         self.register_buffer("frequencies", self._exact, persistent=False)  # (d/2,)
 
     def _apply(self, fn: Any, recurse: bool = True) -> _Rotary:
@@ -213,7 +276,7 @@ class _Rotary(nn.Module):
         """(b, n) -> twice (b, 1, n, d)."""
         angles = positions[:, None, :, None].float() * self.frequencies
         angles = torch.cat((angles, angles), dim=-1)
-        return angles.cos() * self._scale, angles.sin() * self._scale
+        return angles.cos() * self.scale, angles.sin() * self.scale
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

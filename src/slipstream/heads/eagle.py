@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.heads.base import Lender
-from slipstream.heads.decoder import Attend, FeatureHead, Layer, LayerConfig, layer_sizes
+from slipstream.heads.decoder import FeatureHead, Layer, LayerConfig, layer_sizes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,11 +69,9 @@ class Eagle(FeatureHead):
     def read(self, states: Tensor) -> Tensor:
         return states.to(self.dtype)
 
-    def enter(self, embedding: Tensor, features: Tensor) -> Tensor:
-        return self.fc(torch.cat((embedding, features), dim=-1))
+    def enter(self, tokens: Tensor, features: Tensor, chain: Tensor | None) -> tuple[Tensor, Tensor]:
+        x = self.fc(self.side_by_side(tokens, features, chain)[0])
+        return x, x
 
-    def layer(self, x: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        return self.decoder.carry(x, x, positions, attend)
-
-    def logits(self, features: Tensor) -> Tensor:
-        return self.lender.logits(features, bias=True)
+    def output(self, x: Tensor) -> Tensor:
+        return self.lender.logits(x, bias=True)

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from slipstream.errors import DrafterError, OptionError
 from slipstream.heads.base import Lender
-from slipstream.heads.decoder import Attend, FeatureHead, Layer, LayerConfig, RMSNorm, layer_sizes
+from slipstream.heads.decoder import FeatureHead, Layer, LayerConfig, RMSNorm, layer_sizes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,14 +146,20 @@ class Eagle3(FeatureHead):
         x = states.to(self.dtype)
         return self.fc(self.input_norm(x) if self.config.norm_before_fc else x)
 
-    def enter(self, embedding: Tensor, features: Tensor) -> Tensor:
-        return torch.cat((embedding, features), dim=-1)  # (b, n, 2H)
+    @property
+    def decoder(self) -> _MidLayer:
+        return self.midlayer
 
-    def layer(self, x: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        return self.midlayer(x, positions, attend)
+    @property
+    def last_norm(self) -> RMSNorm:
+        return self.norm
 
-    def logits(self, features: Tensor) -> Tensor:
-        x = self.norm(features)
+    def enter(self, tokens: Tensor, features: Tensor, chain: Tensor | None) -> tuple[Tensor, Tensor]:
+        norms = (self.midlayer.input_layernorm, self.midlayer.hidden_norm)
+        x, features = self.side_by_side(tokens, features, chain, norms)
+        return x, x[..., self.config.width :] if self.config.norm_before_residual else features
+
+    def output(self, x: Tensor) -> Tensor:
         if "lm_head.weight" not in self.borrowed:
             return self.lm_head(x)
         return self.lender.logits(x) if self._rows is None else functional.linear(x.to(self._rows.dtype), self._rows)
@@ -166,14 +172,6 @@ class _MidLayer(Layer):
         super().__init__(config, width=config.width, reads=2 * config.width)
         self.hidden_norm = RMSNorm(config.width, config.rms_norm_eps)
         self.input_layernorm = RMSNorm(config.width, config.rms_norm_eps)
-        self.norm_before_residual = config.norm_before_residual
-
-    def forward(self, x: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """(b, n, 2H), (b, n) -> (b, n, H)."""
-        embedding, features = x.chunk(2, dim=-1)
-        normed = self.hidden_norm(features)
-        x = torch.cat((self.input_layernorm(embedding), normed), dim=-1)
-        return self.carry(x, normed if self.norm_before_residual else features, positions, attend)
 
 
 def _final_scale(model: Any) -> Tensor | None:

@@ -19,9 +19,9 @@ from slipstream.drafters.base import Seen
 from slipstream.errors import OptionError
 from slipstream.heads.beams import Carry, ChainDrafter
 from slipstream.heads.decoder import FeatureHead
-from slipstream.heads.drafting import HeadOptions, HeadSession, likeliest, pack, pack_first
-from slipstream.heads.growth import Growth
-from slipstream.heads.keys import KeyCache
+from slipstream.heads.drafting import HeadOptions, HeadSession, likeliest
+from slipstream.heads.growth import Growth, new_record
+from slipstream.heads.keys import KeyCache, extend_paths, first_places
 from slipstream.target.ops import best_tokens
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class FeatureDrafter(ChainDrafter):
         row = torch.tensor([session.row], dtype=torch.int32, device=self.device)
         tokens = torch.tensor([session.following], device=self.device)
         features = self.head.read(self._states([session])[None, :count])
-        self.head.step(tokens, features, columns, self.cache.through(row, columns))
+        self.head.draft(tokens, features, None, columns, self.cache.through(row, columns))
         session.forget()
 
     def _states(self, sessions: Iterable[FeatureSession]) -> Tensor:
@@ -121,17 +121,17 @@ class FeatureDrafter(ChainDrafter):
     def start(self, *inputs: Tensor) -> Carry:
         """Read what waits. Only the last pair looks at the others: these are there for their keys."""
         given, states = inputs
-        rows, lengths, counts = given[:, :3].int().t().contiguous()  # (b,) each
-        last = lengths + counts - 1
-        m = states.shape[1]
-        place = torch.arange(m, dtype=torch.int32, device=last.device) + (counts - m)[:, None]  # (b, m)
-        columns = torch.where(place >= 0, lengths[:, None] + place, last[:, None] + 1)  # padding where drafts will be
-        look = self.cache.through(rows, columns, last, last[:, None, None])
-        features = self.head.step(given[:, 3:], self.head.read(states), columns, look)
-        return Nodes(features[:, -1:], rows, last, rows.new_empty(len(rows), 1, 0), 0)
+        rows, ends, columns = first_places(given, 1 + self.length)
+        look = self.cache.through(rows, columns, ends[0], ends[0][:, None, None])
+        read = self.head.draft(given[:, 3:], self.head.read(states), None, columns, look)
+        return Nodes(*read, rows, ends, rows.new_empty(len(rows), 1, 0), 0)
+
+    def own_logits(self, carry: Carry) -> Tensor:
+        """(b, w, V') over the tokens that the head can guess."""
+        return self.head.logits(carry.features) if carry.normed is None else self.head.output(carry.normed)
 
     def logits(self, carry: Carry, depth: int) -> Tensor:  # noqa: ARG002
-        logits = self.head.logits(carry.features)  # (b, w, V')
+        logits = self.own_logits(carry)
         if self._ids is None:
             return logits
         every = logits.new_full((*logits.shape[:2], self.head.config.vocab_size), -torch.inf)
@@ -139,39 +139,26 @@ class FeatureDrafter(ChainDrafter):
 
     def advance(self, carry: Carry, chain: Tensor, tokens: Tensor, depth: int) -> Carry:
         b, w = tokens.shape
-        free = torch.arange(carry.used, carry.used + w, dtype=torch.int32, device=tokens.device)
-        columns = carry.last[:, None] + 1 + free  # (b, w)
-        paths = torch.cat((carry.paths.take_along_dim(chain[..., None], 1), columns[..., None]), dim=2)
-        before = carry.features.take_along_dim(chain[..., None], 1)
-        positions = (carry.last + depth)[:, None].expand(b, w)
-        look = self.cache.through(carry.rows, columns, carry.last + 1, paths)
-        features = self.head.step(tokens, before, positions, look)
-        return Nodes(features, carry.rows, carry.last, paths, carry.used + w)
+        free = carry.ends[1]
+        paths = extend_paths(carry.paths, chain, free, carry.used)  # (b, w, depth)
+        look = self.cache.through(carry.rows, paths[..., -1], free, paths)
+        read = self.head.draft(tokens, carry.features, chain, carry.ends[depth, :, None].expand(b, w), look)
+        return Nodes(*read, carry.rows, carry.ends, paths, carry.used + w)
 
     def best(self, *inputs: Tensor) -> Tensor:
         carry, growth = self.start(*inputs), self.growth
-        value = carry.features.new_zeros(len(inputs[0]), 1, dtype=torch.float32)  # log-probability of the path
-        number = torch.zeros_like(value, dtype=torch.long)  # of the node; 0 is the root
-        found: list[tuple[Tensor, ...]] = []  # per depth: tokens, parents, log-probabilities, those of paths
-        known, first = 1, None
+        record = new_record(len(inputs[0]), growth.found, self.device)
+        number = first = None  # of the nodes that are read; None: the root
         for depth in range(growth.depth):
-            logits = self.head.logits(carry.features)
+            logits = self.own_logits(carry)
             if self.first and not depth:
                 first = likeliest(logits[:, 0], self.first)
                 first = first if self._ids is None else self._ids[first]
-            logp, best = best_tokens(logits, growth.branch)  # (b, w, branch)
-            # A child above its parent would break the order; a head that overflows knows nothing.
-            logp = logp.nan_to_num(nan=-torch.inf, neginf=-torch.inf).clamp(max=0)
-            paths = (value[..., None] + logp).flatten(1)  # (b, w·branch)
-            tokens = (best if self._ids is None else self._ids[best]).flatten(1)
-            found.append((tokens, number.repeat_interleave(growth.branch, 1), logp.flatten(1), paths))
+            logp, ids = best_tokens(logits, growth.branch)  # (b, w, branch)
+            tokens, chain, number = growth.grow(depth, logp, ids, number, self._ids, record)
             if depth + 1 < growth.depth:
-                chosen = growth.chosen(depth, paths)  # (b, w)
-                value, number = paths.gather(1, chosen), known + chosen
-                known += paths.shape[1]
-                carry = self.advance(carry, chosen // growth.branch, tokens.gather(1, chosen), depth + 1)
-        tree = growth.keep(*(torch.cat(columns, dim=1) for columns in zip(*found, strict=True)))
-        return pack_first(pack(*tree), first)
+                carry = self.advance(carry, chain, tokens, depth + 1)
+        return growth.keep(record, first)
 
 
 @dataclass(frozen=True)
@@ -179,10 +166,11 @@ class Nodes:
     """The drafted tokens of one depth, from which the next one's grow; before the first, the root."""
 
     features: Tensor  # (b, w, H) the predicted states that read them
+    normed: Tensor | None  # (b, w, H) the same under the head's last norm, if it has one
     rows: Tensor  # (b,) int32, of the cache
-    last: Tensor  # (b,) int32, the column of the text's last pair, which the root belongs to
+    ends: Tensor  # (·, b) int32: the column of the text's last pair, which the root belongs to, and those after it
     paths: Tensor  # (b, w, depth) int32, the columns of drafted ancestors, their own last
-    used: int  # columns behind `last`
+    used: int  # columns behind the text
 
 
 class FeatureSession(HeadSession):

@@ -6,14 +6,17 @@ its own path. Who looks where is all in tensors, so that a captured CUDA graph f
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention
 
-from slipstream.heads.decoder import Attend, LayerConfig
 from slipstream.target.ops import attend, write_keys
+
+if TYPE_CHECKING:
+    from slipstream.heads.decoder import LayerConfig
 
 FIRST_CAPACITY = 1024  # every growth captures anew, and capacity that isn't used costs nothing but memory
 
@@ -25,7 +28,7 @@ class KeyCache:
     def __init__(self, config: LayerConfig, dtype: torch.dtype, device: torch.device) -> None:
         self.generation = 0  # how often the tensors moved
         self._heads, self._device = config.num_attention_heads, device
-        self._scratch: dict[int, Any] = {}  # by batch
+        self.scratch: dict[int, tuple[Any, Tensor]] = {}  # by batch
         self._free: list[int] = []
         with torch.inference_mode():
             empty = torch.zeros(1, config.num_key_value_heads, 0, config.head_dim, dtype=dtype, device=device)
@@ -64,42 +67,109 @@ class KeyCache:
             return new
 
         self.keys, self.values = larger(self.keys), larger(self.values)
-        self._scratch.clear()
+        self.scratch.clear()
         self.generation += 1
 
     def prepare(self, batch: int, most: int, depth: int) -> None:
         """On a GPU attention needs scratch, and a replay must find it where it was: for a batch of at most that many
         drafted tokens at a time, at most that deep. The same numbers each time."""
-        if self._device.type == "cuda" and batch not in self._scratch:
+        if self._device.type == "cuda" and batch not in self.scratch:
             from slipstream.target.exact import scratch
 
             size = (batch, most, self._heads, self.capacity, depth, self.values.shape[3])
-            self._scratch[batch] = scratch(*size, self._device)
+            depths = torch.arange(depth, dtype=torch.int32, device=self._device)
+            self.scratch[batch] = scratch(*size, self._device), depths[:, None, None].repeat(1, batch, most)
 
     def through(
         self, rows: Tensor, columns: Tensor, lengths: Tensor | None = None, paths: Tensor | None = None
-    ) -> Attend:
+    ) -> Look:
         """Attention for one reading of the layer: its keys go to these rows (b,) and columns (b, n), and the last w of
         the n look at the first `lengths` (b,) columns and at those of their paths (b, w, depth), their own last.
         Without paths nobody looks."""
+        return Look(self, rows, columns, lengths, paths)
 
-        def look(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            write_keys(self.keys, self.values, key, value, rows, columns)
-            b, heads, n, d = query.shape
-            if lengths is None or paths is None:
-                return query.new_zeros(b, n, heads, d)
-            w, depth = paths.shape[1:]
-            query = query[:, :, n - w :]
-            if query.is_cuda:
-                depths = torch.full((b, w), depth - 1, dtype=torch.int32, device=query.device)
-                stats, sums = self._scratch[b].stats, self._scratch[b].sums
-                where = (rows, lengths, depths, paths, stats, sums)
-                out = attend(query, self.keys, self.values, *where, d**-0.5, None, None)
-            else:
-                out = masked_attention(query, self.keys, self.values, rows, lengths, paths)
-            return pad(out, (0, 0, 0, 0, n - w, 0))
 
-        return look
+@dataclass(frozen=True)
+class Look:
+    """See `KeyCache.through`."""
+
+    cache: KeyCache
+    rows: Tensor
+    columns: Tensor
+    lengths: Tensor | None
+    paths: Tensor | None
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """(b, heads, n, d), (b, kv, n, d), (b, kv, n, d) -> (b, w, heads, d)."""
+        write_keys(self.cache.keys, self.cache.values, key, value, self.rows, self.columns.contiguous())
+        return self._mixed(query[:, :, query.shape[2] - self._count :])
+
+    def turned(self, qkv: Tensor, positions: Tensor, frequencies: Tensor, scale: float) -> Tensor:
+        """The same of all three side by side, (b, n, ·), which are rotated on the way."""
+        from slipstream.heads.layer_kernel import turn
+
+        keys, values = self.cache.keys, self.cache.values
+        return self._mixed(turn(qkv, positions, frequencies, scale, keys, values, self.rows, self.columns, self._count))
+
+    @property
+    def _count(self) -> int:
+        return 0 if self.paths is None else self.paths.shape[1]
+
+    def _mixed(self, query: Tensor) -> Tensor:
+        """(b, heads, w, d) -> (b, w, heads, d)."""
+        if self.lengths is None or self.paths is None:
+            return query.transpose(1, 2)  # no rows
+        keys, values = self.cache.keys, self.cache.values
+        if not query.is_cuda:
+            return masked_attention(query, keys, values, self.rows, self.lengths, self.paths)
+        b, w, depth = self.paths.shape
+        scratch, depths = self.cache.scratch[b]
+        where = (self.rows, self.lengths, depths[depth - 1, :, :w], self.paths, scratch.stats, scratch.sums)
+        return attend(query, keys, values, *where, query.shape[3] ** -0.5, None, None)
+
+
+@torch.library.custom_op("slipstream::first_places", mutates_args=())
+def first_places(given: Tensor, depths: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(b, 3 + m) whose first three are a row, how many keys it has, and how many of m states at their end wait -> rows
+    (b,); ends (depths, b), the column of the last state and those after it; and the columns of all m (b, m): what is
+    padded goes where drafts will be. All int32."""
+    if given.device.type == "cuda":
+        from slipstream.heads.layer_kernel import first_rows
+
+        return first_rows(given, depths)
+    rows, lengths, counts = given[:, :3].int().t().contiguous()  # (b,) each
+    ends = lengths + counts - 1 + torch.arange(depths, dtype=torch.int32, device=given.device)[:, None]
+    m = given.shape[1] - 3
+    place = torch.arange(m, dtype=torch.int32, device=given.device) + (counts - m)[:, None]  # (b, m)
+    columns = torch.where(place >= 0, lengths[:, None] + place, ends[0][:, None] + 1)
+    return rows, ends, columns
+
+
+@first_places.register_fake
+def _place_shapes(given: Tensor, depths: int) -> tuple[Tensor, Tensor, Tensor]:
+    """For tracing: the shapes alone."""
+    b, m = given.shape[0], given.shape[1] - 3
+    shapes = ((b,), (depths, b), (b, m))
+    rows, ends, columns = (given.new_empty(shape, dtype=torch.int32) for shape in shapes)
+    return rows, ends, columns
+
+
+@torch.library.custom_op("slipstream::extend_paths", mutates_args=())
+def extend_paths(paths: Tensor, chain: Tensor, free: Tensor, used: int) -> Tensor:
+    """(b, w', depth) -> (b, w, depth + 1) int32: each of w goes on from the path numbered chain (b, w), in a column of
+    its own: the first is `used` columns behind `free` (b,)."""
+    if paths.device.type == "cuda":
+        from slipstream.heads.layer_kernel import longer_paths
+
+        return longer_paths(paths, chain, free, used)
+    own = free[:, None] + torch.arange(used, used + chain.shape[1], dtype=torch.int32, device=free.device)
+    return torch.cat((paths.take_along_dim(chain[..., None], 1), own[..., None]), dim=2)
+
+
+@extend_paths.register_fake
+def _path_shape(paths: Tensor, chain: Tensor, _free: Tensor, _used: int) -> Tensor:
+    """For tracing: the shape alone."""
+    return paths.new_empty(*chain.shape, paths.shape[2] + 1)
 
 
 def masked_attention(

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from slipstream.heads.base import Head, HeadConfig, Lender, Prediction, Residual, later
+from slipstream.heads.base import Head, HeadConfig, Lender, Prediction, Residual, by_kernels, follow, later
+from slipstream.target.ops import linear
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,21 +83,59 @@ class ReDrafter(Head):
         e = self.embed(root)
         return self._next(torch.zeros_like(e), e)
 
-    def advance(self, state: Tensor, token: Tensor) -> Tensor:
-        """(…, H), (…) -> (…, H) the state after one more token."""
-        return self._next(state, self.embed(token))
+    def advance(self, state: Tensor, token: Tensor, chain: Tensor | None = None) -> Tensor:
+        """(…, H), (…) -> (…, H) the state after one more token. chain: as `base.follow` has it, which state."""
+        return self._next(state, self.embed(token), chain)
 
-    def _next(self, state: Tensor, e: Tensor) -> Tensor:
-        return functional.silu(self.rnn_w(e) + self.rnn_u(state)) if self.config.rnn else e + state
+    def _next(self, state: Tensor, e: Tensor, chain: Tensor | None = None) -> Tensor:
+        if not self.config.rnn:
+            return e + follow(state, chain)
+        new, old = self.rnn_w(e), self.rnn_u(state)
+        if by_kernels(new):
+            from slipstream.heads.layer_kernel import silu_sum
+
+            return silu_sum(new, old, chain)
+        return functional.silu(new + follow(old, chain))
 
     def logits(self, h: Tensor, state: Tensor) -> Tensor:
         """(…, H), (…, H) -> (…, V)."""
         x = torch.cat((h.to(state.dtype), state), dim=-1)  # (…, 2H)
         if 2 * self.config.hidden_size != self.config.exit_dim:
             x = self.input_proj(x)
-        for part in self.lm_head:
+        return self._end(x, 0)
+
+    def _end(self, x: Tensor, done: int) -> Tensor:
+        """(…, E) behind so many of the blocks -> (…, V)."""
+        for part in list(self.lm_head)[done:]:
             x = part(x)
         return self.lender.logits(x) if self.borrowed else x
+
+    # ---- drafting: what comes of the target's state is computed once for all drafted tokens
+
+    @property
+    def _first_block(self) -> Any:
+        return self.lm_head[0]
+
+    def prepare(self, h: Tensor) -> tuple[Tensor, ...]:
+        """(b, 1, H) -> what `guess` needs of it."""
+        h = h.to(self.dtype)
+        if 2 * self.config.hidden_size == self.config.exit_dim:
+            return (h,)
+        shift = linear(h, self.input_proj.weight[:, : self.config.hidden_size], self.input_proj.bias)  # (b, 1, E)
+        return shift, self._first_block.linear(shift)
+
+    def guess(self, prepared: tuple[Tensor, ...], state: Tensor) -> Tensor:
+        """`logits` of states (b, w, H)."""
+        if len(prepared) == 1:
+            return self.logits(prepared[0].expand_as(state), state)
+        shift, shifted = prepared
+        x = linear(state, self.input_proj.weight[:, self.config.hidden_size :], None)  # (b, w, E)
+        y = linear(x, self._first_block.linear.weight, None)
+        if by_kernels(x):
+            from slipstream.heads.layer_kernel import add_silu
+
+            return self._end(add_silu(x, y, shift, shifted), 1)
+        return self._end(x + shift + functional.silu(y + shifted), 1)
 
     def predict(self, states: Tensor, tokens: Tensor, depths: int) -> Iterator[Prediction]:
         self.check_depths(depths)

@@ -1,0 +1,404 @@
+"""What a head's layer does between its matrix products while it drafts, in Triton: one launch for each stretch of it.
+
+A step is a few rows, so what it costs is the number of launches. The modules' own code, which training differentiates,
+says the same in many: see `FeatureHead.side_by_side`, `Look.turned`, `Layer.carry`, `Residual` and `ReDrafter`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton  # type: ignore[import-not-found, unused-ignore]
+import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
+from torch import Tensor
+
+from slipstream.target.overlap import overlap, wait_turn
+
+BLOCK = 512  # numbers that a program takes where no row is summed up
+
+
+def _warps(width: int) -> int:
+    """For a program that sums up a row."""
+    return 1 if width <= 256 else 4 if width <= 4096 else 8
+
+
+# ---- where keys lie
+
+
+def first_rows(given: Tensor, depths: int) -> tuple[Tensor, Tensor, Tensor]:
+    """See `keys.first_places`."""
+    b, m = len(given), given.shape[1] - 3
+    ends = torch.empty((depths, b), dtype=torch.int32, device=given.device)
+    rows, columns = ends.new_empty(b), ends.new_empty(b, m)
+    pads = {"PAD_M": triton.next_power_of_2(m), "PAD_D": triton.next_power_of_2(depths)}
+    _first[(b,)](given, rows, ends, columns, given.stride(0), m, depths, b, **pads, num_warps=1, **overlap())
+    return rows, ends, columns
+
+
+# fmt: off
+@triton.jit
+def _first(  # type: ignore[no-untyped-def]
+    given, rows, ends, columns, g_sequence, m, depths, b, PAD_M: tl.constexpr, PAD_D: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    # fmt: on
+    wait_turn(EARLY)
+    sequence = tl.program_id(0)
+    given += sequence * g_sequence
+    length, count = tl.load(given + 1).to(tl.int32), tl.load(given + 2).to(tl.int32)
+    last = length + count - 1
+    tl.store(rows + sequence, tl.load(given).to(tl.int32))
+    depth = tl.arange(0, PAD_D)
+    tl.store(ends + depth * b + sequence, last + depth, mask=depth < depths)
+    i = tl.arange(0, PAD_M)
+    place = i + count - m
+    tl.store(columns + sequence * m + i, tl.where(place >= 0, length + place, last + 1), mask=i < m)
+
+
+def longer_paths(paths: Tensor, chain: Tensor, free: Tensor, used: int) -> Tensor:
+    """See `keys.extend_paths`."""
+    b, w = chain.shape
+    before = paths.shape[2]
+    out = torch.empty((b, w, before + 1), dtype=torch.int32, device=paths.device)
+    # fmt: off
+    _longer[(w, b)](
+        paths, chain, free, out, *paths.stride()[:2], *chain.stride(), w, used,
+        BEFORE=before, PAD=triton.next_power_of_2(before + 1), num_warps=1, **overlap(),
+    )
+    # fmt: on
+    return out
+
+
+# fmt: off
+@triton.jit(do_not_specialize=["used"])
+def _longer(  # type: ignore[no-untyped-def]
+    paths, chain, free, out, p_sequence, p_row, c_sequence, c_row, w, used,
+    BEFORE: tl.constexpr, PAD: tl.constexpr, EARLY: tl.constexpr,
+):
+    # fmt: on
+    wait_turn(EARLY)
+    i, sequence = tl.program_id(0), tl.program_id(1)
+    source = tl.load(chain + sequence * c_sequence + i * c_row)
+    at = tl.arange(0, PAD)
+    above = tl.load(paths + sequence * p_sequence + source * p_row + at, mask=at < BEFORE, other=0)
+    own = tl.load(free + sequence) + used + i
+    tl.store(out + (sequence * w + i) * (BEFORE + 1) + at, tl.where(at < BEFORE, above, own), mask=at <= BEFORE)
+
+
+# ---- into the layer
+
+
+@torch.library.custom_op("slipstream::enter", mutates_args=())
+def enter(
+    tokens: Tensor | None,  # (b, n)
+    table: Tensor,  # (V, H) embeddings; without tokens (b·n, H), those of the rows
+    features: Tensor,  # (b, w, H)
+    chain: Tensor | None,  # (b, n) which of the features; None: row by row
+    token_norm: Tensor | None,  # (H,) weights of a norm for each; None: none
+    feature_norm: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """Embeddings and features side by side, normed, (b, n, 2H); and the features as they are (b, n, H)."""
+    b, n = features.shape[:2] if chain is None else chain.shape
+    width = features.shape[2]
+    assert features.stride(2) == table.stride(1) == 1, "the numbers of a row lie side by side"
+    x = torch.empty((b, n, 2 * width), dtype=features.dtype, device=features.device)
+    raw = x.new_empty(b, n, width)
+    # fmt: off
+    _enter[(n, b)](
+        tokens, table, features, chain, token_norm, feature_norm, x, raw,
+        *((0, 0) if tokens is None else tokens.stride()), table.stride(0), *features.stride()[:2],
+        *((0, 0) if chain is None else chain.stride()), n, width, eps,
+        PAD=triton.next_power_of_2(width), num_warps=_warps(width), **overlap(),
+    )
+    # fmt: on
+    return x, raw
+
+
+@enter.register_fake
+def _entered(
+    _tokens: Tensor | None, _table: Tensor, features: Tensor, chain: Tensor | None, *_: object
+) -> tuple[Tensor, Tensor]:
+    """For tracing: the shapes alone."""
+    b, n = features.shape[:2] if chain is None else chain.shape
+    width = features.shape[2]
+    return features.new_empty(b, n, 2 * width), features.new_empty(b, n, width)
+
+
+@triton.jit
+def _normed(v, weight, at, inside, width, eps, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+    """v (PAD,) float32 under a norm, which rounds before the weight, as the modules do."""
+    v *= tl.rsqrt(tl.sum(v * v, 0) / width + eps)
+    return v.to(dtype).to(tl.float32) * tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+
+
+# fmt: off
+@triton.jit
+def _enter(  # type: ignore[no-untyped-def]
+    tokens, table, features, chain, token_norm, feature_norm, x, raw,
+    t_sequence, t_row, e_row, f_sequence, f_row, c_sequence, c_row, n, width, eps,
+    PAD: tl.constexpr, EARLY: tl.constexpr,
+):
+    # fmt: on
+    """One row."""
+    wait_turn(EARLY)
+    i, sequence = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    row = sequence * n + i
+    token = row
+    if tokens is not None:
+        token = tl.load(tokens + sequence * t_sequence + i * t_row).to(tl.int64)
+    source = i
+    if chain is not None:
+        source = tl.load(chain + sequence * c_sequence + i * c_row).to(tl.int32)
+    dtype: tl.constexpr = x.dtype.element_ty
+    at = tl.arange(0, PAD)
+    inside = at < width
+    e = tl.load(table + token * e_row + at, mask=inside, other=0.0).to(dtype).to(tl.float32)
+    f = tl.load(features + sequence * f_sequence + source * f_row + at, mask=inside, other=0.0)
+    tl.store(raw + row * width + at, f, mask=inside)
+    f = f.to(tl.float32)
+    if token_norm is not None:
+        e = _normed(e, token_norm, at, inside, width, eps, dtype)
+        f = _normed(f, feature_norm, at, inside, width, eps, dtype)
+    tl.store(x + row * 2 * width + at, e.to(dtype), mask=inside)
+    tl.store(x + row * 2 * width + width + at, f.to(dtype), mask=inside)
+
+
+# ---- attention
+
+
+@torch.library.custom_op("slipstream::turn", mutates_args=("keys", "values"))
+def turn(
+    qkv: Tensor,  # (b, n, (heads + 2 kv)·d)
+    positions: Tensor,  # (b, n)
+    frequencies: Tensor,  # (d/2,) float32
+    scale: float,  # of cosines and sines
+    keys: Tensor,  # (rows, kv, capacity, d)
+    values: Tensor,
+    rows: Tensor,  # (b,) int32
+    columns: Tensor,  # (b, n) int32
+    w: int,
+) -> Tensor:
+    """Rotate queries and keys, and put keys and values into their places. Gives the queries of the last w rows,
+    (b, heads, w, d)."""
+    b, n, every = qkv.shape
+    kv, d = keys.shape[1], keys.shape[3]
+    heads = every // d - 2 * kv
+    assert qkv.stride(2) == keys.stride(3) == 1, "the numbers of a head lie side by side"
+    assert keys.stride() == values.stride(), "keys and values lie alike"
+    query = torch.empty((b, w, heads, d), dtype=qkv.dtype, device=qkv.device)
+    # fmt: off
+    _turn[(n, heads + 2 * kv, b)](
+        qkv, positions, frequencies, query, keys, values, rows, columns, scale, *qkv.stride()[:2], *positions.stride(),
+        *columns.stride(), *keys.stride()[:3], n, w,
+        HEADS=heads, KV=kv, HALF=d // 2, PAD=triton.next_power_of_2(d // 2), num_warps=1, **overlap(),
+    )
+    # fmt: on
+    return query.transpose(1, 2)
+
+
+@turn.register_fake
+def _turned(
+    qkv: Tensor,
+    _positions: Tensor,
+    _frequencies: Tensor,
+    _scale: float,
+    keys: Tensor,
+    _values: Tensor,
+    _rows: Tensor,
+    _columns: Tensor,
+    w: int,
+) -> Tensor:
+    """For tracing: the shape alone."""
+    kv, d = keys.shape[1], keys.shape[3]
+    return qkv.new_empty(len(qkv), w, qkv.shape[2] // d - 2 * kv, d).transpose(1, 2)
+
+
+# fmt: off
+@triton.jit(do_not_specialize=["n", "w"])
+def _turn(  # type: ignore[no-untyped-def]
+    qkv, positions, frequencies, query, keys, values, rows, columns, scale, x_sequence, x_row, p_sequence, p_row,
+    c_sequence, c_row, k_row, k_head, k_column, n, w,
+    HEADS: tl.constexpr, KV: tl.constexpr, HALF: tl.constexpr, PAD: tl.constexpr, EARLY: tl.constexpr,
+):
+    # fmt: on
+    """One head of one row: a query, a key or a value. A number is rotated with the one half a head further on."""
+    i, head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    at = tl.arange(0, PAD)
+    inside = at < HALF
+    frequency = tl.load(frequencies + at, mask=inside, other=0.0)  # depends on nobody, so it is read ahead
+    wait_turn(EARLY)
+    qkv += sequence * x_sequence + i.to(tl.int64) * x_row + head * 2 * HALF + at
+    first = tl.load(qkv, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(qkv + HALF, mask=inside, other=0.0).to(tl.float32)
+    if head < HEADS + KV:
+        angle = tl.load(positions + sequence * p_sequence + i * p_row).to(tl.float32) * frequency
+        cos, sin = tl.cos(angle) * scale, tl.sin(angle) * scale
+        turned = first * cos - second * sin
+        second = second * cos + first * sin
+        first = turned
+    dtype: tl.constexpr = query.dtype.element_ty
+    if head < HEADS:
+        if i >= n - w:
+            looking = query + ((sequence * w + i - (n - w)) * HEADS + head) * 2 * HALF + at
+            tl.store(looking, first.to(dtype), mask=inside)
+            tl.store(looking + HALF, second.to(dtype), mask=inside)
+    else:
+        row = tl.load(rows + sequence).to(tl.int64)
+        column = tl.load(columns + sequence * c_sequence + i * c_row).to(tl.int64)
+        place = row * k_row + (head - HEADS) % KV * k_head + column * k_column + at
+        kept = tl.where(head < HEADS + KV, keys, values) + place
+        tl.store(kept, first.to(dtype), mask=inside)
+        tl.store(kept + HALF, second.to(dtype), mask=inside)
+
+
+# ---- after a product
+
+
+@torch.library.custom_op("slipstream::add_norm", mutates_args=())
+def add_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x, residual (b, w, H) -> their sum, and the sum under a norm."""
+    b, w, width = x.shape
+    x = x.contiguous()
+    assert residual.stride(2) == 1, "the numbers of a row lie side by side"
+    total, normed = torch.empty_like(x), torch.empty_like(x)
+    # fmt: off
+    _add_norm[(w, b)](
+        x, residual, weight, total, normed, *residual.stride()[:2], w, width, eps,
+        PAD=triton.next_power_of_2(width), num_warps=_warps(width), **overlap(),
+    )
+    # fmt: on
+    return total, normed
+
+
+@add_norm.register_fake
+def _added(x: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    """For tracing: the shapes alone."""
+    return x.new_empty(x.shape), x.new_empty(x.shape)
+
+
+# fmt: off
+@triton.jit
+def _add_norm(  # type: ignore[no-untyped-def]
+    x, residual, weight, total, normed, r_sequence, r_row, w, width, eps, PAD: tl.constexpr, EARLY: tl.constexpr
+):
+    # fmt: on
+    wait_turn(EARLY)
+    i, sequence = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    dtype: tl.constexpr = total.dtype.element_ty
+    at = tl.arange(0, PAD)
+    inside = at < width
+    place = (sequence * w + i) * width + at
+    v = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
+    v += tl.load(residual + sequence * r_sequence + i * r_row + at, mask=inside, other=0.0).to(tl.float32)
+    v = v.to(dtype)
+    tl.store(total + place, v, mask=inside)
+    tl.store(normed + place, _normed(v.to(tl.float32), weight, at, inside, width, eps, dtype).to(dtype), mask=inside)
+
+
+@torch.library.custom_op("slipstream::gated", mutates_args=())
+def gated(x: Tensor) -> Tensor:
+    """(…, 2I) gate and what it lets through, side by side -> (…, I) silu of the one times the other."""
+    x = x.contiguous()
+    inner = x.shape[-1] // 2
+    out = x.new_empty(*x.shape[:-1], inner)
+    _gated[(x.numel() // (2 * inner), triton.cdiv(inner, BLOCK))](x, out, inner, BLOCK=BLOCK, **overlap())
+    return out
+
+
+@gated.register_fake
+def _let_through(x: Tensor) -> Tensor:
+    """For tracing: the shape alone."""
+    return x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
+
+
+@triton.jit
+def _silu(v):  # type: ignore[no-untyped-def]
+    return v / (1.0 + tl.exp(-v))
+
+
+@triton.jit
+def _gated(x, out, inner, BLOCK: tl.constexpr, EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
+    wait_turn(EARLY)
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < inner
+    gate = tl.load(x + row * 2 * inner + at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(x + row * 2 * inner + inner + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * inner + at, (_silu(gate) * up).to(out.dtype.element_ty), mask=inside)
+
+
+@torch.library.custom_op("slipstream::add_silu", mutates_args=())
+def add_silu(x: Tensor, y: Tensor, x_too: Tensor | None, y_too: Tensor | None) -> Tensor:
+    """x + silu(y), (…, w, H). What is added to each beforehand, (…, 1, H), is the same for all w rows."""
+    x, y = x.contiguous(), y.contiguous()
+    w, width = 1 if x_too is None else x.shape[-2], x.shape[-1]
+    for too in (x_too, y_too):
+        assert too is None or (too.is_contiguous() and too.shape == (*x.shape[:-2], 1, width)), "one row for all w"
+    out = torch.empty_like(x)
+    grid = (x.numel() // width, triton.cdiv(width, BLOCK))
+    _add_silu[grid](x, y, x_too, y_too, out, w, width, BLOCK=BLOCK, **overlap())
+    return out
+
+
+@add_silu.register_fake
+def _blocked(x: Tensor, *_: object) -> Tensor:
+    """For tracing: the shape alone."""
+    return x.new_empty(x.shape)
+
+
+# fmt: off
+@triton.jit
+def _add_silu(  # type: ignore[no-untyped-def]
+    x, y, x_too, y_too, out, w, width, BLOCK: tl.constexpr, EARLY: tl.constexpr
+):
+    # fmt: on
+    wait_turn(EARLY)
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < width
+    a = tl.load(x + row * width + at, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(y + row * width + at, mask=inside, other=0.0).to(tl.float32)
+    if x_too is not None:
+        a += tl.load(x_too + row // w * width + at, mask=inside, other=0.0).to(tl.float32)
+    if y_too is not None:
+        b += tl.load(y_too + row // w * width + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * width + at, (a + _silu(b)).to(out.dtype.element_ty), mask=inside)
+
+
+@torch.library.custom_op("slipstream::silu_sum", mutates_args=())
+def silu_sum(x: Tensor, y: Tensor, chain: Tensor | None) -> Tensor:
+    """silu(x + y): (b, n, H), (b, w, H) of which row i adds that of number chain (b, n) to itself. None: rows of the
+    same number, in any shape."""
+    x, y = x.contiguous(), y.contiguous()
+    assert chain is not None or x.shape == y.shape, "as many rows in both"
+    width = x.shape[-1]
+    n, others = (x.numel() // width, 0) if chain is None else (x.shape[1], y.shape[1])
+    out = torch.empty_like(x)
+    strides = (0, 0) if chain is None else chain.stride()
+    grid = (n, triton.cdiv(width, BLOCK), x.numel() // (n * width))
+    _silu_sum[grid](x, y, chain, out, *strides, others, width, BLOCK=BLOCK, **overlap())
+    return out
+
+
+@silu_sum.register_fake
+def _summed(x: Tensor, *_: object) -> Tensor:
+    """For tracing: the shape alone."""
+    return x.new_empty(x.shape)
+
+
+# fmt: off
+@triton.jit
+def _silu_sum(  # type: ignore[no-untyped-def]
+    x, y, chain, out, c_sequence, c_row, others, width, BLOCK: tl.constexpr, EARLY: tl.constexpr
+):
+    # fmt: on
+    wait_turn(EARLY)
+    i, sequence = tl.program_id(0), tl.program_id(2).to(tl.int64)
+    row, other = sequence * tl.num_programs(0) + i, sequence * others + i
+    if chain is not None:
+        other = sequence * others + tl.load(chain + sequence * c_sequence + i * c_row).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < width
+    v = tl.load(x + row * width + at, mask=inside, other=0.0).to(tl.float32)
+    v += tl.load(y + other * width + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * width + at, _silu(v).to(out.dtype.element_ty), mask=inside)

@@ -20,6 +20,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from slipstream.errors import DrafterError, OptionError
+from slipstream.target.ops import linear
+
+FEW_ROWS = 64
 
 
 @dataclass(frozen=True)
@@ -97,7 +100,7 @@ class Lender:
         head = self.lm_head
         if type(head) is nn.Linear:
             shift = head.bias.detach() if bias and head.bias is not None else None
-            out = functional.linear(x.to(head.weight.dtype), head.weight.detach(), shift)
+            out = product(x.to(head.weight.dtype), head.weight.detach(), shift)
         else:  # quantised, or an adapter's
             out = head(x)
         return out if self.scale == 1 else out * self.scale
@@ -277,6 +280,12 @@ def by_kernels(x: Tensor) -> bool:
     """Whether kernels (`layer_kernel.py`) compute what happens to x between products: on a GPU in half precision, where
     nobody asks for gradients, which they don't have."""
     return x.is_cuda and x.dtype in (torch.float16, torch.bfloat16) and not torch.is_grad_enabled()
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """(…, K), (N, K), (N,) -> (…, N). Few rows, as a draft has, go through the kernel that overlaps with others."""
+    few = x.numel() <= FEW_ROWS * x.shape[-1]
+    return linear(x, weight, bias) if few and by_kernels(x) else functional.linear(x, weight, bias)
 
 
 def follow(x: Tensor, chain: Tensor | None) -> Tensor:

@@ -26,7 +26,6 @@ from slipstream.heads.base import Lender
 from slipstream.heads.files import CONFIG, find_folder, read_config
 from slipstream.sampling import noise_key
 from slipstream.target.capture import capture
-from slipstream.target.compiled import any_shapes, compiled_function
 from slipstream.target.graphs import BATCHES, bucket
 from slipstream.target.ops import best_tokens
 from slipstream.target.standins import StandIns
@@ -73,9 +72,8 @@ class HeadDrafter(Drafter):
         within: Callable[[], AbstractContextManager[None]] = nullcontext
         if self.device.type == "cuda":
             within = StandIns(self.head).in_place  # the kernels of the target's own steps
-        backend = getattr(target, "compile", "")
-        self.captured = Captured(self.best, self.device, within, backend)
-        self.captured_draws = Captured(self.draws, self.device, within, backend)
+        self.captured = Captured(self.best, self.device, within)
+        self.captured_draws = Captured(self.draws, self.device, within)
 
     @classmethod
     def trials(cls, model: Any) -> list[dict[str, Any]]:
@@ -210,10 +208,9 @@ class Captured:
         function: Callable[..., Any],
         device: torch.device,
         within: Callable[[], AbstractContextManager[None]] = nullcontext,
-        backend: str = "",
     ) -> None:
-        """within: entered while the function is captured. backend: of torch.compile, which it goes through first."""
-        self._function, self._device, self._within, self._backend = function, device, within, backend
+        """within: entered while the function is captured."""
+        self._function, self._device, self._within = function, device, within
         self._graphs: dict[tuple[Any, ...], tuple[Any, list[Tensor], Any]] = {}
         self._memory: Any = None  # what all graphs take theirs from
         self._captures = device.type == "cuda"
@@ -242,22 +239,13 @@ class Captured:
 
     def _capture(self, own: list[Tensor]) -> tuple[Any, list[Tensor], Any] | None:
         self._memory = self._memory or torch.cuda.graph_pool_handle()
-        if self._backend:
-            try:
-                return self._captured(compiled_function(self._function, self._backend), own)
-            except RuntimeError as error:
-                log.warning("drafting can't be compiled and is captured as it is: %s", str(error).splitlines()[0])
-                self._backend = ""
         try:
-            return self._captured(self._function, own)
+            with torch.cuda.device(self._device), self._within():
+                graph, result = capture(lambda: self._function(*own), self._memory)
         except RuntimeError as error:  # a quantised output matrix, for one, may look at its values
             log.warning("drafting can't be captured and runs piece by piece: %s", str(error).splitlines()[0])
             self._captures = False
             return None
-
-    def _captured(self, function: Callable[..., Any], own: list[Tensor]) -> tuple[Any, list[Tensor], Any]:
-        with torch.cuda.device(self._device), self._within(), any_shapes():
-            graph, result = capture(lambda: function(*own), self._memory)
         return graph, own, result
 
 

@@ -11,10 +11,9 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from slipstream.errors import DrafterError, OptionError
-from slipstream.heads.base import Lender
+from slipstream.heads.base import Lender, product
 from slipstream.heads.decoder import FeatureHead, Layer, LayerConfig, RMSNorm, layer_sizes
 
 
@@ -162,7 +161,7 @@ class Eagle3(FeatureHead):
     def output(self, x: Tensor) -> Tensor:
         if "lm_head.weight" not in self.borrowed:
             return self.lm_head(x)
-        return self.lender.logits(x) if self._rows is None else functional.linear(x.to(self._rows.dtype), self._rows)
+        return self.lender.logits(x) if self._rows is None else product(x.to(self._rows.dtype), self._rows)
 
 
 class _MidLayer(Layer):

@@ -1,4 +1,4 @@
-"""Work through torch.compile: decoder layers, for the length of a capture, so that the user's model stays as it is.
+"""Decoder layers through torch.compile, for the length of a capture: the user's model stays as it is.
 
 All layers of a kind share one piece of compiled code. What tells them apart is taken away first: each sees a cache of
 one layer, its own, and calls itself number 0.
@@ -7,7 +7,7 @@ one layer, its own, and calls itself number 0.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -32,7 +32,7 @@ def compiled_layers(model: Any, whole: Cache, backend: str) -> Iterator[None]:
     for module, _ in numbers:
         module.layer_idx = 0
     try:
-        with any_shapes():
+        with dynamo.patch(recompile_limit=SHAPES, accumulated_recompile_limit=SHAPES):
             yield
     finally:
         for layer in layers:
@@ -52,21 +52,11 @@ def decoder_layers(model: Any) -> torch.nn.ModuleList:
 
 @cache
 def compiled(kind: Any, backend: str) -> Callable[..., Any]:
-    """A layer's forward."""
-    return compiled_function(kind.forward, backend)
-
-
-def compiled_function(function: Callable[..., Any], backend: str) -> Callable[..., Any]:
-    """One piece of code for every shape, whose kernels overlap as ours do (`overlap.py`), where torch knows how."""
+    """A layer's forward, whose kernels overlap as ours do (`overlap.py`), where torch knows how."""
     early: dict[str, Any] = (
         {"triton.enable_pdl": True} if backend == "inductor" and hasattr(inductor.triton, "enable_pdl") else {}
     )
-    return torch.compile(function, backend=backend, dynamic=False, options=early or None)
-
-
-def any_shapes() -> AbstractContextManager[Any]:
-    """Within this, torch takes no number of shapes for a mistake."""
-    return dynamo.patch(recompile_limit=SHAPES, accumulated_recompile_limit=SHAPES)
+    return torch.compile(kind.forward, backend=backend, dynamic=False, options=early or None)
 
 
 def _on_its_own(layer: torch.nn.Module, forward: Callable[..., Any], own: Cache) -> Callable[..., Any]:

@@ -109,31 +109,26 @@ class AutoDrafter(JointDrafter):
         self._settle()
         for session, root in zip(mine, roots, strict=True):
             session.label(root)
-        drafts: list[list[TokenTree]] = [[] for _ in roots]
-        drafting: dict[str, float] = {}
+        trees = [TokenTree.root(root) for root in roots]
+        limits, drafting = [b.nodes for b in budgets], dict[str, float]()
         # Of each source: the sequences that it may draft for.
         able = {name: [i for i, b in enumerate(budgets) if b.nodes and name in mine[i].parts] for name in self.parts}
-        limits = [b.nodes for b in budgets]
-
-        def fused() -> list[TokenTree]:
-            return [fuse(draft or [TokenTree.root(root)]) for draft, root in zip(drafts, roots, strict=True)]
-
         for name in self.pilot.order(name for name, who in able.items() if who):
-            if not self.pilot.wants(name, len(roots), lambda: self.pilot.expects(fused(), limits)):
+            if not self.pilot.wants(name, len(roots), lambda: self.pilot.expects(trees, limits)):
                 continue
             clock, who = perf_counter(), able[name]
             found = self.parts[name].propose(
                 [mine[i].parts[name] for i in who], [roots[i] for i in who], [budgets[i] for i in who]
             )
-            for i, proposal in zip(who, found, strict=True):
-                drafts[i].append(proposal.tree.cut(budgets[i].depth))
             drafting[name] = perf_counter() - clock
+            for i, proposal in zip(who, found, strict=True):
+                draft = proposal.tree.cut(budgets[i].depth)
+                trees[i] = fuse([trees[i], draft]) if len(trees[i]) > 1 else draft
         if not drafting:
             self.pilot.decline(len(roots))
-            return [Proposal(TokenTree.root(root)) for root in roots]
+            return [Proposal(tree) for tree in trees]
         drafting = self.pilot.count(drafting, len(roots))
         self._drafting = sum(drafting.values())
-        trees = fused()
         for session, tree in zip(mine, trees, strict=True):
             session.proposed(tree)
         kept = self.pilot.choose(trees, limits, drafting)

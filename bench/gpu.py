@@ -3,6 +3,8 @@
 steps     a Llama of 7B shape with random weights, bfloat16, 512 tokens of context: ms per step by rows, as the model
           runs by itself, captured, and compiled and captured, against reading the weights once
 texts     the embedded model in bfloat16: tokens per second and texts that differ, plain and with each drafter
+peers     transformers' own generate and prompt lookup on some of the prompts: tokens per second, and how many texts its
+          prompt lookup changes
 batch     tokens per second of 1, 4, 16 and 64 sequences
 long      a step at 8,192 tokens of context against one at 512, and the memory of the cache
 
@@ -26,6 +28,7 @@ from slipstream import LLM
 from slipstream.bench.workloads import builtin, read, select
 from slipstream.sampling import Sampler, Sampling
 from slipstream.target import Target, Want, load_model, open_target
+from slipstream.text import encode
 from slipstream.tree import TokenTree
 
 ROWS = (1, 8, 16, 32, 64, 128)
@@ -136,19 +139,28 @@ def texts(given: argparse.Namespace) -> dict[str, Any]:
             }
             tell(f"{name:13}{way:9}" + "  ".join(f"{k} {v}" for k, v in told[f"{name} {way}"].items()))
             del llm
+    return told
+
+
+def peers(given: argparse.Namespace) -> dict[str, Any]:
+    model, tokenizer = load_model(given.model, dtype="bfloat16", device="cuda")
+    prompts = [p.turns[0] for p in select(read(given.prompts) if given.prompts else builtin(), None, given.limit)]
+    asked = prompts[:: max(1, len(prompts) // given.peers)][: given.peers]
+    told: dict[str, Any] = {"prompts": len(asked), "tokens": given.tokens}
+    said: dict[str, list[list[int]]] = {}
     for name, options in {"hf": {}, "hf-pld": {"prompt_lookup_num_tokens": 10}}.items():
-        clock, count, different = perf_counter(), 0, 0
-        for i, prompt in enumerate(prompts[: given.peers]):
-            ids = torch.tensor([llm_tokens(tokenizer, prompt)], device="cuda")
+        clock = perf_counter()
+        said[name] = []
+        for prompt in asked:
+            ids = torch.tensor([encode(prompt, tokenizer, True)], device="cuda")
             out = model.generate(
                 ids, attention_mask=torch.ones_like(ids), max_new_tokens=given.tokens, do_sample=False, **options
             )
-            tokens = out[0, ids.shape[1] :].tolist()
-            said.setdefault(name, []).append(tokens)
-            count += len(tokens)
-            different += name == "hf-pld" and tokens != said["hf"][i]
-        told[name] = {"tokens_per_second": round(count / (perf_counter() - clock), 1), "differ_from_hf": different}
-        tell(f"{name:22}" + "  ".join(f"{k} {v}" for k, v in told[name].items()))
+            said[name].append(out[0, ids.shape[1] :].tolist())
+        rate = sum(map(len, said[name])) / (perf_counter() - clock)
+        different = sum(a != b for a, b in zip(said[name], said["hf"], strict=True))
+        told[name] = {"tokens_per_second": round(rate, 1), "differ_from_hf": different}
+        tell(f"{name:8}" + "  ".join(f"{k} {v}" for k, v in told[name].items()))
     return told
 
 
@@ -163,12 +175,6 @@ def summary(results: list[Any]) -> dict[str, float]:
         "draft_ms": round(sum(r.stats.draft_seconds for r in results) / steps * 1e3, 3),
         "host_ms": round(sum(r.stats.draft_seconds + r.stats.host_seconds for r in results) / steps * 1e3, 3),
     }
-
-
-def llm_tokens(tokenizer: Any, prompt: str) -> list[int]:
-    from slipstream.text import encode
-
-    return encode(prompt, tokenizer, True)
 
 
 def batch(given: argparse.Namespace) -> dict[str, Any]:
@@ -203,6 +209,7 @@ def long(given: argparse.Namespace) -> dict[str, Any]:
 PARTS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
     "steps": steps,
     "texts": texts,
+    "peers": peers,
     "batch": batch,
     "long": long,
 }

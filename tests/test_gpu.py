@@ -76,9 +76,10 @@ def test_every_drafter_works_there(name, dtype, tiny):
 
 @pytest.fixture(scope="module", params=[False, True], ids=["captured", "compiled"])
 def wide(request):
-    """A target of ordinary width, in bfloat16."""
+    """A target of ordinary width, in bfloat16. Layers of the usual form are never compiled: those have another."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 1536, "intermediate_size": 4096, "num_attention_heads": 12, "num_key_value_heads": 4}
+    sizes |= {"hidden_act": "gelu"} if request.param else {}
     config = LlamaConfig(**sizes, num_hidden_layers=4, vocab_size=8192, max_position_embeddings=8192)
     return open_target(LlamaForCausalLM(config).to("cuda", torch.bfloat16).eval(), compile=request.param)
 

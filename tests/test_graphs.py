@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from families import FAMILIES
+from families import FAMILIES, tiny_model
 from slipstream.drafters import make
 from slipstream.engine import Engine
 from slipstream.errors import ModelError
@@ -161,6 +161,33 @@ def test_layers_that_read_one_input_are_one_product(tiny):
     assert type(attention.q_proj) is torch.nn.Linear
     assert len(calls) == 5 * model.config.num_hidden_layers  # asked five times, and computed twice
     assert all(whole.made is None for whole in stand_ins.wholes())
+
+
+USUAL = {"llama": 3, "qwen2": 3, "qwen2-sliding": 3, "mistral": 3, "smollm3": 2, "granite": 3}  # of three layers
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f not in OTHERS])
+def test_layers_of_the_usual_form_are_known_by_what_they_say(family, dtype):
+    assert len(graphs(tiny_model(family, dtype=dtype))._usual) == USUAL.get(family, 0)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"), [("llama", {"hidden_act": "gelu"}), ("granite", {"residual_multiplier": 0.5})]
+)
+def test_a_layer_that_says_something_else_keeps_its_own_code(family, changes):
+    assert not graphs(tiny_model(family, **changes))._usual
+
+
+def test_a_layer_that_somebody_watches_keeps_its_own_code():
+    model = tiny_model("llama")
+    calls = []
+    model.model.layers[1].self_attn.register_forward_hook(lambda *_: calls.append(1))
+    target = graphs(model)
+    assert [layer.self_attn.layer_idx for layer, _ in target._usual] == [0, 2]
+    calls.clear()
+    read(target, [[5, 6, 7]])
+    assert calls
 
 
 def test_a_cache_grows_no_further_than_the_model_reads():

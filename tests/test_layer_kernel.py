@@ -23,7 +23,7 @@ kernel = pytest.importorskip("slipstream.heads.layer_kernel")
 from families import VOCABULARY, tiny_model  # noqa: E402
 from slipstream import drafters  # noqa: E402
 from slipstream.heads import HEADS, base, decoder, keys, redrafter  # noqa: E402
-from slipstream.target.compiled import any_shapes  # noqa: E402
+from slipstream.target import pieces  # noqa: E402
 from slipstream.target.standins import StandIns  # noqa: E402
 
 DTYPE = torch.bfloat16 if CUDA else torch.float16  # numpy has no bfloat16
@@ -116,7 +116,7 @@ def test_rotation_into_the_cache(heads, kv, d, w):
     columns = columns[..., 0]  # as the last of paths
     stored, values = torch.zeros(5, kv, 40, d, dtype=DTYPE, device=DEVICE), noise(5, kv, 40, d, seed=9)
     before = values.clone()
-    query = kernel.turn(qkv, positions, frequencies, scale, stored, values, rows, columns, w)
+    query = pieces.turn(qkv, positions, frequencies, scale, stored, values, rows, columns, w)
 
     split = qkv.double().unflatten(-1, (-1, d)).split((heads, kv, kv), 2)  # (b, n, ·, d)
     angles = positions.double()[..., None, None] * frequencies.double()
@@ -133,6 +133,12 @@ def test_rotation_into_the_cache(heads, kv, d, w):
             expected[0][place], expected[1][place] = rotated(split[1])[s, i], split[2][s, i]
     close(stored, expected[0], rtol=0.01, atol=0.01)
     close(values, expected[1], rtol=0, atol=0)
+    if w == n:  # the same of cosines and sines
+        tables = [(f(angles[:, :, 0]) * scale).repeat(1, 1, 2).float() for f in (torch.cos, torch.sin)]
+        again = torch.zeros_like(stored), before.clone()
+        close(pieces.turn_by(qkv, *tables, *again, rows, columns), query, rtol=0.01, atol=0.01)
+        close(again[0], stored, rtol=0.01, atol=0.01)
+        assert torch.equal(again[1], values)
 
 
 @pytest.mark.parametrize("width", [36, 576])
@@ -143,7 +149,7 @@ def test_what_follows_a_product(width):
     close(normed, rms(total, weight))
     wide = noise(3, 2, 2 * width, scale=4)
     gate, up = wide.double().chunk(2, -1)
-    close(kernel.gated(wide), functional.silu(gate) * up)
+    close(pieces.gated(wide), functional.silu(gate) * up)
     y, chain = noise(3, 4, width, seed=3, scale=4), numbers(4, 3, 2, seed=3)
     taken = y.take_along_dim(chain[..., None], 1).double()
     close(kernel.silu_sum(x, y, chain), functional.silu(x.double() + taken))
@@ -356,13 +362,3 @@ def test_a_depth_takes_few_launches(kind, monkeypatch):
         with Launches() as logits:
             drafter.logits(carry, 1)
     assert (start.names, advance.names, logits.names) == LAUNCHES[kind]
-
-
-@torch.inference_mode()
-@pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("kind", LAUNCHES)
-def test_a_draft_can_be_compiled_as_a_whole(kind, monkeypatch):
-    drafter, given = ready(kind, monkeypatch)
-    with StandIns(drafter.head).in_place(), any_shapes():
-        whole = torch.compile(drafter.best, backend="aot_eager", dynamic=False, fullgraph=True)
-        assert torch.equal(whole(*given), drafter.best(*given))

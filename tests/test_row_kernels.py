@@ -36,6 +36,12 @@ def test_products_are_right_and_rows_alone(outputs, inputs, bias):
             assert torch.equal(skinny_linear(x.view(150, -1)[:rows].clone(), weight, b), whole.view(150, -1)[:rows])
 
 
+@pytest.mark.parametrize(("outputs", "inputs"), [(576, 1536), (64, 4096), (200, 112)])
+def test_what_came_in_is_added_to_the_rounded_product(outputs, inputs):
+    x, weight, before = noise(2, 7, inputs), noise(outputs, inputs, scale=0.05), noise(2, 7, outputs, seed=1)
+    assert torch.equal(skinny_linear(x, weight, None, before), skinny_linear(x, weight) + before)
+
+
 def test_few_outputs_are_summed_up_in_parts():
     assert parts(64, 4096) > 1
     assert parts(22016, 4096) == 1

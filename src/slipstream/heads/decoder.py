@@ -222,7 +222,7 @@ class _MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.silu and by_kernels(x):
-            from slipstream.heads.layer_kernel import gated
+            from slipstream.target.pieces import gated
 
             return self.down_proj(gated(_together((self.gate_proj, self.up_proj), x)))
         return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))

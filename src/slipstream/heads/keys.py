@@ -106,7 +106,7 @@ class Look:
 
     def turned(self, qkv: Tensor, positions: Tensor, frequencies: Tensor, scale: float) -> Tensor:
         """The same of all three side by side, (b, n, ·), which are rotated on the way."""
-        from slipstream.heads.layer_kernel import turn
+        from slipstream.target.pieces import turn
 
         keys, values = self.cache.keys, self.cache.values
         return self._mixed(turn(qkv, positions, frequencies, scale, keys, values, self.rows, self.columns, self._count))

@@ -12,8 +12,7 @@ import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
 from torch import Tensor
 
 from slipstream.target.overlap import overlap, wait_turn
-
-BLOCK = 512  # numbers that a program takes where no row is summed up
+from slipstream.target.pieces import BLOCK, silu
 
 
 def _warps(width: int) -> int:
@@ -163,94 +162,6 @@ def _enter(  # type: ignore[no-untyped-def]
     tl.store(x + row * 2 * width + width + at, f.to(dtype), mask=inside)
 
 
-# ---- attention
-
-
-@torch.library.custom_op("slipstream::turn", mutates_args=("keys", "values"))
-def turn(
-    qkv: Tensor,  # (b, n, (heads + 2 kv)·d)
-    positions: Tensor,  # (b, n)
-    frequencies: Tensor,  # (d/2,) float32
-    scale: float,  # of cosines and sines
-    keys: Tensor,  # (rows, kv, capacity, d)
-    values: Tensor,
-    rows: Tensor,  # (b,) int32
-    columns: Tensor,  # (b, n) int32
-    w: int,
-) -> Tensor:
-    """Rotate queries and keys, and put keys and values into their places. Gives the queries of the last w rows,
-    (b, heads, w, d)."""
-    b, n, every = qkv.shape
-    kv, d = keys.shape[1], keys.shape[3]
-    heads = every // d - 2 * kv
-    assert qkv.stride(2) == keys.stride(3) == 1, "the numbers of a head lie side by side"
-    assert keys.stride() == values.stride(), "keys and values lie alike"
-    query = torch.empty((b, w, heads, d), dtype=qkv.dtype, device=qkv.device)
-    # fmt: off
-    _turn[(n, heads + 2 * kv, b)](
-        qkv, positions, frequencies, query, keys, values, rows, columns, scale, *qkv.stride()[:2], *positions.stride(),
-        *columns.stride(), *keys.stride()[:3], n, w,
-        HEADS=heads, KV=kv, HALF=d // 2, PAD=triton.next_power_of_2(d // 2), num_warps=1, **overlap(),
-    )
-    # fmt: on
-    return query.transpose(1, 2)
-
-
-@turn.register_fake
-def _turned(
-    qkv: Tensor,
-    _positions: Tensor,
-    _frequencies: Tensor,
-    _scale: float,
-    keys: Tensor,
-    _values: Tensor,
-    _rows: Tensor,
-    _columns: Tensor,
-    w: int,
-) -> Tensor:
-    """For tracing: the shape alone."""
-    kv, d = keys.shape[1], keys.shape[3]
-    return qkv.new_empty(len(qkv), w, qkv.shape[2] // d - 2 * kv, d).transpose(1, 2)
-
-
-# fmt: off
-@triton.jit(do_not_specialize=["n", "w"])
-def _turn(  # type: ignore[no-untyped-def]
-    qkv, positions, frequencies, query, keys, values, rows, columns, scale, x_sequence, x_row, p_sequence, p_row,
-    c_sequence, c_row, k_row, k_head, k_column, n, w,
-    HEADS: tl.constexpr, KV: tl.constexpr, HALF: tl.constexpr, PAD: tl.constexpr, EARLY: tl.constexpr,
-):
-    # fmt: on
-    """One head of one row: a query, a key or a value. A number is rotated with the one half a head further on."""
-    i, head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    at = tl.arange(0, PAD)
-    inside = at < HALF
-    frequency = tl.load(frequencies + at, mask=inside, other=0.0)  # depends on nobody, so it is read ahead
-    wait_turn(EARLY)
-    qkv += sequence * x_sequence + i.to(tl.int64) * x_row + head * 2 * HALF + at
-    first = tl.load(qkv, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(qkv + HALF, mask=inside, other=0.0).to(tl.float32)
-    if head < HEADS + KV:
-        angle = tl.load(positions + sequence * p_sequence + i * p_row).to(tl.float32) * frequency
-        cos, sin = tl.cos(angle) * scale, tl.sin(angle) * scale
-        turned = first * cos - second * sin
-        second = second * cos + first * sin
-        first = turned
-    dtype: tl.constexpr = query.dtype.element_ty
-    if head < HEADS:
-        if i >= n - w:
-            looking = query + ((sequence * w + i - (n - w)) * HEADS + head) * 2 * HALF + at
-            tl.store(looking, first.to(dtype), mask=inside)
-            tl.store(looking + HALF, second.to(dtype), mask=inside)
-    else:
-        row = tl.load(rows + sequence).to(tl.int64)
-        column = tl.load(columns + sequence * c_sequence + i * c_row).to(tl.int64)
-        place = row * k_row + (head - HEADS) % KV * k_head + column * k_column + at
-        kept = tl.where(head < HEADS + KV, keys, values) + place
-        tl.store(kept, first.to(dtype), mask=inside)
-        tl.store(kept + HALF, second.to(dtype), mask=inside)
-
-
 # ---- after a product
 
 
@@ -295,38 +206,6 @@ def _add_norm(  # type: ignore[no-untyped-def]
     tl.store(normed + place, _normed(v.to(tl.float32), weight, at, inside, width, eps, dtype).to(dtype), mask=inside)
 
 
-@torch.library.custom_op("slipstream::gated", mutates_args=())
-def gated(x: Tensor) -> Tensor:
-    """(…, 2I) gate and what it lets through, side by side -> (…, I) silu of the one times the other."""
-    x = x.contiguous()
-    inner = x.shape[-1] // 2
-    out = x.new_empty(*x.shape[:-1], inner)
-    _gated[(x.numel() // (2 * inner), triton.cdiv(inner, BLOCK))](x, out, inner, BLOCK=BLOCK, **overlap())
-    return out
-
-
-@gated.register_fake
-def _let_through(x: Tensor) -> Tensor:
-    """For tracing: the shape alone."""
-    return x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
-
-
-@triton.jit
-def _silu(v):  # type: ignore[no-untyped-def]
-    return v / (1.0 + tl.exp(-v))
-
-
-@triton.jit
-def _gated(x, out, inner, BLOCK: tl.constexpr, EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
-    wait_turn(EARLY)
-    row = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < inner
-    gate = tl.load(x + row * 2 * inner + at, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(x + row * 2 * inner + inner + at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * inner + at, (_silu(gate) * up).to(out.dtype.element_ty), mask=inside)
-
-
 @torch.library.custom_op("slipstream::add_silu", mutates_args=())
 def add_silu(x: Tensor, y: Tensor, x_too: Tensor | None, y_too: Tensor | None) -> Tensor:
     """x + silu(y), (…, w, H). What is added to each beforehand, (…, 1, H), is the same for all w rows."""
@@ -362,7 +241,7 @@ def _add_silu(  # type: ignore[no-untyped-def]
         a += tl.load(x_too + row // w * width + at, mask=inside, other=0.0).to(tl.float32)
     if y_too is not None:
         b += tl.load(y_too + row // w * width + at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * width + at, (a + _silu(b)).to(out.dtype.element_ty), mask=inside)
+    tl.store(out + row * width + at, (a + silu(b)).to(out.dtype.element_ty), mask=inside)
 
 
 @torch.library.custom_op("slipstream::silu_sum", mutates_args=())
@@ -401,4 +280,4 @@ def _silu_sum(  # type: ignore[no-untyped-def]
     inside = at < width
     v = tl.load(x + row * width + at, mask=inside, other=0.0).to(tl.float32)
     v += tl.load(y + other * width + at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * width + at, _silu(v).to(out.dtype.element_ty), mask=inside)
+    tl.store(out + row * width + at, silu(v).to(out.dtype.element_ty), mask=inside)

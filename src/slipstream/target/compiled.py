@@ -21,12 +21,16 @@ SHAPES = 1024  # of steps, for all models: each is compiled once, which torch wo
 
 @contextmanager
 def compiled_layers(model: Any, whole: Cache, backend: str) -> Iterator[None]:
-    """Within this, every decoder layer runs compiled, on its own part of the cache."""
-    layers: list[Any] = list(decoder_layers(model))
-    numbers: list[tuple[Any, int]] = [
-        (m, m.layer_idx) for layer in layers for m in layer.modules() if hasattr(m, "layer_idx")
+    """Within this, every decoder layer runs compiled, on its own part of the cache, unless it is replaced already."""
+    own_layers: list[tuple[Any, Any]] = [
+        (layer, own)
+        for layer, own in zip(decoder_layers(model), whole.layers, strict=True)
+        if "forward" not in vars(layer)
     ]
-    for layer, own in zip(layers, whole.layers, strict=True):
+    numbers: list[tuple[Any, int]] = [
+        (m, m.layer_idx) for layer, _ in own_layers for m in layer.modules() if hasattr(m, "layer_idx")
+    ]
+    for layer, own in own_layers:
         kind: Any = type(layer)
         layer.forward = _on_its_own(layer, compiled(kind, backend), Cache(layers=[own]))
     for module, _ in numbers:
@@ -35,7 +39,7 @@ def compiled_layers(model: Any, whole: Cache, backend: str) -> Iterator[None]:
         with dynamo.patch(recompile_limit=SHAPES, accumulated_recompile_limit=SHAPES):
             yield
     finally:
-        for layer in layers:
+        for layer, _ in own_layers:
             del layer.forward
         for module, number in numbers:
             module.layer_idx = number

@@ -33,7 +33,7 @@ COMBINING = 1  # warps of the second launch
 
 # These decide who computes what, not the bits.
 STAGES = 3  # blocks on their way from memory to a program
-SHARED = 1024  # about how many programs read committed blocks: more than fill a GPU, few where capacity is unused
+SHARED = 512  # about how many programs read committed blocks: more than fill a GPU, few where capacity is unused
 OWN = 512  # about how many programs read late blocks: beyond it one takes several key heads
 
 LOG2_E = 1.4426950408889634
@@ -115,10 +115,10 @@ def exact_attention(
         **overlap(),
     }
     # fmt: off
-    _partials[(tiles * kv_heads * turns + n * late * -(-heads // span), b)](
+    _partials[(tiles * kv_heads * turns + n * -(-heads // span), b)](
         query, keys, values, rows, lengths, depths, paths, scratch.stats, scratch.sums,
         *query.stride()[:3], *keys.stride()[:3], *values.stride()[:3], depths.stride(0), *paths.stride()[:2],
-        n, slots, splits, late, tiles, turns, span,
+        n, slots, splits, tiles, turns, span,
         scale if soft_cap else scale * LOG2_E, soft_cap or 0.0, window or 0,
         GROUPS=groups, DK=d, PAD_K=triton.next_power_of_2(max(d, 16)), TILE=TILE, CAP=bool(soft_cap), STAGES=STAGES,
         # Full precision and large heads need more registers than two warps have.
@@ -154,21 +154,21 @@ def _first_seen(length, window, BLOCK: tl.constexpr, WINDOW: tl.constexpr):  # t
 
 # Numbers that go with the launch's shape are not specialised: 1 must not lead to other machine code than 2.
 # fmt: off
-@triton.jit(do_not_specialize=["depth_sequence", "path_sequence", "path_row", "n", "slots", "splits", "late", "tiles",
-                               "turns", "span", "window"])
+@triton.jit(do_not_specialize=["depth_sequence", "path_sequence", "path_row", "n", "slots", "splits", "tiles", "turns",
+                               "span", "window"])
 def _partials(  # type: ignore[no-untyped-def]
     query, keys, values, rows, lengths, depths, paths, stats, sums,
     q_sequence, q_head, q_row, k_row, k_head, k_column, v_row, v_head, v_column,  # strides
     depth_sequence, path_sequence, path_row,  # strides
-    n, slots, splits, late, tiles, turns, span, scale, cap, window,
+    n, slots, splits, tiles, turns, span, scale, cap, window,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     PAD_K: tl.constexpr, PAD_V: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr,
     WINDOW: tl.constexpr, CAP: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):
     # fmt: on
     """Shared programs, the first ones: a tile of rows × grouped heads, one key head, every turns-th split of committed
-    blocks, one block after the other; into slot `split`. Own programs, the others: one row, `span` heads, one late
-    block, one key head after the other; into slot `splits` + the late block's number. A step of either is a product of
+    blocks, one block after the other; into slot `split`. Own programs, the others: one row, `span` heads, every late
+    block, one key head after the other; into slots `splits` + the late block's number. A step of either is a product of
     the whole tile with one block of keys; rows of the tile that don't read this key head see nothing in it."""
     PER: tl.constexpr = SPLIT // BLOCK
     KV_HEADS: tl.constexpr = HEADS // GROUPS
@@ -182,7 +182,7 @@ def _partials(  # type: ignore[no-untyped-def]
     kv_head, turn = program // tiles % KV_HEADS, program // tiles // KV_HEADS
     own = tl.maximum(program - tiles * KV_HEADS * turns, 0)
     spans = (HEADS + span - 1) // span
-    begin_head, number, node = own % spans * span, own // spans % late, own // spans // late
+    begin_head, node = own % spans * span, own // spans
     end_head = tl.minimum(begin_head + span, HEADS)
 
     member = tl.arange(0, TILE)
@@ -195,9 +195,8 @@ def _partials(  # type: ignore[no-untyped-def]
     deepest = tl.max(depth, 0)
     end = tl.where(shared, whole * BLOCK, length + deepest + 1)  # positions from here on are not read
 
-    begin_slot = tl.where(shared, seen // PER + turn, splits + number)
-    late_end = tl.where((whole + number) * BLOCK < end, begin_slot + 1, 0)
-    end_slot = tl.where(shared, (whole + PER - 1) // PER, late_end)
+    begin_slot = tl.where(shared, seen // PER + turn, splits)
+    end_slot = tl.where(shared, (whole + PER - 1) // PER, splits + (end + BLOCK - 1) // BLOCK - whole)
     if (begin_slot >= end_slot) | (deepest < 0):
         return
 
@@ -212,8 +211,8 @@ def _partials(  # type: ignore[no-untyped-def]
     reads = head // GROUPS  # (TILE,) the key head
     onward = tl.where(shared, BLOCK, 0)  # from one step's positions to the next one's
 
-    for slot in range(begin_slot, end_slot, turns):
-        block = tl.where(shared, tl.maximum(slot * PER, seen), whole + number)
+    for slot in range(begin_slot, end_slot, tl.where(shared, turns, 1)):
+        block = tl.where(shared, tl.maximum(slot * PER, seen), whole + slot - splits)
         at = block * BLOCK + tl.arange(0, BLOCK)  # (BLOCK,) positions
         ancestor = tl.load(paths + (at - length), mask=(at >= length) & (at < end), other=0)
         column = tl.where(at < length, at, ancestor)  # (BLOCK,)

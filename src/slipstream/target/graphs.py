@@ -22,6 +22,7 @@ from slipstream.target import steps
 from slipstream.target.base import Scores, Slot, Want
 from slipstream.target.cache import KeyValuePool
 from slipstream.target.draw import drawable, needs_history, noise_keys
+from slipstream.target.layers import in_place, usual_layers
 from slipstream.target.standins import StandIns
 from slipstream.target.steps import BEST, DRAWN, DRAWN_WITH_HISTORY, FixedStep, Inputs
 from slipstream.target.trees import TreeTarget, is_quantised
@@ -66,6 +67,8 @@ class GraphTarget(TreeTarget):
         self.exact = self.exact or by_row(self.model)
         self.exact_together = self.exact
         self._stand_ins = StandIns(self.model)
+        with self._stand_ins.in_place():
+            self._usual = usual_layers(self.model)
         self.memory: Any = None  # what all graphs take theirs from
         self._steps: dict[tuple[Any, ...], FixedStep] = {}
         self._drawn: tuple[int, int] = (0, 0)  # the pool's size that the steps were made for
@@ -86,7 +89,7 @@ class GraphTarget(TreeTarget):
         kept, steps.under_way = self._config._attn_implementation_internal, step
         self._config._attn_implementation_internal = steps.NAME
         try:
-            with self._stand_ins.in_place():
+            with self._stand_ins.in_place(), in_place(self._usual):
                 yield
         finally:
             self._config._attn_implementation_internal, steps.under_way = kept, None

@@ -42,8 +42,10 @@ def tile(rows: int, cut: int) -> dict[str, int]:
     return dict(zip(names, shape, strict=True)) | {"ROWS": max(16, min(128, triton.next_power_of_2(rows)))}
 
 
-def skinny_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x (…, K), weight (N, K), bias (N,) → (…, N)."""
+def skinny_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, residual: torch.Tensor | None = None
+) -> torch.Tensor:
+    """x (…, K), weight (N, K), bias (N,) → (…, N). To the result, rounded, `residual` (…, N) is added."""
     outputs, inputs = weight.shape
     flat = x.reshape(-1, inputs)
     rows = len(flat)
@@ -60,7 +62,8 @@ def skinny_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
     _linear[grid](
         flat,
         weight,
-        out if bias is None else bias,
+        bias,
+        None if residual is None else residual.reshape(rows, outputs).contiguous(),
         out,
         partial,
         locks,
@@ -73,7 +76,6 @@ def skinny_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
         PIECE=PIECE,
         EVEN=inputs % (cut * PIECE) == 0,
         FULL=outputs % shape["HIGH"] == 0,
-        BIAS=bias is not None,
         **shape,
         **overlap(),
     )
@@ -90,9 +92,9 @@ def _unlocked(device: torch.device) -> torch.Tensor:
 # fmt: off
 @triton.jit(do_not_specialize=["rows"])
 def _linear(  # type: ignore[no-untyped-def]
-    x, weight, bias, out, partial, locks, x_row, w_row, rows, outputs, inputs,
+    x, weight, bias, residual, out, partial, locks, x_row, w_row, rows, outputs, inputs,
     PARTS: tl.constexpr, PIECE: tl.constexpr, HIGH: tl.constexpr, DEEP: tl.constexpr, ROWS: tl.constexpr,
-    STAGES: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr, BIAS: tl.constexpr, EARLY: tl.constexpr,
+    STAGES: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr, EARLY: tl.constexpr,
 ):
     # fmt: on
     """A tile of HIGH outputs × ROWS rows, over one part of the inputs. The last program to finish adds up all parts."""
@@ -137,6 +139,10 @@ def _linear(  # type: ignore[no-untyped-def]
             piece = partial + i * rows.to(tl.int64) * outputs + place
             acc += tl.load(piece, mask=mask, other=0.0, cache_modifier=".cg")  # past the first cache, which may be old
         tl.store(lock, 0)
-    if BIAS:
+    if bias is not None:
         acc += tl.load(bias + output, mask=output < outputs, other=0.0).to(tl.float32)[:, None]
-    tl.store(out + place, acc.to(out.dtype.element_ty), mask=mask)
+    result = acc.to(out.dtype.element_ty)
+    if residual is not None:
+        before = tl.load(residual + place, mask=mask, other=0.0)
+        result = (result.to(tl.float32) + before.to(tl.float32)).to(out.dtype.element_ty)
+    tl.store(out + place, result, mask=mask)

@@ -30,6 +30,39 @@ def _write_nothing(*_: object) -> None:
     """For tracing: it returns nothing."""
 
 
+def turn_keys(
+    qkv: torch.Tensor,  # (b, n, (heads + 2 key heads)·d)
+    cosines: torch.Tensor,  # (b or 1, n, d), the same in both halves
+    sines: torch.Tensor,
+    keys: torch.Tensor,  # (pool rows, key heads, capacity, d)
+    values: torch.Tensor,
+    rows: torch.Tensor,  # (b,) int32
+    columns: torch.Tensor,  # (b, n) int32
+) -> torch.Tensor:
+    """Queries and keys are rotated, keys and values go into the cache; gives the queries (b, heads, n, d)."""
+    if qkv.device.type == "cuda":
+        from slipstream.target.pieces import turn_by
+
+        return turn_by(qkv, cosines, sines, keys, values, rows, columns)
+    kv, d = keys.shape[1], keys.shape[3]
+    heads = qkv.unflatten(-1, (-1, d)).transpose(1, 2)  # (b, heads + 2 kv, n, d)
+    turning = heads[:, :-kv]
+    first, second = turning.chunk(2, -1)
+    turned = turning * cosines[:, None] + torch.cat([-second, first], -1) * sines[:, None]
+    write_keys(keys, values, turned[:, -kv:], heads[:, -kv:], rows, columns)
+    return turned[:, :-kv]
+
+
+def gate(x: torch.Tensor) -> torch.Tensor:
+    """(…, 2I) gate and what it lets through, side by side → (…, I)."""
+    if x.device.type == "cuda":
+        from slipstream.target.pieces import gated
+
+        return gated(x)
+    one, other = x.chunk(2, -1)
+    return torch.nn.functional.silu(one) * other
+
+
 @torch.library.custom_op("slipstream::move_keys", mutates_args=("keys", "values"))
 def move_keys(
     keys: torch.Tensor,  # (layers, pool rows, heads, capacity, d)
@@ -50,17 +83,21 @@ def move_keys(
 
 
 @torch.library.custom_op("slipstream::linear", mutates_args=())
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """x (…, K), weight (N, K), bias (N,) → (…, N). On a GPU, in half precision, a row depends on itself alone."""
+def linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None = None
+) -> torch.Tensor:
+    """x (…, K), weight (N, K), bias (N,) → (…, N), to which `residual` (…, N) is added. On a GPU, in half precision, a
+    row depends on itself alone."""
     if x.device.type == "cuda" and x.dtype in (torch.bfloat16, torch.float16) and weight.shape[1] % 16 == 0:
         from slipstream.target.linear import skinny_linear
 
-        return skinny_linear(x, weight, bias)
-    return torch.nn.functional.linear(x, weight, bias)
+        return skinny_linear(x, weight, bias, residual)
+    out = torch.nn.functional.linear(x, weight, bias)
+    return out if residual is None else residual + out
 
 
 @linear.register_fake
-def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:  # noqa: ARG001
+def _product(x: torch.Tensor, weight: torch.Tensor, *_: object) -> torch.Tensor:
     """For tracing: the shape alone."""
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 

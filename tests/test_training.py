@@ -515,6 +515,21 @@ def test_a_run_may_start_from_a_head(walker, walks, tmp_path):
         first_loss("new", sizes={"draft_vocab": 70}, start=tmp_path / "fresh")
 
 
+def test_a_redrafter_may_be_deepened(walker, walks, tmp_path):
+    """The blocks that are new say nothing at first, and learn."""
+    lesson, plan = Lesson("redrafter", depths=2), replace(QUICK, steps=10)
+    train(walker, [walks], tmp_path / "two", lesson, plan)
+    two, four = (load_head(tmp_path / "two", walker) for _ in range(2))
+    four.deepen(4)
+    states, tokens = torch.randn(1, 6, two.config.hidden_size), torch.arange(6)[None]
+    for a, b in zip(two.predict(states, tokens, 2), four.predict(states, tokens, 2), strict=True):
+        assert torch.equal(a.logits, b.logits)
+    train(walker, [walks], tmp_path / "four", lesson, plan, sizes={"layers": 4}, start=tmp_path / "two")
+    assert load_head(tmp_path / "four", walker).lm_head[3].linear.weight.abs().max() > 0
+    with pytest.raises(OptionError, match="layers=1 is out of range: this head has 2 already"):
+        train(walker, [walks], tmp_path / "one", lesson, plan, sizes={"layers": 1}, start=tmp_path / "two")
+
+
 # ---- options
 
 

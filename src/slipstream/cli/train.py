@@ -32,7 +32,8 @@ def train(
         bool | None, typer.Option("--tied/--untied", help="Output matrices: medusa, eagle3 the target's; mlp one.")
     ] = None,
     start: Annotated[
-        str | None, typer.Option(help="Begin with this head, a folder or a hub id, instead of a fresh one.")
+        str | None,
+        typer.Option(help="Begin with this head, a folder or a hub id. A redrafter may get more --layers."),
     ] = None,
     no_rnn: Annotated[bool, typer.Option("--no-rnn", help="redrafter without its recurrence.")] = False,
     hass: Annotated[bool, typer.Option("--hass", help="eagle, unrolled on its own features as HASS does.")] = False,

@@ -7,13 +7,14 @@ silu(W e_root + the bias of U). Without recurrence (`rnn: false`) the state is t
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from slipstream.errors import OptionError
 from slipstream.heads.base import Head, HeadConfig, Lender, Prediction, Residual, by_kernels, follow, later
 from slipstream.target.ops import linear
 
@@ -70,6 +71,20 @@ class ReDrafter(Head):
         if config.exit_dim == config.hidden_size:
             head.input_proj.weight.data[:, : size.hidden_size] = torch.eye(size.hidden_size)
         return head
+
+    def deepen(self, layers: int) -> None:
+        """More blocks. They hand on what they get until they have learnt something, so the head says the same."""
+        count, parts = self.config.num_draft_layers, list(self.lm_head)
+        like: Any = self._first_block.linear.weight
+        if layers < count:
+            raise OptionError(f"layers={layers} is out of range: this head has {count} already")
+        new = [Residual(self.config.exit_dim).to(like) for _ in range(layers - count)]
+        for block in new:
+            nn.init.zeros_(block.linear.weight)
+            nn.init.zeros_(block.linear.bias)
+        self.lm_head = nn.ModuleList([*parts[:count], *new, *parts[count:]])
+        self.config = replace(self.config, num_draft_layers=layers)
+        self.borrowed = frozenset(self.lendable(self.config)) if self.borrowed else self.borrowed
 
     @classmethod
     def lendable(cls, config: ReDrafterConfig) -> tuple[str, ...]:

@@ -77,8 +77,8 @@ class Usual:
         pool = past_key_values.layers[self.number]
         i = pool.inputs
         query = self._queries(hidden, position_embeddings, pool.keys, pool.values, i.rows, i.columns)
-        seen, _ = steps.attention_by_path(self.qkv, query, pool.keys, pool.values, None, **self.options)
-        return self._after(hidden, seen)
+        attended = steps.attention_by_path(self.qkv, query, pool.keys, pool.values, None, **self.options)
+        return self._after(hidden, attended[0])
 
     def _queries(self, hidden: Tensor, angles: tuple[Tensor, Tensor], *cache: Tensor) -> Tensor:
         return turn_keys(self.qkv.whole(self.input_norm(hidden), True), *angles, *cache)

@@ -13,6 +13,7 @@ from slipstream.errors import OptionError
 from slipstream.heads import HEADS, load_head, save_head
 from slipstream.heads.base import Head, Lender
 from slipstream.heads.ranks import save_tree, tune
+from slipstream.heads.redrafter import ReDrafter
 from slipstream.training import checkpoint, recipes
 from slipstream.training.data import Texts, read_texts
 from slipstream.training.log import Log
@@ -75,7 +76,8 @@ def train(
     """Train a head for a transformers model on files that `collect` wrote, into a new folder, in the model's precision.
 
     sizes go to the head's `fresh`, but for eagle3's draft_vocab: how many of the data's most frequent tokens it can
-    guess. start: a head to begin with instead of a fresh one; then the sizes are its own. resume: go on from the
+    guess. start: a head to begin with instead of a fresh one; then the sizes are its own, but that a redrafter may get
+    more layers. resume: go on from the
     folder's checkpoint.
     """
     processes = processes or Processes(str(model.device))
@@ -89,7 +91,8 @@ def train(
         data, vocabulary, None if lesson.any_author else author, lesson.length, lesson.count_all
     )
     if start is not None:
-        head, sizes = start_from(start, model, lesson, sizes or {}), {"start": str(start)}
+        head = start_from(start, model, lesson, sizes or {})
+        sizes = {"start": str(start), **(sizes or {})}
     else:
         sizes = {"draft_vocab": DRAFT_VOCAB, **(sizes or {})} if lesson.head == "eagle3" else dict(sizes or {})
         head = make_head(model, lesson, plan.seed, sizes, texts)
@@ -129,13 +132,16 @@ def train(
 
 
 def start_from(start: str | Path, model: Any, lesson: Lesson, sizes: dict[str, Any]) -> Head:
-    if sizes:
-        raise OptionError(
-            f"{', '.join(sizes)} can't be chosen for a head that is there already: leave --start or them out"
-        )
     head = load_head(start, model, torch.float32)
     if head.kind != lesson.head:
         raise OptionError(f"{start} is of the kind {head.kind}: train {head.kind}, or start from a {lesson.head}")
+    fixed = set(sizes) - ({"layers"} if isinstance(head, ReDrafter) else set())
+    if fixed:
+        raise OptionError(
+            f"{', '.join(sorted(fixed))} can't be chosen for a head that is there already: leave --start or them out"
+        )
+    if isinstance(head, ReDrafter) and "layers" in sizes:
+        head.deepen(sizes["layers"])
     return head
 
 

@@ -682,9 +682,9 @@ def test_own_vectors_begin_where_states_were_first_seen():
 
 
 def _seen(tokens, position, states):
-    from slipstream.drafters.base import Seen
+    from slipstream.drafters.base import Hidden, Seen
 
-    return Seen(tokens, position, {3: states})
+    return Seen(tokens, position, Hidden({3: states}))
 
 
 def _budget():

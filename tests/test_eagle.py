@@ -14,9 +14,10 @@ from families import VOCABULARY, tiny_model
 from slipstream import LLM, drafters
 from slipstream.accept import make_rule
 from slipstream.budget import Budget
-from slipstream.drafters.base import Seen
+from slipstream.drafters.base import Hidden, Seen
 from slipstream.errors import DrafterError, OptionError
 from slipstream.heads import HEADS, keys, save_head
+from slipstream.heads.drafting import unpack
 from slipstream.heads.growth import Growth
 from slipstream.heads.ranks import assumed, save_tree, tune
 from slipstream.request import Request
@@ -63,7 +64,7 @@ def show(session, seed, start, end):
     """The session sees a piece of a text."""
     tokens, hidden = text(seed)
     states = {layer: hidden[layer][start:end] for layer in session.drafter.layers}
-    session.observe(Seen(tokens[start:end], start, states))
+    session.observe(Seen(tokens[start:end], start, Hidden(states)))
 
 
 def begin(drafter, which=None, end=0, **request):
@@ -134,12 +135,57 @@ class Watched:
         self.shapes.add(tuple(x.shape[:2] for x in inputs))
         return self.captured(*inputs)
 
+    def fetch(self, *inputs):
+        self.shapes.add(tuple(x.shape[:2] for x in inputs))
+        return self.captured.fetch(*inputs)
+
     def clear(self):
         self.cleared += 1
         self.captured.clear()
 
 
 # ---- what the head is asked
+
+
+def step(session, seed, start, path, nodes=20):
+    """The session sees a path through a step, whose states lie where those of the next one will."""
+    tokens, hidden = text(seed)
+    rows = {layer: torch.randn(nodes, h.shape[1], dtype=h.dtype) for layer, h in hidden.items()}
+    for layer, states in rows.items():
+        states[path] = hidden[layer][start : start + len(path)]
+    states = {layer: rows[layer] for layer in session.drafter.layers}
+    session.observe(Seen(tokens[start : start + len(path)], start, Hidden(states, path, lasting=True)))
+    return states
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_states_may_be_read_where_they_lie(kind):
+    drafter = make(kind, depth=3, width=2, nodes=6)
+    drafter.fixed = True
+    session = begin(drafter, 0, 9)
+    propose(session, 0, 9)
+    for start, path in ((9, [0, 7, 3]), (12, [0]), (13, [0, 1, 2, 19])):
+        step(session, 0, start, path)
+        end = start + len(path)
+        root = text(0)[0][end]
+        assert session.length == start  # the key of the root before is there, and read no more
+        table = drafter.given([session], [root], 1, True)
+        nodes = drafter.captured.fetch(table, still=session.lying())
+        same(unpack(root, nodes[0].numpy(), kind), eagle2(head_of(kind), 0, end, 2, 3, 6))
+        session.asked(root)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_no_draft_read_outlasts_the_next_forward(kind):
+    drafter = make(kind, depth=3, width=2, nodes=6)
+    session = begin(drafter, 0, 9)
+    for start, path in ((9, [0, 4]), (11, [0, 2, 1])):
+        states = step(session, 0, start, path)
+        session.keep()
+        for rows in states.values():
+            rows.normal_()
+    step(session, 0, 14, [0, 1])
+    same(propose(session, 0, 16), eagle2(head_of(kind), 0, 16, 2, 3, 6))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -279,7 +325,7 @@ def test_what_is_padded_for_a_capture_changes_nothing(kind):
         found = drafter.propose(sessions, [text(i)[0][end] for i in range(3)], [ALL] * 3)
         for i, proposal in enumerate(found):
             same(proposal.tree, eagle2(head_of(kind), i, end, 2, 3, 6))
-    assert drafter.captured.shapes == {((4, 3 + 5), (4, 5))}
+    assert drafter.captured.shapes == {((4, 3 + 2 * 5), (4, 5))}
     for row in torch.cat([columns for columns in written if columns.shape[1] == 5]).tolist():
         text_columns = [column for column in row if column <= row[-1]]
         assert text_columns == list(range(row[-1] + 1 - len(text_columns), row[-1] + 1))  # padding writes elsewhere

@@ -99,7 +99,7 @@ def test_hidden_states_come_along(tiny):
     tree, want = TokenTree.build([4, 5, 6], [-1, 0, 0]), Want(layers=(0, 2))
     (a,), (b,) = plain.score([one], [tree], want), fixed.score([other], [tree], want)
     for layer in want.layers:
-        torch.testing.assert_close(b.hidden[layer], a.hidden[layer], rtol=0, atol=1e-5)
+        torch.testing.assert_close(b.hidden[layer][:3], a.hidden[layer], rtol=0, atol=1e-5)
 
 
 def test_buckets():

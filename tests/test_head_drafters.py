@@ -13,7 +13,7 @@ from families import tiny_model
 from slipstream import LLM, drafters
 from slipstream.accept import Rejection, make_rule, verify
 from slipstream.budget import Budget
-from slipstream.drafters.base import Proposal, Seen
+from slipstream.drafters.base import Hidden, Proposal, Seen
 from slipstream.errors import DrafterError, OptionError
 from slipstream.heads import HEADS, drafting, save_head
 from slipstream.heads.beams import draw, overlay, prefix_match
@@ -50,7 +50,8 @@ def make(kind, model, **options):
 def session(drafter, state, read=3, **request):
     """A session that has seen `read` tokens, the last of them with this state."""
     begun = drafter.begin(Request([1] * read, 20, **request))
-    begun.observe(Seen([1] * read, 0, {drafter.layers[0]: torch.stack([-state] * (read - 1) + [state])}))
+    rows = torch.stack([-state] * (read - 1) + [state])
+    begun.observe(Seen([1] * read, 0, Hidden({drafter.layers[0]: rows})))
     return begun
 
 
@@ -96,6 +97,43 @@ def test_beams_are_those_of_a_plain_beam_search(kind, every, model):
         assert len(proposal.tree) == len(expected)  # nothing twice
         for path, value in kept:
             assert math.isclose(found[root, *path], math.exp(value), rel_tol=1e-4)
+
+
+@pytest.mark.parametrize("beams", [4, 9])
+def test_a_redrafter_grows_beams_of_its_likely_tokens(beams, model):
+    """Their probabilities are those among each other: what can't be said is not waited for."""
+    head, likely = random_head("redrafter", model), [2, 7, 11, 19, 23, 40, 63]
+    head.guess_only(likely)
+    drafter = drafters.make("redrafter", open_target(model), drafter_path=head, beams=beams, length=3)
+    assert drafter.names.tolist() == likely
+    assert drafter.width == min(beams, 7)
+    for root, state in enumerate(states(3, model)):
+        kept, held = [((), 0.0)], {}
+        for _ in range(3):
+            longer = []
+            for path, value in kept:
+                among = said(head, state, root, path)[likely].log_softmax(-1).tolist()
+                longer += [((*path, t), value + p) for t, p in zip(likely, among, strict=True)]
+            kept = sorted(longer, key=lambda b: -b[1])[: drafter.width]
+            held |= dict(kept)
+        (proposal,) = drafter.propose([session(drafter, state)], [root], [BIG])
+        found = paths(proposal.tree)
+        assert set(found) == {(root,), *((root, *path) for path in held)}
+        for path, value in held.items():
+            assert math.isclose(found[root, *path], math.exp(value), rel_tol=1e-4)
+
+
+def test_a_redrafter_draws_from_all_tokens_whichever_are_likely(model):
+    whole, few = (random_head("redrafter", model) for _ in range(2))
+    few.guess_only([2, 7, 11, 19])
+    trees = []
+    for head in (whole, few):
+        options = {"drafter_path": head, "mode": "sample", "beams": 3, "length": 3}
+        drafter = drafters.make("redrafter", open_target(model), **options)
+        begun = session(drafter, states(1, model)[0], sampling=Sampling(temperature=1.0), seed=5)
+        trees.append(drafter.propose([begun], [4], [BIG])[0].tree)
+    assert trees[0].tokens.tolist() == trees[1].tokens.tolist()
+    assert len(trees[0]) == 10
 
 
 def test_an_mlp_head_is_not_asked_beyond_its_reach(model):

@@ -10,7 +10,7 @@ import torch
 from slipstream import LLM, Drafter, DraftSession, Proposal, TokenTree, drafters
 from slipstream.accept import Rejection
 from slipstream.budget import Budget
-from slipstream.drafters.base import Seen
+from slipstream.drafters.base import Hidden, Seen
 from slipstream.drafters.rasd import WIDER, RasdDrafter, beginning_with, best_of, side_by_side
 from slipstream.errors import DrafterError, OptionError
 from slipstream.heads import HEADS
@@ -344,7 +344,7 @@ def proposals(drafter, prompts, **request):
         noise = torch.Generator().manual_seed(i)
         width = drafter.target.model.config.hidden_size
         hidden = {layer: torch.randn(len(prompt), width, generator=noise) for layer in drafter.layers}
-        begun[-1].observe(Seen(prompt, 0, hidden))
+        begun[-1].observe(Seen(prompt, 0, Hidden(hidden)))
     return drafter.propose(begun, [5, 6, 7][: len(prompts)], [BIG] * len(prompts))
 
 

@@ -17,7 +17,7 @@ from slipstream.budget import Budget, step_budget
 from slipstream.budget.pilot import Choice
 from slipstream.datastores.live import Said
 from slipstream.datastores.runs import token_type
-from slipstream.drafters.base import Drafter, DraftSession, Seen
+from slipstream.drafters.base import Drafter, DraftSession, Hidden, Seen
 from slipstream.errors import ContextError, OptionError, PromptError
 from slipstream.request import Request
 from slipstream.sampling import Sampler
@@ -110,6 +110,8 @@ class Engine:
         """One forward of the target for all running sequences: each gets at least one token further."""
         clock = perf_counter()
         trees = self._propose(running)
+        for sequence in running:
+            sequence.session.keep()
         choice = self.drafter.choice
         drafted = perf_counter()
         rows = 1 + max(s.request.max_draft for s in running) if self.drafter.pads else 1
@@ -158,7 +160,7 @@ class Engine:
         clock = perf_counter()
         for score in self.target.prefill(sequence.slot, request.tokens[read:], want):
             count = sequence.slot.length - read
-            sequence.session.observe(Seen(request.tokens[read : read + count], read, score.hidden))
+            sequence.session.observe(Seen(request.tokens[read : read + count], read, Hidden(score.hidden)))
             read += count
         read_at = perf_counter()
         tree = TokenTree.root(request.tokens[-1])
@@ -194,10 +196,7 @@ class Engine:
         """Show the drafter what was accepted."""
         self._report(sequence, tree, score, verdict)
         position = sequence.slot.length - len(verdict.path)
-        hidden = {}
-        if score.hidden:
-            path = torch.tensor(verdict.path, device=next(iter(score.hidden.values())).device)
-            hidden = {layer: h.index_select(0, path) for layer, h in score.hidden.items()}
+        hidden = Hidden(score.hidden, verdict.path, score.replayed)
         sequence.session.observe(Seen(tree.tokens[verdict.path].tolist(), position, hidden))
 
     def _report(self, sequence: Sequence, tree: TokenTree, score: Scores, verdict: Verdict) -> None:

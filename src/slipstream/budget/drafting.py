@@ -68,9 +68,11 @@ class JointSession(DraftSession):
         if self.begun:
             self._said += seen.tokens
         for name, part in self.parts.items():
-            layers = self.drafter.parts[name].layers
-            hidden = {layer: seen.hidden[layer] for layer in layers} if seen.hidden else {}
-            part.observe(Seen(seen.tokens, seen.position, hidden))
+            part.observe(Seen(seen.tokens, seen.position, seen.hidden.of(self.drafter.parts[name].layers)))
+
+    def keep(self) -> None:
+        for part in self.parts.values():
+            part.keep()
 
     def propose(self, root: int, budget: Budget) -> Proposal:
         return self.drafter.propose([self], [root], [budget])[0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -23,15 +23,55 @@ class NoOptions:
     """For drafters with nothing to set."""
 
 
+class Hidden(Mapping[int, Any]):
+    """{layer: (n, H)}, states of the target on its device. Those of a step are picked when somebody looks, which is
+    possible until the next forward."""
+
+    def __init__(
+        self, tensors: Mapping[int, torch.Tensor] | None = None, rows: list[int] | None = None, lasting: bool = False
+    ) -> None:
+        self.tensors = dict(tensors or {})  # {layer: (·, H)}
+        self.rows = rows  # which of their rows; None: all
+        self.lasting = lasting  # whether later steps write into the same tensors
+        self._index: torch.Tensor | None = None
+
+    def __getitem__(self, layer: int) -> torch.Tensor:
+        whole = self.tensors[layer]
+        if self.rows is None:
+            return whole
+        if self._index is None:
+            import torch
+
+            self._index = torch.tensor(self.rows, device=whole.device)
+        return whole.index_select(0, self._index)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.tensors)
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    def of(self, layers: Iterable[int]) -> Hidden:
+        """Some of the layers."""
+        if not self.tensors:
+            return self
+        return Hidden({layer: self.tensors[layer] for layer in layers}, self.rows, self.lasting)
+
+    def last(self) -> Hidden:
+        """The last row alone."""
+        end = len(next(iter(self.tensors.values()))) - 1 if self.rows is None else self.rows[-1]
+        return Hidden(self.tensors, [end], self.lasting)
+
+
 @dataclass(frozen=True)
 class Seen:
     """Tokens that became part of the text: a chunk of the prompt, or an accepted path."""
 
     tokens: list[int]
     position: int  # of the first of them
-    # {layer: (len(tokens), H)} on the target's device, of the layers the drafter asked for. hidden[i] is the state
-    # that read token i; the state that chose the next root is the last row.
-    hidden: dict[int, torch.Tensor] = field(default_factory=dict)
+    # (len(tokens), H) of the layers the drafter asked for. Row i is the state that read token i; the state that chose
+    # the next root is the last row.
+    hidden: Hidden = field(default_factory=Hidden)
 
 
 @dataclass(frozen=True)
@@ -93,6 +133,9 @@ class DraftSession(ABC):
 
     def observe(self, seen: Seen) -> None:  # noqa: B027  (a drafter may have nothing to learn)
         """The text grew."""
+
+    def keep(self) -> None:  # noqa: B027  (a session may hold nothing of the kind)
+        """The next forward is about to run: whatever of the last one's states is still wanted must be copied."""
 
     @abstractmethod
     def propose(self, root: int, budget: Budget) -> Proposal:

@@ -129,11 +129,11 @@ class DresdSession(DraftSession):
         self.own = Own() if drafter.options.live else None
 
     def observe(self, seen: Seen) -> None:
-        states = seen.hidden.get(self.drafter.layer)
-        if states is not None:
-            self.state = states[-1].clone()  # not the whole chunk it lies in
+        if seen.hidden:
+            self.state = seen.hidden.last()[self.drafter.layer][0]
         if self.own is not None:
             with torch.inference_mode():
+                states = seen.hidden.get(self.drafter.layer)
                 self.own.extend(seen.tokens, None if states is None else self.drafter.reduce(states))
 
     def ask(self, root: int) -> Asked:

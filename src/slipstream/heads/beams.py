@@ -15,7 +15,7 @@ from torch import Tensor
 
 from slipstream.errors import OptionError
 from slipstream.heads.drafting import HeadDrafter, HeadOptions, likeliest, pack, pack_chains, pack_first
-from slipstream.heads.growth import Record, grow_depth, new_record
+from slipstream.heads.growth import Record, grow_depth, keep_best, new_record
 from slipstream.sampling import gumbel
 from slipstream.target.ops import best_tokens
 
@@ -91,35 +91,36 @@ class BeamDrafter(ChainDrafter):
     """The head's most probable paths."""
 
     Options = BeamOptions
+    names: Tensor | None = None  # (V',) the tokens that `few` is about; None: all
 
     def __init__(self, target: Target, tokenizer: Any, options: BeamOptions) -> None:
         super().__init__(target, tokenizer, options)
         self.width = min(options.beams, self.head.config.vocab_size)
         self.length = min(options.length, self.head.reach or options.length)
+        self.ordered = options.every
+
+    def few(self, carry: Carry, depth: int) -> Tensor:
+        """(b, w, V') the logits of the tokens that drafts are made of."""
+        return self.logits(carry, depth)
 
     def best(self, *inputs: Tensor) -> Tensor:
         carry, width = self.start(*inputs), self.width
         record = new_record(len(inputs[0]), self.length * width, self.device)
         number = first = None  # of the nodes at which the beams end; None: the root
         for depth in range(self.length):
-            logits = self.logits(carry, depth)
+            logits = self.few(carry, depth)
             if self.first and not depth:
                 first = likeliest(logits[:, 0], self.first)
+                first = first if self.names is None else self.names[first]
             # (b, w, width): no beam has more than that many children among the best
             logp, ids = best_tokens(logits, width)
-            tokens, chain, number = grow_depth(logp, ids, number, None, None, record, depth * width, width, False)
+            tokens, chain, number = grow_depth(logp, ids, number, self.names, None, record, depth * width, width, False)
             if depth + 1 < self.length:
                 carry = self.advance(carry, chain, tokens, depth + 1)
-        if self.options.every:
-            return pack_first(stacked(record), first)
+        if self.options.every:  # at no depth do two beams spell the same, so there is nothing to merge
+            return keep_best(record, None, first, self.length * width)
         beams, logp = finished(record, width)
         return pack_first(overlay(beams, logp.exp(), self.options.compress), first)
-
-
-def stacked(record: Record) -> Tensor:
-    """All beams of all depths as a tree, packed: at no depth do two of them spell the same, so nothing is merged."""
-    nodes, odds = record
-    return pack(nodes[:, 0], nodes[:, 1], odds[:, 0].exp())
 
 
 def finished(record: Record, width: int) -> Record:

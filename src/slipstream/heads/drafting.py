@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from slipstream.drafters.base import Drafter, DraftSession, Proposal, Seen
+from slipstream.drafters.base import Drafter, DraftSession, Hidden, Proposal, Seen
 from slipstream.errors import DrafterError, OptionError
 from slipstream.heads import HEADS, Head, load_head
 from slipstream.heads.base import Lender
@@ -41,6 +41,7 @@ log = logging.getLogger("slipstream")
 MODES = ("best", "sample")
 FIRST = -2  # marks a token behind packed nodes: no parent, no probability has these bits
 FEW = 16  # tokens that the kernel for the best few is asked for at most
+FETCHES = 24  # captures that bring their result down, at most: each belongs to the states of one shape of step
 SHIPPED = Path(__file__).parent / "shipped"  # <kind>/: heads for the embedded model
 
 
@@ -63,6 +64,7 @@ class HeadDrafter(Drafter):
     # mode=sample: how many chains, and how long. Their first tokens are drawn without replacement.
     width: int
     length: int
+    ordered: bool = False  # whether `best` gives nodes in the order of their paths' probabilities
 
     def __init__(self, target: Target, tokenizer: Any, options: Any) -> None:
         super().__init__(target, tokenizer, options)
@@ -72,8 +74,10 @@ class HeadDrafter(Drafter):
         within: Callable[[], AbstractContextManager[None]] = nullcontext
         if self.device.type == "cuda":
             within = StandIns(self.head).in_place  # the kernels of the target's own steps
-        self.captured = Captured(self.best, self.device, within)
-        self.captured_draws = Captured(self.draws, self.device, within)
+        self.captured = Captured(lambda *given: self.best(*self.inputs(*given)), self.device, within)
+        self.captured_draws = Captured(
+            lambda table, states, *noise: self.draws(*self.inputs(table, states), *noise), self.device, within
+        )
 
     @classmethod
     def trials(cls, model: Any) -> list[dict[str, Any]]:
@@ -99,11 +103,18 @@ class HeadDrafter(Drafter):
 
     # ---- on the device
 
-    def inputs(self, sessions: Sequence[HeadSession], roots: Sequence[int], batch: int) -> tuple[Tensor, ...]:
-        """What `best` and `draws` read, padded to `batch` sequences: the last states (b, ·) and the roots (b,)."""
-        spare = batch - len(sessions)
-        states = [session.state for session in sessions]
-        return torch.stack(states + states[:1] * spare), torch.tensor([*roots, *[0] * spare])
+    def inputs(self, table: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
+        """What `best` and `draws` read, made of a table (see `given`) and states: the last ones (b, ·), the roots (b,).
+
+        states: joined, (b, m, ·); or all of a step as they lie there, layer by layer, (n, H) each."""
+        return self._picked(table[:, :1], states)[:, 0], table[:, 1]
+
+    def _picked(self, rows: Tensor, states: tuple[Tensor, ...]) -> Tensor:
+        """(b, m, ·) what the head reads. rows (1, m): which of a step's."""
+        if states[0].dim() == 3:
+            return states[0]
+        layers = dict.fromkeys(self.layers)  # one may be read twice
+        return self.head.join({layer: h[rows] for layer, h in zip(layers, states, strict=True)})
 
     @abstractmethod
     def best(self, *inputs: Tensor) -> Tensor:
@@ -120,15 +131,35 @@ class HeadDrafter(Drafter):
 
     # ---- on the host
 
+    def given(self, sessions: Sequence[HeadSession], roots: Sequence[int], batch: int, lying: bool) -> Tensor:  # noqa: ARG002
+        """(b, 2) int64, padded to `batch` sequences: where the last state lies in its step, and the root. lying:
+        whether states are read from there."""
+        table = np.zeros((batch, 2), np.int64)
+        table[: len(roots), 0] = [session.place for session in sessions]
+        table[: len(roots), 1] = roots
+        return torch.from_numpy(table)
+
+    def joined(self, sessions: Sequence[HeadSession], table: Tensor) -> Tensor:
+        """(b, m, ·) the states that `inputs` hands on, for a table that does not say where they lie."""
+        states = [session.state for session in sessions]
+        return torch.stack(states + states[:1] * (len(table) - len(states)))[:, None]
+
     def _guessed(
         self, sessions: Sequence[HeadSession], roots: Sequence[int], budgets: Sequence[Budget]
     ) -> list[Proposal]:
         batch = bucket(len(sessions), BATCHES)
-        nodes = self.captured(*self.inputs(sessions, roots, batch)).cpu().numpy()
-        return [
-            Proposal(budget.limit(unpack(root, nodes[i], self.kind)), unpack_first(nodes[i]))
-            for i, (root, budget) in enumerate(zip(roots, budgets, strict=True))
-        ]
+        lying = sessions[0].lying() if batch == 1 and self.device.type == "cuda" else ()
+        table = self.given(sessions, roots, batch, bool(lying))
+        if lying:
+            nodes = self.captured.fetch(table, still=lying).numpy()
+        else:
+            nodes = self.captured.fetch(table, self.joined(sessions, table)).numpy()
+        proposals = []
+        for i, (session, root, budget) in enumerate(zip(sessions, roots, budgets, strict=True)):
+            session.asked(root)
+            tree = budget.limit(unpack(root, nodes[i], self.kind, budget.nodes if self.ordered else None))
+            proposals.append(Proposal(tree, unpack_first(nodes[i])))
+        return proposals
 
     def _drawn(
         self, sessions: Sequence[HeadSession], roots: Sequence[int], budgets: Sequence[Budget]
@@ -137,11 +168,13 @@ class HeadDrafter(Drafter):
         padded = [*sessions, *[sessions[0]] * (batch - len(sessions))]
         keys = np.array([s.keys(self.length) for s in padded], np.uint64).view(np.int64)
         heat = np.array([s.request.sampling.temperature for s in padded])
-        given = self.inputs(sessions, roots, batch)
-        chains, q = self.captured_draws(*given, torch.from_numpy(keys), torch.from_numpy(heat))
+        table = self.given(sessions, roots, batch, False)
+        noise = torch.from_numpy(keys), torch.from_numpy(heat)
+        chains, q = self.captured_draws(table, self.joined(sessions, table), *noise)
         below = chains.cpu().numpy()
         proposals = []
         for i, session in enumerate(sessions):
+            session.asked(roots[i])
             tree = self._tree_of_draws(roots[i], below[i], q[i] if session.keeps_q else None, budgets[i])
             proposals.append(Proposal(tree, unpack_first(below[i])))
         return proposals
@@ -170,7 +203,7 @@ class HeadDrafter(Drafter):
 class HeadSession(DraftSession):
     """One sequence: the state that chose its root, and its noise."""
 
-    state: Tensor  # (·,) what the head reads: the last row seen
+    hidden: Hidden  # what the head reads: the last row seen
 
     def __init__(self, drafter: HeadDrafter, request: Request) -> None:
         self.drafter, self.request = drafter, request
@@ -183,7 +216,25 @@ class HeadSession(DraftSession):
     def observe(self, seen: Seen) -> None:
         self.read = seen.position + len(seen.tokens)
         if seen.hidden:
-            self.state = self.drafter.head.join(seen.hidden)[-1].clone()  # not the whole chunk it lies in
+            self.hidden = seen.hidden.last()
+
+    @property
+    def state(self) -> Tensor:
+        """(·,) joined."""
+        return self.drafter.head.join(self.hidden)[0]
+
+    @property
+    def place(self) -> int:
+        """Where the state lies in its step."""
+        assert self.hidden.rows is not None, "the last row is one row"
+        return self.hidden.rows[0]
+
+    def lying(self) -> tuple[Tensor, ...]:
+        """All states of the step, layer by layer, (n, H) each, if a capture may read them where they lie."""
+        return tuple(self.hidden.tensors.values()) if self.hidden.lasting else ()
+
+    def asked(self, root: int) -> None:
+        """A draft after this root was made."""
 
     def propose(self, root: int, budget: Budget) -> Proposal:
         return self.drafter.propose([self], [root], [budget])[0]
@@ -193,6 +244,17 @@ class HeadSession(DraftSession):
         stream = "draft" if self.keeps_q else ""
         r = self.request
         return [noise_key(r.seed, r.sample, self.read + depth, stream) for depth in range(1, depths + 1)]
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """A capture whose result comes down to the host."""
+
+    graph: Any
+    table: Tensor  # on the host
+    own: list[Tensor]
+    still: tuple[Tensor, ...]
+    result: Tensor  # on the host
 
 
 class Captured:
@@ -212,6 +274,7 @@ class Captured:
         """within: entered while the function is captured."""
         self._function, self._device, self._within = function, device, within
         self._graphs: dict[tuple[Any, ...], tuple[Any, list[Tensor], Any]] = {}
+        self._fetches: dict[tuple[Any, ...], Fetch] = {}
         self._memory: Any = None  # what all graphs take theirs from
         self._captures = device.type == "cuda"
 
@@ -222,7 +285,7 @@ class Captured:
         shapes = tuple((x.shape, x.dtype) for x in inputs)
         if shapes not in self._graphs:
             own = [torch.empty(x.shape, dtype=x.dtype, device=self._device).copy_(x) for x in inputs]
-            captured = self._capture(own)
+            captured = self._capture(own, self._function)
             if captured is None:
                 return self._function(*own)
             self._graphs[shapes] = captured
@@ -232,16 +295,56 @@ class Captured:
         graph.replay()
         return result
 
+    @torch.inference_mode()
+    def fetch(self, table: Tensor, *inputs: Tensor, still: tuple[Tensor, ...] = ()) -> Tensor:
+        """The result, which must be one tensor, on the host, until the next call. table: on the host, goes up and the
+        result comes down within the launch. still: tensors that are read where they are; others have captures of their
+        own."""
+        if not self._captures:
+            result: Tensor = self._function(table.to(self._device), *inputs, *still)
+            return result.cpu()
+        key = ("fetch", table.shape, *((x.shape, x.dtype) for x in inputs), *(x.data_ptr() for x in still))
+        if key not in self._fetches:
+            if len(self._fetches) >= FETCHES:
+                self._fetches.clear()
+            fetch = self._capture_fetch(table, inputs, still)
+            if fetch is None:
+                return self.fetch(table, *inputs, still=still)
+            self._fetches[key] = fetch
+        fetch = self._fetches[key]
+        fetch.table.copy_(table)
+        for mine, given in zip(fetch.own, inputs, strict=True):
+            mine.copy_(given, non_blocking=True)
+        fetch.graph.replay()
+        torch.cuda.current_stream(self._device).synchronize()
+        return fetch.result
+
+    def _capture_fetch(self, table: Tensor, inputs: tuple[Tensor, ...], still: tuple[Tensor, ...]) -> Fetch | None:
+        host = table.clone().pin_memory()
+        device = host.to(self._device)
+        own = [x.to(self._device, copy=True) for x in inputs]
+        with self._within():
+            said = self._function(device, *own, *still)
+        result = torch.empty(said.shape, dtype=said.dtype, pin_memory=True)
+
+        def work(*_: Tensor) -> None:
+            device.copy_(host, non_blocking=True)
+            result.copy_(self._function(device, *own, *still), non_blocking=True)
+
+        captured = self._capture(own, work)
+        return None if captured is None else Fetch(captured[0], host, own, still, result)
+
     def clear(self) -> None:
         """Forget what was captured."""
         self._graphs.clear()
+        self._fetches.clear()
         self._memory = None
 
-    def _capture(self, own: list[Tensor]) -> tuple[Any, list[Tensor], Any] | None:
+    def _capture(self, own: list[Tensor], function: Callable[..., Any]) -> tuple[Any, list[Tensor], Any] | None:
         self._memory = self._memory or torch.cuda.graph_pool_handle()
         try:
             with torch.cuda.device(self._device), self._within():
-                graph, result = capture(lambda: self._function(*own), self._memory)
+                graph, result = capture(lambda: function(*own), self._memory)
         except RuntimeError as error:  # a quantised output matrix, for one, may look at its values
             log.warning("drafting can't be captured and runs piece by piece: %s", str(error).splitlines()[0])
             self._captures = False
@@ -296,9 +399,10 @@ def pack(tokens: Tensor, parents: Tensor, probability: Tensor) -> Tensor:
     return torch.stack((tokens.int(), parents.int(), probability.float().view(torch.int32)), dim=1)
 
 
-def unpack(root: int, nodes: NDArray[np.int32], source: str) -> TokenTree:
-    """(3, n) of one sequence as a tree."""
-    tokens, parents, probability = nodes[:, : int((nodes[1] >= 0).sum())]
+def unpack(root: int, nodes: NDArray[np.int32], source: str, most: int | None = None) -> TokenTree:
+    """(3, n) of one sequence as a tree: of the nodes, which stand in order of their probability, `most` at most."""
+    count = int((nodes[1] >= 0).sum())
+    tokens, parents, probability = nodes[:, : count if most is None else min(most, count)]
     return TokenTree.build(
         np.concatenate([[root], tokens]),
         np.concatenate([[-1], parents]),

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.drafters.base import Seen
+from slipstream.drafters.base import Hidden, Seen
 from slipstream.errors import OptionError
 from slipstream.heads.beams import Carry, ChainDrafter
 from slipstream.heads.decoder import FeatureHead
@@ -48,6 +48,7 @@ class FeatureDrafter(ChainDrafter):
 
     Options = FeatureOptions
     head: FeatureHead
+    ordered = True
 
     def __init__(self, target: Target, tokenizer: Any, options: FeatureOptions) -> None:
         super().__init__(target, tokenizer, options)
@@ -84,28 +85,34 @@ class FeatureDrafter(ChainDrafter):
 
     def _states(self, sessions: Iterable[FeatureSession]) -> Tensor:
         """(rows, ·) what was seen and not read, one session after the other."""
-        return torch.cat([piece for session in sessions for piece in session.pieces])
+        return torch.cat([self.head.join(piece) for session in sessions for piece in session.pieces])
 
-    def inputs(self, sessions: Sequence[HeadSession], roots: Sequence[int], batch: int) -> tuple[Tensor, ...]:
-        """(b, 3 + m) each sequence's row, how many keys are there, how many states wait, and the tokens after those;
-        (b, m, ·) the states. Both stand at the end of their m."""
+    def inputs(self, table: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
+        """(b, 3 + m) the table but for its end, and (b, m, ·) the states."""
+        m = (table.shape[1] - 3) // 2
+        return table[:, : 3 + m], self._picked(table[:, 3 + m :], states)
+
+    def joined(self, sessions: Sequence[HeadSession], table: Tensor) -> Tensor:
+        m = (table.shape[1] - 3) // 2
+        return self._states(cast(Sequence[FeatureSession], sessions))[table[:, 3 + m :].to(self.device)]
+
+    def given(self, sessions: Sequence[HeadSession], roots: Sequence[int], batch: int, lying: bool) -> Tensor:
+        """(b, 3 + 2m) each sequence's row, how many keys are there, how many states wait, the tokens after those, and
+        where each lies: in its step, or among all that wait. The latter two stand at the end of their m."""
         mine = cast(Sequence[FeatureSession], sessions)
         m = self.waiting if self.fixed else max(1 + len(s.following) for s in mine)
-        table = np.zeros((batch, 3 + 2 * m), np.int64)  # at its end, where each state stands among all
+        table = np.zeros((batch, 3 + 2 * m), np.int64)
         table[:, 2] = 1  # padding reads the first state there is, into the row of nobody
         start = 0
         for line, session, root in zip(table, mine, roots, strict=False):
             count = 1 + len(session.following)
             line[:3] = session.row, session.length, count
             line[3 + m - count : 3 + m] = [*session.following, root]
-            line[3 + 2 * m - count :] = np.arange(start, start + count)
+            places = session.pieces[0].rows if lying else None
+            line[3 + 2 * m - count :] = places or range(start, start + count)
             start += count
         self._make_room(batch, int(table[:, 1:3].sum(1).max()))
-        given = torch.from_numpy(table).to(self.device)
-        states = self._states(mine)[given[:, 3 + m :]]
-        for session in mine:
-            session.forget()
-        return given[:, : 3 + m], states
+        return torch.from_numpy(table)
 
     def _make_room(self, batch: int, length: int) -> None:
         drawn = self.width * (self.length - 1)
@@ -182,23 +189,40 @@ class FeatureSession(HeadSession):
         super().__init__(drafter, request)
         self.row = drafter.cache.open()
         self.length = 0  # keys there
-        self.pieces: list[Tensor] = []  # (n, ·)
+        self.pieces: list[Hidden] = []
         self.following: list[int] = []  # the tokens after these states, but for the last one
+        self.root: int | None = None  # which the last state was read with; its key is there then
 
     def observe(self, seen: Seen) -> None:
         self.read = seen.position + len(seen.tokens)
-        if self.pieces:
+        if self.root == seen.tokens[0]:
+            self.length += 1
+            self.pieces.clear()
+        elif self.pieces:
             self.following.append(seen.tokens[0])
+        self.root = None
         if seen.hidden:  # of a text that the target read before this session, there is none
-            self.pieces.append(self.drafter.head.join(seen.hidden))
+            self.pieces.append(seen.hidden)
             self.following += seen.tokens[1:]
         if len(self.following) >= self.drafter.waiting:
             self.drafter.read(self)
 
+    def lying(self) -> tuple[Tensor, ...]:
+        one = self.pieces[0]
+        return tuple(one.tensors.values()) if len(self.pieces) == 1 and one.lasting else ()
+
+    def asked(self, root: int) -> None:
+        self.forget()
+        self.root = root
+
+    def keep(self) -> None:
+        if self.root is None:  # no draft has read them
+            self.pieces = [Hidden(dict(piece)) if piece.lasting else piece for piece in self.pieces]
+
     def forget(self) -> None:
         """All states but the last are in the cache."""
         self.length += len(self.following)
-        self.pieces, self.following = [self.pieces[-1][-1:]], []
+        self.pieces, self.following = [self.pieces[-1].last()], []
 
     def close(self) -> None:
         if self.row:

@@ -54,7 +54,8 @@ class Scores:
         self._logits = logits  # (n - first, V)
         self._first = first  # the node of row 0
         self._positions = positions  # (n - first,) absolute
-        self.hidden = hidden  # {layer: (n - first, H)} on the device
+        self.hidden = hidden  # {layer: (n - first, H)} on the device; rows of padding may follow
+        self.replayed = False  # whether later forwards write into the same tensors
         self._tokens: NDArray[np.int64] | None = None  # chosen along with the forward
         self._values: NDArray[np.float32] | None = None
 

@@ -120,9 +120,10 @@ class GraphTarget(TreeTarget):
         step = self._replay(slots, trees, self._rows(slots, trees, want), want)
         chosen, tokens, values = self._followed(want.samplers, len(slots)), step.tokens, step.values
         found = []
-        for i, tree in enumerate(trees):
-            hidden = {layer: h[i, : len(tree)] for layer, h in step.hidden.items()}
+        for i in range(len(trees)):
+            hidden = {layer: h[i] for layer, h in step.hidden.items()}
             scores = Scores(step.by_sequence[i], hidden, step.host.positions[i].copy())
+            scores.replayed = True
             if chosen:
                 scores.take(tokens[i], values[i])
             found.append(scores)

@@ -51,7 +51,7 @@ def overhead(given: argparse.Namespace) -> dict[str, Any]:
         "settle": lambda: pilot.charge(8, 1, 3, 1.1e-3, 1e-5),
         "label": lambda: pilot.learn(whole, text),
         "fuse": lambda: fuse(drafts),
-        "choose": lambda: pilot.choose([whole], [63], pilot.count(seconds, 1)),
+        "choose": lambda: pilot.choose([whole], [63], pilot.count(seconds)),
     }
     told = {name: round(microseconds(part), 1) for name, part in parts.items()}
     told["all"] = round(sum(told.values()), 1)

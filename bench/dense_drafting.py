@@ -113,7 +113,7 @@ class Known:
         spare = -len(states) % BATCH  # every batch has one shape
         states, bounds = torch.cat((states, states[:spare])), torch.cat((bounds, bounds[:spare]))
         batches = zip(states.split(BATCH), bounds.split(BATCH), strict=True)
-        found = [held.search(*batch).cpu().numpy() for batch in batches]
+        found = [held.search(bounds, states).copy() for states, bounds in batches]
         return np.split(np.concatenate(found), np.cumsum([len(one.answer) for one in self.said]))[:-1]
 
     def near(self, trial: Trial, number: int, at: int) -> Drafts:

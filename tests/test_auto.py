@@ -143,6 +143,7 @@ def test_why_nobody_was_asked_is_told(steps, tiny):
     steps(DEAR)
     llm = LLM(tiny("llama"), drafter="auto", drafters="pld")
     llm.engine.drafter.pilot._account = -1e9
+    llm.engine.drafter.pilot.sources["pld"].wait = 9  # no probe is due
     result = llm.generate(REPEATING, max_new_tokens=4, trace=True, ignore_eos=True)
     assert "asked nobody: speculation rests, having lost too much time; came 1" in list(explain(result.trace))[1]
     plain = LLM(tiny("llama"), drafter="pld").generate(REPEATING, max_new_tokens=4, trace=True, ignore_eos=True)

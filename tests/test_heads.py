@@ -412,6 +412,101 @@ def test_single_steps_draft_beams(kind, tmp_path):
         np.testing.assert_allclose(logits[0].numpy(), expected_beams(guess, k), rtol=1e-9, atol=1e-9)
 
 
+LIKELY = [40, 3, 12, 3, 63]
+SORTED = [3, 12, 40, 63]
+
+
+def drafted(head):
+    """What a redrafter says of three states: `logits`, `guess`, `few`."""
+    random = torch.Generator().manual_seed(1)
+    h, state = (torch.randn(2, n, H, generator=random, dtype=torch.float64).to(head.dtype) for n in (1, 3))
+    with torch.no_grad():
+        prepared = head.prepare(h)
+        return head.logits(h.expand_as(state), state), head.guess(prepared, state), head.few(prepared, state)
+
+
+@pytest.mark.parametrize(("exit_dim", "layers"), [(None, 2), (None, 1), (48, 3), (2 * H, 2)])
+@pytest.mark.parametrize("family", ["llama", "cohere"])  # the second scales its logits
+def test_a_redrafter_says_of_the_likely_tokens_what_it_says_of_all(exit_dim, layers, family):
+    head = HEADS["redrafter"].fresh(target(3, family), exit_dim=exit_dim, layers=layers, dtype=torch.float64)
+    stir(head)
+    logits, guess, few = drafted(head)
+    torch.testing.assert_close(guess, logits)
+    assert torch.equal(few, guess)  # nobody said which are likely
+    head.guess_only(LIKELY)
+    assert head.likely_ids.tolist() == SORTED
+    assert head.draft_ids is None  # training and draws go on with all
+    again, guess, few = drafted(head)
+    assert torch.equal(again, logits)
+    assert few.shape == (2, 3, 4)
+    torch.testing.assert_close(few, logits[..., SORTED])
+
+
+@pytest.mark.parametrize("exit_dim", [None, 48])
+def test_what_a_redrafter_made_of_its_weights_is_made_once_and_again_when_they_change(exit_dim):
+    head = stir(HEADS["redrafter"].fresh(target(), exit_dim=exit_dim, dtype=torch.float64))
+    head.guess_only(LIKELY)
+    names, before = set(head.state_dict()), drafted(head)
+    made = [tensor.data_ptr() for _, tensor in head._made.values()]
+    drafted(head)
+    assert [tensor.data_ptr() for _, tensor in head._made.values()] == made
+    assert len(made) == 2
+    assert set(head.state_dict()) == names
+    for name, weight in head.named_parameters():
+        if name.startswith(("input_proj", "lm_head")):
+            with torch.no_grad():
+                weight.add_(0.1)
+            logits, guess, few = drafted(head)
+            torch.testing.assert_close(guess, logits)
+            torch.testing.assert_close(few, logits[..., SORTED])
+            assert not torch.allclose(guess, before[1])
+    head.guess_only([5, 6, 7, 8])
+    assert not head._made  # the new table may lie where the old one lay
+    logits, _, few = drafted(head)
+    torch.testing.assert_close(few, logits[..., [5, 6, 7, 8]])
+    single = drafted(head.float())
+    torch.testing.assert_close(single[1], single[0], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(single[0].double(), logits, rtol=1e-3, atol=1e-3)
+
+
+def test_gradients_reach_what_a_redrafter_makes_of_its_weights():
+    head = HEADS["redrafter"].fresh(target(), dtype=torch.float64)
+    with torch.no_grad():
+        kept = head._joint()
+    assert not kept.requires_grad
+    assert head._joint().requires_grad
+
+
+def test_likely_ids_outside_the_vocabulary_are_refused_and_all_of_them_are_no_choice():
+    head = HEADS["redrafter"].fresh(target())
+    for wrong in ([], [3, 64], [-1]):
+        with pytest.raises(OptionError, match="token ids from 0 to 63, at least one"):
+            head.guess_only(wrong)
+    for everything in (range(V), None):
+        head.guess_only([1, 2])
+        head.guess_only(everything)
+        assert head.likely_ids is None
+        assert head.config.draft_vocab_size is None
+        assert "d2t" not in head.state_dict()
+
+
+def test_likely_tokens_of_an_output_matrix_that_cant_be_copied():
+    model = tiny_model("llama", seed=3, dtype=torch.float64)
+    head = stir(HEADS["redrafter"].fresh(model, dtype=torch.float64))
+    head.guess_only(LIKELY)
+    before = drafted(head)[2]
+
+    class Other(torch.nn.Linear):
+        """As a quantised one would be: whoever reads its values learns nothing."""
+
+    odd = Other(H, V, bias=False, dtype=torch.float64)
+    odd.weight = model.lm_head.weight
+    model.set_output_embeddings(odd)
+    head.bind(model)
+    torch.testing.assert_close(drafted(head)[2], before)
+    assert head._rows() is None
+
+
 @torch.no_grad()
 def test_all_medusa_heads_in_one_step(tmp_path):
     guess = medusa(tmp_path)
@@ -783,6 +878,56 @@ def test_exported_files_have_the_published_names(tmp_path):
     assert config["transformer_layer_config"]["hidden_size"] == H
     with pytest.raises(OptionError, match="'speculators' of mlp heads"):
         export_head(HEADS["mlp"].fresh(model), tmp_path / "mlp", layout="speculators")
+
+
+@pytest.mark.parametrize("exit_dim", [None, 48])
+def test_likely_ids_are_kept_in_our_files_and_left_out_of_published_ones(exit_dim, tmp_path):
+    head = stir(HEADS["redrafter"].fresh(target(), exit_dim=exit_dim, dtype=torch.float64))
+    export_head(head, tmp_path / "before")
+    head.guess_only(LIKELY)
+    save_head(head, tmp_path / "tied", dtype=torch.float32)
+    save_head(head, tmp_path / "untied", tied=False)
+    export_head(head, tmp_path / "exported")
+    for form in ("tied", "untied"):
+        back = load_head(tmp_path / form, target())
+        assert back.likely_ids.tolist() == SORTED
+        assert back.likely_ids.dtype == torch.long
+        assert back.config.draft_vocab_size == 4
+        near = 1e-5 if form == "tied" else 1e-12
+        torch.testing.assert_close(drafted(back)[2], drafted(head)[2], rtol=near, atol=near)
+        assert json.loads((tmp_path / form / "config.json").read_text())["slipstream"]["draft_vocab_size"] == 4
+    for name in ("config.json", "model.safetensors"):
+        assert (tmp_path / "exported" / name).read_bytes() == (tmp_path / "before" / name).read_bytes()
+    assert load_head(tmp_path / "exported", target()).likely_ids is None
+
+
+def test_likely_ids_that_dont_fit_are_refused(tmp_path):
+    head = HEADS["redrafter"].fresh(target())
+    head.guess_only(LIKELY)
+
+    def spoiled(change, forget=False):
+        save_head(head, tmp_path)
+        spoil(tmp_path, change)
+        if forget:
+            config = json.loads((tmp_path / "config.json").read_text())
+            del config["slipstream"]["draft_vocab_size"]
+            (tmp_path / "config.json").write_text(json.dumps(config))
+        return pytest.raises(DrafterError)
+
+    for change, forget, told in (
+        (lambda tensors: tensors["d2t"].add_(30), False, "d2t reaches token id 93, but the vocabulary has 64"),
+        (lambda tensors: tensors.pop("d2t"), False, "lacks d2t"),
+        (lambda tensors: tensors.update(d2t=torch.zeros(5, dtype=torch.long)), False, "d2t is (5,), not (4,)"),
+        (lambda _: None, True, "has d2t, unknown to this layout"),
+    ):
+        with spoiled(change, forget) as caught:
+            load_head(tmp_path, target())
+        assert told in str(caught.value)
+    redrafter(tmp_path / "published")
+    assert load_head(tmp_path / "published", target()).likely_ids is None
+    spoil(tmp_path / "published", lambda tensors: tensors.update(d2t=torch.zeros(4, dtype=torch.long)))
+    with pytest.raises(DrafterError, match="has d2t, unknown to this layout"):
+        load_head(tmp_path / "published")
 
 
 def test_a_write_that_fails_leaves_the_head_that_was_there(tmp_path, monkeypatch):

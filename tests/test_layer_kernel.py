@@ -158,6 +158,8 @@ def test_what_follows_a_product(width):
     block = x.double() + shift.double() + functional.silu(y[:, :2].double() + shifted.double())
     close(kernel.add_silu(x, y[:, :2], shift, shifted), block)
     close(kernel.add_silu(x[0], y[0, :2], None, None), x[0].double() + functional.silu(y[0, :2].double()))
+    side_by_side = torch.cat((x, y[:, :2]), -1).chunk(2, -1)
+    close(kernel.add_silu(*side_by_side, shift, shifted), block)
 
 
 # ---- whole heads
@@ -250,14 +252,16 @@ def test_drafts_are_those_of_the_modules_in_double_precision(name):
 @pytest.mark.parametrize("exit_dim", [32, 40, 64])
 def test_beams_of_a_recurrent_head(exit_dim, rnn):
     half, double = two_drafters("redrafter", {"exit_dim": exit_dim, "rnn": rnn}, {}, {"beams": 3, "length": 3})
+    ids = torch.arange(1, VOCABULARY, 3)
+    half.head.guess_only(ids)
     states, roots = noise(2, 32, seed=5), numbers(VOCABULARY, 2, seed=6)
     chains = torch.tensor([[[0, 0, 0]] * 2, [[2, 0, 0], [1, 1, 2]]], device=DEVICE)
     with StandIns(half.head).in_place():
         carry = half.start(states, roots)
-        found = [half.logits(carry, 0)]
+        found = [half.logits(carry, 0), half.few(carry, 0)]
         for depth, chain in enumerate(chains, 1):
             carry = half.advance(carry, chain, numbers(VOCABULARY, 2, 3, seed=depth), depth)
-            found.append(half.logits(carry, depth))
+            found += [half.logits(carry, depth), half.few(carry, depth)]
     head, h = double.head, states.cpu().double()
     memory = head.start(h, roots.cpu())[:, None]
     expected = [head.logits(h[:, None], memory)]
@@ -265,6 +269,7 @@ def test_beams_of_a_recurrent_head(exit_dim, rnn):
         before = memory.take_along_dim(chain[..., None], 1)
         memory = head.advance(before, numbers(VOCABULARY, 2, 3, seed=depth).cpu())
         expected.append(head.logits(h[:, None].expand_as(memory), memory))
+    expected = [x for whole in expected for x in (whole, whole[..., ids])]
     for a, b in zip(found, expected, strict=True):
         loud = float(b.abs().max())
         close(a / loud, b / loud, rtol=0, atol=0.03 if CUDA else 0.005)
@@ -342,7 +347,7 @@ LAUNCHES = {  # to start, to read one more depth, and to say what follows
     "redrafter": (
         ["linear", "linear", "embedding", "zeros_like", "linear", "linear", "silu_sum"],
         ["embedding", "linear", "linear", "silu_sum"],
-        ["linear", "linear", "add_silu", "linear", "add_silu", "linear"],
+        ["linear", "add_silu", "linear", "add_silu", "linear"],
     ),
 }
 
@@ -359,6 +364,22 @@ def test_a_depth_takes_few_launches(kind, monkeypatch):
             carry = drafter.start(*given)
         with Launches() as advance:
             carry = drafter.advance(carry, chain, tokens, 1)
+        drafter.logits(carry, 1)  # what is made once is made by now
         with Launches() as logits:
             drafter.logits(carry, 1)
     assert (start.names, advance.names, logits.names) == LAUNCHES[kind]
+
+
+@torch.inference_mode()
+@pytest.mark.skipif(CUDA, reason="counts operations on the host")
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("exit_dim", [32, 40])
+def test_the_likely_tokens_take_no_more_launches_than_all(exit_dim):
+    drafter, _ = two_drafters("redrafter", {"exit_dim": exit_dim}, {}, {})
+    drafter.head.guess_only(range(0, VOCABULARY, 2))
+    with StandIns(drafter.head).in_place():
+        carry = drafter.start(noise(1, 32), numbers(VOCABULARY, 1))
+        drafter.few(carry, 0)
+        with Launches() as few:
+            drafter.few(carry, 0)
+    assert few.names == LAUNCHES["redrafter"][2]

@@ -530,6 +530,49 @@ def test_a_redrafter_may_be_deepened(walker, walks, tmp_path):
         train(walker, [walks], tmp_path / "one", lesson, plan, sizes={"layers": 1}, start=tmp_path / "two")
 
 
+def test_a_redrafter_looks_among_the_datas_most_frequent_tokens_once_it_is_trained(walker, walks, tmp_path):
+    lesson, plan = Lesson("redrafter", depths=2), replace(QUICK, steps=10, save_every=4)
+    texts, _ = read_texts([walks], VOCABULARY)
+
+    def trained(name, **how):
+        done = train(walker, [walks], tmp_path / name, lesson, plan, **how)
+        return load_head(tmp_path / name, walker), done
+
+    whole, done = trained("whole")
+    assert whole.likely_ids is None  # the vocabulary is smaller than the default
+    few, same = trained("few", sizes={"draft_vocab": 20})
+    assert few.likely_ids.tolist() == texts.frequent(20, VOCABULARY).tolist()
+    assert same.accuracy == done.accuracy  # it learns all tokens whatever it looks among
+    for name, tensor in whole.state_dict().items():
+        assert torch.equal(tensor, few.state_dict()[name])
+    more, _ = trained("more", sizes={"draft_vocab": 30, "layers": 3}, start=tmp_path / "few")
+    assert more.likely_ids.tolist() == texts.frequent(30, VOCABULARY).tolist()
+    assert more.config.num_draft_layers == 3
+    assert trained("all", start=tmp_path / "few")[0].likely_ids is None
+    with pytest.raises(OptionError, match="draft_vocab=0 is out of range"):
+        trained("none", sizes={"draft_vocab": 0}, start=tmp_path / "few")
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_run_that_starts_from_likely_tokens_can_be_stopped(walker, walks, tmp_path):
+    lesson, plan = Lesson("redrafter", depths=2), replace(QUICK, steps=10, save_every=4)
+    train(walker, [walks], tmp_path / "first", lesson, plan, {"draft_vocab": 20})
+    how = {"sizes": {"draft_vocab": 30}, "start": tmp_path / "first"}
+    train(walker, [walks], tmp_path / "whole", lesson, plan, **how)
+
+    def killed(step, total, line):  # noqa: ARG001
+        if step == 6:
+            raise RuntimeError("killed")
+
+    with pytest.raises(RuntimeError, match="killed"):
+        train(walker, [walks], tmp_path / "parts", lesson, plan, watch=killed, **how)
+    with pytest.raises(OptionError, match="draft_vocab was 30, now 31"):
+        train(walker, [walks], tmp_path / "parts", lesson, plan, {"draft_vocab": 31}, start=how["start"], resume=True)
+    train(walker, [walks], tmp_path / "parts", lesson, plan, resume=True, **how)
+    assert same_weights(tmp_path / "parts", tmp_path / "whole", walker)
+    assert len(load_head(tmp_path / "parts", walker).likely_ids) == 30
+
+
 # ---- options
 
 

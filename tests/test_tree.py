@@ -125,6 +125,31 @@ def test_fuse_of_random_trees_is_the_union_of_their_paths():
         }
 
 
+def test_fuse_keeps_the_best_that_was_said_of_each_path():
+    rng = np.random.default_rng(2)
+    for _ in range(50):
+        trees = []
+        for name in ("one", "other", "one", "third"):
+            parents = [-1, *(int(rng.integers(0, i)) for i in range(1, 7))]
+            tokens = [9, *rng.integers(0, 3, 6).tolist()]  # some siblings are equal
+            trees.append(TokenTree.build(tokens, parents, source=name, raw=rng.random(7)))
+        said: dict[tuple[int, ...], dict[str, float]] = {}
+        for t in trees:
+            for i in range(1, len(t)):
+                best = said.setdefault(tuple(t.tokens[t.path_to(i)]), {})
+                best[t.sources[0]] = max(best.get(t.sources[0], 0.0), float(t.raw[i, 0]))
+        tree = fuse(trees)
+        assert tree.sources == ("one", "other", "third")
+        assert np.isnan(tree.raw[0]).all()
+        assert tree.score[0] == 1
+        found = {}
+        for i in range(1, len(tree)):
+            by = {s: float(r) for s, r in zip(tree.sources, tree.raw[i], strict=True) if not np.isnan(r)}
+            assert tree.score[i] == max(by.values())
+            found[tuple(tree.tokens[tree.path_to(i)])] = by
+        assert found == said
+
+
 def test_fuse_refuses_different_roots():
     with pytest.raises(DrafterError, match="same root"):
         fuse([TokenTree.root(1), TokenTree.root(2)])

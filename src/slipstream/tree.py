@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -264,23 +264,26 @@ def fuse(trees: Sequence[TokenTree]) -> TokenTree:
     roots = {int(t.tokens[0]) for t in trees}
     if len(roots) > 1:
         raise DrafterError(f"only drafts of the same root can be fused, found roots {sorted(roots)}")
-    sources = tuple(dict.fromkeys(name for t in trees for name in t.sources))
-    tokens, parents, places = _overlay(
-        np.concatenate([t.tokens for t in trees]),
-        np.concatenate([t.parents for t in trees]),
-        np.array([len(t) for t in trees], np.int64),
-    )
-    raw = np.full((len(tokens), len(sources)), np.nan, np.float32)
-    score = np.zeros(len(tokens), np.float32)
-    start = 0
-    for t in trees:
-        at = places[start : start + len(t)]
-        start += len(t)
-        np.maximum.at(score, at, t.score)
-        for i, name in enumerate(t.sources):
-            column = raw[:, sources.index(name)]
-            np.fmax.at(column, at, t.raw[:, i])
-    return TokenTree(tokens, parents, raw, score, sources)
+    whole = trees[0]
+    for tree in trees[1:]:
+        sources, mine, its = _columns(whole.sources, tree.sources)
+        tokens, parents, raw, score = _overlay(
+            *(whole.tokens, whole.parents, whole.raw, whole.score, mine),
+            *(tree.tokens, tree.parents, tree.raw, tree.score, its),
+            len(sources),
+        )
+        whole = TokenTree(tokens, parents, raw, score, sources)
+    return whole
+
+
+@lru_cache
+def _columns(
+    mine: tuple[str, ...], its: tuple[str, ...]
+) -> tuple[tuple[str, ...], NDArray[np.int64], NDArray[np.int64]]:
+    """The sources of two trees as one, and which of these the columns of each are."""
+    sources = tuple(dict.fromkeys((*mine, *its)))
+    of_mine, of_its = (np.array([sources.index(name) for name in names], np.int64) for names in (mine, its))
+    return sources, of_mine, of_its
 
 
 def prefix_match(beams: NDArray[Any]) -> NDArray[np.intp]:
@@ -400,25 +403,44 @@ def _merge(root, flat, lengths, weight):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
-def _overlay(all_tokens, all_parents, lengths):  # type: ignore[no-untyped-def]
-    """Lay trees over each other. Returns the merged tokens and parents, and where each given node came to lie."""
-    room = len(all_tokens)
-    tokens = np.empty(room, np.int32)
-    parents = np.empty(room, np.int32)
-    first = np.full(room, -1, np.int32)
-    last = np.full(room, -1, np.int32)
-    sibling = np.full(room, -1, np.int32)
-    places = np.zeros(room, np.int64)
-    tokens[0], parents[0], n, start = all_tokens[0], -1, 1, 0
-    for length in lengths:
-        for i in range(start + 1, start + length):
-            node = places[start + all_parents[i]]
-            child = _find_child(tokens, first, sibling, node, all_tokens[i])
-            if child < 0:
-                child = n
+def _overlay(  # type: ignore[no-untyped-def]
+    tokens, parents, raw, score, columns, other_tokens, other_parents, other_raw, other_score, other_columns, width
+):
+    """Lay two trees over each other. columns: which of the merged tree's `width` sources those of raw are. Returns the
+    merged tokens, parents, raw and score."""
+    room = len(tokens) + len(other_tokens)
+    merged_tokens = np.empty(room, np.int32)
+    merged_parents = np.empty(room, np.int32)
+    merged_raw = np.full((room, width), np.float32(np.nan))
+    merged_score = np.zeros(room, np.float32)
+    merged = merged_tokens, merged_parents, merged_raw, merged_score
+    links = np.full((3, room), -1, np.int32)
+    merged_tokens[0], merged_parents[0] = tokens[0], -1
+    n = _lay(tokens, parents, raw, score, columns, merged, links, 1)
+    n = _lay(other_tokens, other_parents, other_raw, other_score, other_columns, merged, links, n)
+    return merged_tokens[:n], merged_parents[:n], merged_raw[:n], merged_score[:n]
+
+
+@njit(cache=True, nogil=True)
+def _lay(tokens, parents, raw, score, columns, merged, links, n):  # type: ignore[no-untyped-def]
+    """Lay a tree over the n merged nodes. Returns how many there are now."""
+    merged_tokens, merged_parents, merged_raw, merged_score = merged
+    first, last, sibling = links
+    places = np.zeros(len(tokens), np.int32)
+    for i in range(len(tokens)):
+        if i:
+            node = places[parents[i]]
+            place = _find_child(merged_tokens, first, sibling, node, tokens[i])
+            if place < 0:
+                place = n
                 n += 1
-                tokens[child], parents[child] = all_tokens[i], node
-                _add_child(first, last, sibling, node, child)
-            places[i] = child
-        start += length
-    return tokens[:n], parents[:n], places
+                merged_tokens[place], merged_parents[place] = tokens[i], node
+                _add_child(first, last, sibling, node, place)
+            places[i] = place
+        place = places[i]
+        merged_score[place] = max(merged_score[place], score[i])
+        for source in range(len(columns)):
+            said = merged_raw[place, columns[source]]
+            if np.isnan(said) or raw[i, source] > said:
+                merged_raw[place, columns[source]] = raw[i, source]
+    return n

@@ -2,8 +2,9 @@
 
 A source's raw score of a node, its own belief between 0 and 1, and the node's depth fall into a bin; a bin counts how
 often such nodes were right, given that their parents were. So a share of matches, a head's softmax and a similarity
-become comparable. Every proposed node is labelled by the text that followed, verified or not. Counts decay: what a
-source was worth on another kind of text is forgotten.
+become comparable. Every proposed node is labelled by the text that followed, verified or not: little is believed
+beforehand, since labels cost nothing and wrong nodes do. Counts decay: what a source was worth on another kind of text
+is forgotten.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from slipstream.tree import TokenTree
 BINS = 16  # of raw scores
 DEPTHS = 4  # of depths: 1, 2, 3 and 4, more
 STRENGTH = 4.0  # labels that the prior counts as
-MODESTY = 0.7  # of its raw score a source is believed before anything is known
+MODESTY = 0.4  # of its raw score a source is believed before anything is known
 DECAY = 0.98  # of a bin's counts, for each label that it gets
+KEPT = 0.3  # of all counts, from one text to the next
 
 
 class Calibration:
@@ -45,6 +47,10 @@ class Calibration:
         """Believe its scores from the start, as if so many labels of each kind had borne them out."""
         self._counts[..., 1] += labels
         self._counts[..., 0] += labels * (np.arange(BINS) + 0.5) / BINS
+
+    def forget(self) -> None:
+        """Another text begins: what was learnt of others says something about it, but less than its own will."""
+        self._counts *= KEPT
 
     def learn(self, tree: TokenTree, column: int, followed: Sequence[int]) -> None:
         """The text after the tree's root went on with these tokens."""
@@ -79,14 +85,12 @@ def belief(counts, source, depth, raw):  # type: ignore[no-untyped-def]
 def label(parents, tokens, raw, sources, followed, known, counts):  # type: ignore[no-untyped-def]
     """Label a tree's nodes by the text that followed its root; those of the first `known` depths already are.
 
-    raw: (n, m) with the scores of `sources` (m,). Returns for each of these whether it was right about the first token,
-    if that is labelled now, and whether more text would label more nodes.
+    raw: (n, m) with the scores of `sources` (m,). Returns whether more text would label more nodes.
     """
     n = len(parents)
     depth = np.zeros(n, np.int64)
     right = np.zeros(n, np.bool_)
     right[0] = True
-    began = np.zeros(len(sources), np.bool_)
     more = False
     for i in range(1, n):
         parent = parents[i]
@@ -106,5 +110,4 @@ def label(parents, tokens, raw, sources, followed, known, counts):  # type: igno
             count *= DECAY
             count[0] += right[i]
             count[1] += 1
-            began[column] |= right[i] and depth[i] == 1
-    return began, more
+    return more

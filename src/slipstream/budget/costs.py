@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import statistics
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from time import perf_counter
@@ -37,6 +36,7 @@ class Costs:
         self._rows = np.array(sorted(seconds), np.float64)
         self._curves: dict[int, NDArray[np.float64]] = {1: np.array([seconds[int(r)] for r in self._rows])}
         self._tables: dict[int, NDArray[np.float64]] = {}  # the same for every number of rows
+        self._plain: dict[int, int] = {}  # steps of one row that were seen, by batch
         self._off = 0  # steps in a row that were far from what was expected
 
     def seconds(self, rows: int, batch: int = 1) -> float:
@@ -47,18 +47,20 @@ class Costs:
         """(rows,) of steps with 1, 2, … rows."""
         table = self._tables.get(batch)
         if table is None or len(table) < rows:
-            table = self._tables[batch] = _between(self._rows, self._curve(batch), max(rows, TABLE), self.padded)
+            table = self._tables[batch] = np.empty(max(rows, TABLE))
+            _between(self._rows, self._curve(batch), table, self.padded)
         return table[:rows]
 
     def observe(self, rows: int, batch: int, seconds: float) -> float:
         """A step of that shape took so long. Returns what of it is due to the step: one that is far off, because it was
         compiled first or the machine was busy, counts as what it should have taken, unless that is how it goes on."""
-        curve, expected = self._curve(batch), self.seconds(rows, batch)
+        expected = self.seconds(rows, batch)
         self._off = 0 if expected / WILD < seconds < expected * WILD else self._off + 1
         if 0 < self._off < BELIEVED:
             return expected
-        curve[_nearest(self._rows, rows, self.padded)] *= 1 + FOLLOW * (seconds / expected - 1)
-        del self._tables[batch]
+        plain, more = self._plain.get(batch, 0), seconds / expected - 1
+        if _follow(self._rows, self._curve(batch), self._tables[batch], rows, self.padded, more, plain):
+            self._plain[batch] = plain + 1
         return seconds
 
     def _curve(self, batch: int) -> NDArray[np.float64]:
@@ -70,14 +72,13 @@ class Costs:
 
 
 @njit(cache=True, nogil=True)
-def _between(known, curve, most, padded):  # type: ignore[no-untyped-def]
+def _between(known, curve, table, padded):  # type: ignore[no-untyped-def]
     """Seconds of 1, 2, … rows from those of some numbers of rows."""
-    last, table = len(known) - 1, np.empty(most)
-    slope = 0.0
+    last, slope = len(known) - 1, 0.0
     if last > 0:
         slope = max(0.0, (curve[last] - curve[last - 1]) / (known[last] - known[last - 1]))
     i = 0  # the first known number that is not less
-    for rows in range(1, most + 1):
+    for rows in range(1, len(table) + 1):
         while i < last and known[i] < rows:
             i += 1
         if known[last] < rows:
@@ -87,7 +88,6 @@ def _between(known, curve, most, padded):  # type: ignore[no-untyped-def]
         else:
             share = (rows - known[i - 1]) / (known[i] - known[i - 1])
             table[rows - 1] = curve[i - 1] + share * (curve[i] - curve[i - 1])
-    return table
 
 
 @njit(cache=True, nogil=True)
@@ -103,11 +103,31 @@ def _nearest(known, rows, padded):  # type: ignore[no-untyped-def]
     return best
 
 
+@njit(cache=True, nogil=True)
+def _follow(known, curve, table, rows, padded, more, plain):  # type: ignore[no-untyped-def]
+    """A step took so much more than expected, as a share of that; `plain` steps were seen before. Returns whether this
+    was one.
+
+    What was measured once may have been so on a busier machine, and most numbers of rows are rarely seen. Plain steps
+    say how fast the machine is at all of them, and until there are some, any step does.
+    """
+    i = _nearest(known, rows, padded)
+    if i == 0:
+        curve *= 1 + max(FOLLOW, 1 / (2 + plain)) * more  # the mean of the first ones
+    elif plain == 0:
+        curve *= 1 + FOLLOW * more
+    else:
+        curve[i] *= 1 + FOLLOW * more
+    _between(known, curve, table, padded)
+    return i == 0
+
+
 # ---- where they come from
 
 
 def measure(target: Target, text: Sequence[int], rows: Sequence[int] = ROWS, repeats: int = 7) -> dict[int, float]:
-    """Seconds of a forward behind the text, the median of interleaved repeats."""
+    """Seconds of a forward behind the text, the least of interleaved repeats: whatever else the machine does only ever
+    adds to them."""
     slot = target.open()
     for _ in target.prefill(slot, text, Want()):
         pass
@@ -125,7 +145,7 @@ def measure(target: Target, text: Sequence[int], rows: Sequence[int] = ROWS, rep
             if repeat:  # the first round warms up
                 times[n].append(perf_counter() - start)
     target.close(slot)
-    return {n: statistics.median(seconds) for n, seconds in times.items()}
+    return {n: min(seconds) for n, seconds in times.items()}
 
 
 def costs_of(target: Target) -> Costs:

@@ -2,13 +2,13 @@
 
 A node is worth the probability that it and its ancestors are right, which `Calibration` knows; a step costs what
 `Costs` says. The tree takes its most valuable nodes as long as expected tokens per second rise, none at all if need be.
-A source whose nodes do not earn the time they take is asked less and less often, down to a probe now and then, and
-sooner again once a probe is right. A probe costs its drafting alone: what was not verified is judged by the text that
-follows all the same. Cheap sources are asked first; whether a dear one earns its time depends on how much they expect
-already, so it is judged for several levels of that.
+A source whose nodes do not earn the time they take is only probed, as often as a small share of all time pays for, and
+again at once after a probe that would have paid. A probe costs its drafting alone: what was not verified is judged by
+the text that follows all the same. Cheap sources are asked first; whether a dear one earns its time depends on how much
+they expect already, so it is judged for several levels of that.
 
-Whatever is tried, an account keeps plain decoding in sight: once speculation has cost a small share of all time more
-than it gained, nothing is drafted until time has made that share smaller.
+Whatever is tried, an account keeps plain decoding in sight: once speculation has cost a few steps more than it gained,
+nothing is verified until time has made up for that.
 """
 
 from __future__ import annotations
@@ -16,36 +16,26 @@ from __future__ import annotations
 from bisect import bisect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
 from slipstream.budget.calibration import Calibration, belief, blank, label
-from slipstream.budget.costs import Costs
+from slipstream.budget.costs import WILD, Costs
 from slipstream.tree import TokenTree
 
-AT_STAKE = 0.02  # of all time: what speculation may have lost in all
-START = 100.0  # plain steps whose time counts as spent beforehand, so that the first drafts have something to lose
-GAINS_KEPT = 20.0  # plain steps: past gains do not pay for more losses than that
+# The account, in plain steps. It is forgotten bit by bit, so in the long run STAKE · FORGOTTEN of all time can be lost.
+STAKE = 4.0  # that may be lost
+GAINS_KEPT = 20.0  # past gains do not pay for more losses than that
+FORGOTTEN = 0.005  # of the account, at each step
 LATEST = 0.1  # weight of the latest look at whether a source earns what it takes
 ENOUGH = 20  # drafts, or labels, from which on a source is judged
-SOONER = 4  # times as soon it is asked again after a probe that was right
-PROBING = 0.005  # the share of all time that probes of one source may take, which sets a pace for dear ones;
+PROBING = 0.005  # the share of all time that probes of one source may take, as far as they don't pay
 FIRST_PROBES = 0.02  # and the same while little is known of it
-SLOWER = 8  # times that pace: a source that does not earn is asked no more rarely than that,
-RAREST = 64  # nor, unless the pace itself is slower, than once in so many steps
 DEAR = 0.02  # of a plain step's time: a source that takes more is asked by what the others expect
 LEVELS = (1.25, 1.6, 2.2, 3.5)  # tokens per sequence that they expect, from one level to the next
-
-
-@dataclass
-class Habit:
-    """How a source is asked."""
-
-    advantage: float = 0.0  # in the rate of tokens, by which asking it is better than not
-    period: int = 1  # asked every so many steps
-    waited: int = 0
 
 
 @dataclass
@@ -56,19 +46,15 @@ class Source:
     calibration: Calibration
     drafts: int = 0
     seconds: float = 0.0  # of one of them
-    habits: list[Habit] = field(default_factory=list)  # by level of what others expect; the first is all of a cheap one
+    # In the rate of tokens, by which asking it is better than not: by level of what others expect, and the first for a
+    # cheap one.
+    advantages: list[float] = field(default_factory=lambda: [0.0] * (1 + len(LEVELS)))
     level: int = 0  # where it was asked last
-
-    def __post_init__(self) -> None:
-        self.renew()
-
-    @property
-    def habit(self) -> Habit:
-        return self.habits[self.level]
+    wait: int = 0  # steps before it is probed again
 
     def renew(self) -> None:
         """Ask it again, whatever it was worth before."""
-        self.habits = [Habit() for _ in range(1 + len(LEVELS))]
+        self.advantages, self.wait = [0.0] * (1 + len(LEVELS)), 0
 
 
 @dataclass(frozen=True)
@@ -76,7 +62,7 @@ class Choice:
     """What was decided about a step, and what was expected of it. Numbers are of all its sequences together."""
 
     asked: tuple[str, ...]  # sources
-    resting: bool  # nobody was asked because speculation has lost too much time of late
+    resting: bool  # nothing is verified because speculation has lost too much time of late
     nodes: int  # to verify
     tokens: float  # expected
     rate: float  # expected tokens per second
@@ -90,35 +76,30 @@ class Pilot:
         self._counts = blank(len(sources))  # of all calibrations
         self.sources = {name: Source(name, Calibration(self._counts[i])) for i, name in enumerate(sources)}
         self._columns: dict[tuple[str, ...], NDArray[np.int64]] = {}
-        self._spent = START * costs.seconds(1)
-        self._account = 0.0  # seconds gained over plain decoding
+        self._account = 0.0  # plain steps gained over plain decoding
         self.last: Choice | None = None
 
     # ---- before a step
 
     @property
     def resting(self) -> bool:
-        """Whether speculation has lost so much that nothing may be drafted."""
-        return self._account < -AT_STAKE * self._spent
+        """Whether speculation has lost so much that nothing may be verified; probes go on."""
+        return self._account < -STAKE
 
     def order(self, among: Iterable[str] | None = None) -> list[str]:
         """Whom to think of asking, of those that have something to do: the cheapest first."""
-        if self.resting:
-            return []
         return sorted(self.sources if among is None else among, key=lambda name: self.sources[name].seconds)
 
     def wants(self, name: str, batch: int, expected: Callable[[], float]) -> bool:
-        """Whether to ask this source now. expected: tokens per sequence from what others have drafted, as `expects`
-        tells it."""
+        """Whether to ask this source now: because it earns its time, or to see whether it would. expected: tokens per
+        sequence from what others have drafted, as `expects` tells it."""
         source = self.sources[name]
+        source.wait = max(0, source.wait - 1)
+        if source.wait and (self.resting or max(source.advantages) <= 0):
+            return False
         dear = source.seconds > DEAR * self.costs.seconds(1, batch)
         source.level = bisect(LEVELS, expected()) if dear else 0
-        habit = source.habit
-        habit.waited += 1
-        if habit.waited < habit.period:
-            return False
-        habit.waited = 0
-        return True
+        return not source.wait or source.advantages[source.level] > 0
 
     def expects(self, trees: Sequence[TokenTree], limits: Sequence[int]) -> float:
         """Tokens per sequence, from these drafts as far as they are worth verifying."""
@@ -126,17 +107,20 @@ class Pilot:
             return 1.0
         grown = [self._grow(tree, limit) for tree, limit in zip(trees, limits, strict=True)]
         tokens = _tokens(grown, ())
-        width, _ = _best(tokens, self.costs.upto(tokens.shape[1], len(trees)), np.zeros(len(tokens)))
+        width, _ = _best(tokens, self.costs.upto(tokens.shape[1], len(trees)), np.zeros(len(tokens)), 0.0)
         return float(tokens[0, width]) / len(trees)
 
-    def count(self, drafting: dict[str, float], batch: int) -> dict[str, float]:
+    def count(self, drafting: dict[str, float]) -> dict[str, float]:
         """The seconds that drafting took, less what is nobody's fault: a source's first draft loads and compiles code,
-        and one that takes longer than a whole step was interrupted."""
+        and one that takes many times as long as usual was interrupted."""
         counted = {}
         for name, seconds in drafting.items():
             source = self.sources[name]
-            seconds = min(seconds, self.costs.seconds(1, batch)) if source.drafts else 0.0
-            source.seconds = seconds if source.drafts < 2 else 0.8 * source.seconds + 0.2 * seconds
+            if source.drafts < 2:
+                source.seconds = seconds = seconds if source.drafts else 0.0
+            else:
+                seconds = min(seconds, WILD * source.seconds)
+                source.seconds += 0.2 * (seconds - source.seconds)
             source.drafts += 1
             counted[name] = seconds
         return counted
@@ -145,17 +129,21 @@ class Pilot:
         """What of these drafts, one per sequence, is worth verifying; at most `limits` nodes of each. drafting: seconds
         that each source which was asked took for them all, as `count` counts them."""
         batch, spent = len(trees), sum(drafting.values())
-        plain = batch / self.costs.seconds(1, batch)
+        step = self.costs.seconds(1, batch)
+        plain, resting = batch / step, self.resting
         grown = [self._grow(tree, limit) for tree, limit in zip(trees, limits, strict=True)]
         tokens = _tokens(grown, list(drafting))  # (1 + sources, width)
         took = np.array([spent, *(spent - seconds for seconds in drafting.values())])
-        width, rates = _best(tokens, self.costs.upto(tokens.shape[1], batch), took)
+        seconds = self.costs.upto(tokens.shape[1], batch)
+        width, rates = _best(tokens, seconds, took, plain)
         rate, *without = rates.tolist()
         for name, other in zip(drafting, without, strict=True):
-            self._judge(self.sources[name], rate / max(plain, other) - 1, batch)
+            self._judge(self.sources[name], rate / max(plain, other) - 1, step)
+        width = 0 if resting else width
         kept = [g.tree(tree, width) for g, tree in zip(grown, trees, strict=True)]
-        nodes = sum(map(len, kept)) - batch
-        self.last = Choice(tuple(drafting), self.resting, nodes, float(tokens[0, width]), rate, plain)
+        nodes, expected = sum(map(len, kept)) - batch, float(tokens[0, width])
+        rate = expected / (spent + float(seconds[width]))
+        self.last = Choice(tuple(drafting), resting, nodes, expected, rate, plain)
         return kept
 
     def _grow(self, tree: TokenTree, limit: int) -> _Grown:
@@ -171,18 +159,14 @@ class Pilot:
             found = self._columns[tree.sources] = np.array([numbers[name] for name in tree.sources], np.int64)
         return found
 
-    def _judge(self, source: Source, advantage: float, batch: int) -> None:
-        """Asking this source changed the rate so much: when to ask it next."""
-        habit = source.habit
-        habit.advantage += LATEST * (advantage - habit.advantage)
-        if habit.advantage > 0:
-            habit.period = 1
-            return
-        known = source.drafts >= ENOUGH or source.calibration.labelled >= ENOUGH
-        share = PROBING if known else FIRST_PROBES
-        pace = round(source.seconds / (share * self.costs.seconds(1, batch)))  # steps that pay for a probe
-        rarest = min(RAREST, SLOWER * max(1, pace))
-        habit.period = max(1, pace, min(rarest, 2 * habit.period) if known else 1)
+    def _judge(self, source: Source, advantage: float, step: float) -> None:
+        """Asking this source changed the rate so much: when to ask it next. step: seconds of a plain one."""
+        usual = source.advantages[source.level]
+        source.advantages[source.level] = usual + LATEST * (advantage - usual)
+        if advantage <= 0 or self.resting:
+            known = source.drafts >= ENOUGH or source.calibration.labelled >= ENOUGH
+            share = PROBING if known else FIRST_PROBES
+            source.wait = round(source.seconds / (share * step))  # plain steps that pay for a probe
 
     def decline(self, batch: int) -> None:
         """Nobody was asked: the step will be a plain one."""
@@ -195,25 +179,18 @@ class Pilot:
         """The text after the tree's root went on with these tokens, the first `known` of which it was told before.
         tree: everything that was proposed. Returns whether more of the text would say more about it."""
         columns, text = self._columns_of(tree), np.array(followed, np.int32)
-        began, more = label(tree.parents, tree.tokens, tree.raw, columns, text, known, self._counts)
-        for name, right in zip(tree.sources, began.tolist(), strict=True):
-            habit = self.sources[name].habit
-            if right and habit.period > 1:
-                habit.period = max(1, habit.period // SOONER)
-        return bool(more)
+        return bool(label(tree.parents, tree.tokens, tree.raw, columns, text, known, self._counts))
 
     def charge(self, rows: int, batch: int, tokens: int, verifying: float, drafting: float) -> None:
         """A step of that many rows took so long, and gave so many tokens."""
         verifying = self.costs.observe(rows, batch, verifying)
         plain = self.costs.seconds(1, batch)
-        taken = verifying + drafting if rows > 1 or drafting else plain  # a slow plain step is nobody's loss
-        self._spent += taken
-        gained = tokens / batch * plain - taken
-        self._account = min(self._account + gained, GAINS_KEPT * plain)
+        # A slow plain step is nobody's loss.
+        gained = tokens / batch - (verifying + drafting) / plain if rows > 1 or drafting else 0.0
+        self._account = min((1 - FORGOTTEN) * self._account + gained, GAINS_KEPT)
 
 
-@dataclass(frozen=True)
-class _Grown:
+class _Grown(NamedTuple):
     """One sequence's draft in the order of its nodes' worth."""
 
     score: NDArray[np.float32]  # (n,)
@@ -253,38 +230,57 @@ def _grow(parents, raw, columns, counts, limit, trees):  # type: ignore[no-untyp
     """Scores, order and worth, as in `_Grown`."""
     n = len(parents)
     length = min(limit, n - 1)
-    score = np.ones(n, np.float32)
-    first = np.empty(length, np.int64)
-    worth = np.ones((1 + len(columns), length + 1))
+    right = np.zeros((n, len(columns)))  # how probably, by source; 0 where it did not propose the node
     depth = np.zeros(n, np.int64)
-    here = np.ones(n, np.float32)
-    value = np.ones(n, np.float64)
     for i in range(1, n):
         depth[i] = depth[parents[i]] + 1
-    for left_out in range(-1, len(columns)):
-        for i in range(1, n):
-            best = 0.0
-            for column in range(len(columns)):
-                if column != left_out and not np.isnan(raw[i, column]):
-                    best = max(best, belief(counts, columns[column], depth[i], raw[i, column]))
-            here[i] = best
-            value[i] = value[parents[i]] * best
-        order = _by_value(value, length) if trees else _best_chain(parents, here, length)
-        for k in range(length):
-            gain = value[order[k]] if k < len(order) else 0.0
-            worth[left_out + 1, k + 1] = worth[left_out + 1, k] + gain
-        if left_out < 0:
-            score[:] = here
-            length = len(order)
-            first = order
-            worth = worth[:, : length + 1].copy()
-    return score, first, worth
+        for column in range(len(columns)):
+            if not np.isnan(raw[i, column]):
+                right[i, column] = belief(counts, columns[column], depth[i], raw[i, column])
+    score, value = np.ones(n, np.float32), np.ones(n)
+    _combine(parents, right, -1, score, value)
+    every = np.arange(1, n)
+    order = _by_value(value, every)[:length].copy() if trees else _best_chain(parents, score, length)
+    worth = np.ones((1 + len(columns), len(order) + 1))
+    _add_up(value, order, worth[0])
+    others = score.copy()
+    for column in range(len(columns) if len(columns) > 1 else 0):  # without its only source a draft is worth nothing
+        _combine(parents, right, column, others, value)
+        again = _by_value(value, every) if trees else _best_chain(parents, others, length)
+        _add_up(value, again, worth[1 + column])
+    return score, order, worth
 
 
 @njit(cache=True, nogil=True)
-def _by_value(value, length):  # type: ignore[no-untyped-def]
-    """The drafted nodes of most value. Of equals the first, so parents come before their children."""
-    return np.argsort(-value[1:], kind="mergesort")[:length] + 1
+def _combine(parents, right, left_out, score, value):  # type: ignore[no-untyped-def]
+    """What nodes are worth by the best that any source, but the one left out, says of them."""
+    for i in range(1, len(parents)):
+        best = 0.0
+        for column in range(right.shape[1]):
+            if column != left_out:
+                best = max(best, right[i, column])
+        score[i] = best
+        value[i] = value[parents[i]] * best
+
+
+@njit(cache=True, nogil=True)
+def _add_up(value, order, worth):  # type: ignore[no-untyped-def]
+    """Expected tokens with the first 0, 1, … nodes of an order."""
+    for k in range(1, len(worth)):
+        worth[k] = worth[k - 1] + (value[order[k - 1]] if k <= len(order) else 0.0)
+
+
+@njit(cache=True, nogil=True)
+def _by_value(value, nodes):  # type: ignore[no-untyped-def]
+    """Sort nodes, the most valuable first; of equals the one that came before, so parents stay before their children.
+    By insertion: they are few, and the order without a source is nearly that with it."""
+    for k in range(1, len(nodes)):
+        node = nodes[k]
+        while k > 0 and value[nodes[k - 1]] < value[node]:
+            nodes[k] = nodes[k - 1]
+            k -= 1
+        nodes[k] = node
+    return nodes
 
 
 @njit(cache=True, nogil=True)
@@ -303,17 +299,19 @@ def _best_chain(parents, score, length):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
-def _best(tokens, seconds, took):  # type: ignore[no-untyped-def]
-    """At how many nodes tokens per second are most in row 0, and how many they are at best in each row. took: (rows,)
-    seconds that drafting took besides."""
-    best, rates = 0, np.zeros(len(tokens))
+def _best(tokens, seconds, took, plain):  # type: ignore[no-untyped-def]
+    """How many nodes are best in row 0, and how many tokens per second there are at best in each row. took: (rows,)
+    seconds that drafting took besides. Those are spent: where even the best does not make up for them, nodes still have
+    to give more than plain decoding would in the time that they take."""
+    rates = np.zeros(len(tokens))
     for row in range(len(tokens)):
         for nodes in range(tokens.shape[1]):
-            rate = tokens[row, nodes] / (took[row] + seconds[nodes])
-            if rate > rates[row]:
-                rates[row] = rate
-                if row == 0:
-                    best = nodes
+            rates[row] = max(rates[row], tokens[row, nodes] / (took[row] + seconds[nodes]))
+    best, most, worth = 0, -np.inf, max(rates[0], plain)
+    for nodes in range(tokens.shape[1]):
+        gain = tokens[0, nodes] - worth * seconds[nodes]
+        if gain > most:
+            best, most = nodes, gain
     return best, rates
 
 

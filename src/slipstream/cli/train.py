@@ -27,13 +27,18 @@ def train(
     heads: Annotated[int | None, typer.Option(help="Tokens that medusa or mlp guess.")] = None,
     layers: Annotated[int | None, typer.Option(help="Residual blocks of medusa or redrafter.")] = None,
     inner_dim: Annotated[int | None, typer.Option(help="The width inside redrafter, mlp, eagle or eagle3.")] = None,
-    draft_vocab: Annotated[int | None, typer.Option(help="Tokens that eagle3 can guess. Default: 8192.")] = None,
+    draft_vocab: Annotated[
+        int | None,
+        typer.Option(help="Tokens that eagle3 can guess (8192), and redrafter where it doesn't draw (12288)."),
+    ] = None,
     tied: Annotated[
         bool | None, typer.Option("--tied/--untied", help="Output matrices: medusa, eagle3 the target's; mlp one.")
     ] = None,
     start: Annotated[
         str | None,
-        typer.Option(help="Begin with this head, a folder or a hub id. A redrafter may get more --layers."),
+        typer.Option(
+            help="Begin with this head, a folder or a hub id. A redrafter may get more --layers, another --draft-vocab."
+        ),
     ] = None,
     no_rnn: Annotated[bool, typer.Option("--no-rnn", help="redrafter without its recurrence.")] = False,
     hass: Annotated[bool, typer.Option("--hass", help="eagle, unrolled on its own features as HASS does.")] = False,

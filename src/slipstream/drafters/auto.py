@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("slipstream")
 
-# Labels that some sources begin with: a head's probabilities were trained to be right, and whoever gives a prediction
-# expects it to come true.
+# Labels that some sources begin with, whatever the text: a head's probabilities were trained to be right, and whoever
+# gives a prediction expects it to come true. What the others find is as good as the text is repetitive.
 TRUST = 20
 HEADS = ("eagle3", "redrafter")  # asked too, where one comes with slipstream for the model
 
@@ -55,12 +55,14 @@ class AutoDrafter(JointDrafter):
     def __init__(self, target: Any, tokenizer: Any, options: AutoOptions) -> None:
         super().__init__(target, tokenizer, options)
         self.pilot = Pilot(costs_of(target), list(self.parts), target.trees)
-        for name, part in self.parts.items():
-            if part.generates or name == "prediction":
-                self.pilot.sources[name].calibration.trust(TRUST)
+        for name in self._trusted():
+            self.pilot.sources[name].calibration.trust(TRUST)
         self._step: tuple[int, int, float] | None = None  # batch, rows, seconds of the step that was verified last
         self._drafting = 0.0  # seconds that its drafts took
         self.emitted = 0  # and tokens that it gave
+
+    def _trusted(self) -> set[str]:
+        return {name for name, part in self.parts.items() if part.generates or name == "prediction"}
 
     def make_parts(self) -> dict[str, Drafter]:
         o = self.options
@@ -89,6 +91,8 @@ class AutoDrafter(JointDrafter):
         if request.prediction:  # whoever gives one wants it to be used
             names.add("prediction")
             self.pilot.sources["prediction"].renew()
+        for name in names - self._trusted():
+            self.pilot.sources[name].calibration.forget()
         return AutoSession(self, {name: part.begin(request) for name, part in self.parts.items() if name in names})
 
     def learn(self, tree: TokenTree, followed: Sequence[int]) -> None:
@@ -127,7 +131,7 @@ class AutoDrafter(JointDrafter):
         if not drafting:
             self.pilot.decline(len(roots))
             return [Proposal(tree) for tree in trees]
-        drafting = self.pilot.count(drafting, len(roots))
+        drafting = self.pilot.count(drafting)
         self._drafting = sum(drafting.values())
         for session, tree in zip(mine, trees, strict=True):
             session.proposed(tree)

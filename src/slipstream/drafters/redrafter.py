@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from torch import Tensor
 
-from slipstream.heads.beams import BeamDrafter, Carry
+from slipstream.heads.beams import BeamDrafter, BeamOptions, Carry
 from slipstream.heads.redrafter import ReDrafter
+
+if TYPE_CHECKING:
+    from slipstream.target.base import Target
 
 
 class RecurrentDrafter(BeamDrafter):
@@ -14,6 +19,12 @@ class RecurrentDrafter(BeamDrafter):
     kind = "redrafter"
     head: ReDrafter
 
+    def __init__(self, target: Target, tokenizer: Any, options: BeamOptions) -> None:
+        super().__init__(target, tokenizer, options)
+        self.names = self.head.likely_ids
+        if self.names is not None:
+            self.width = min(self.width, len(self.names))
+
     def start(self, *inputs: Tensor) -> Carry:
         states, roots = inputs
         return self.head.prepare(states[:, None]), self.head.start(states, roots)[:, None]
@@ -21,6 +32,10 @@ class RecurrentDrafter(BeamDrafter):
     def logits(self, carry: Carry, depth: int) -> Tensor:  # noqa: ARG002
         prepared, memory = carry  # memory (b, w, H)
         return self.head.guess(prepared, memory)
+
+    def few(self, carry: Carry, depth: int) -> Tensor:  # noqa: ARG002
+        prepared, memory = carry
+        return self.head.few(prepared, memory)
 
     def advance(self, carry: Carry, chain: Tensor, tokens: Tensor, depth: int) -> Carry:  # noqa: ARG002
         prepared, memory = carry

@@ -209,13 +209,14 @@ def _add_norm(  # type: ignore[no-untyped-def]
 @torch.library.custom_op("slipstream::add_silu", mutates_args=())
 def add_silu(x: Tensor, y: Tensor, x_too: Tensor | None, y_too: Tensor | None) -> Tensor:
     """x + silu(y), (…, w, H). What is added to each beforehand, (…, 1, H), is the same for all w rows."""
-    x, y = x.contiguous(), y.contiguous()
     w, width = 1 if x_too is None else x.shape[-2], x.shape[-1]
     for too in (x_too, y_too):
         assert too is None or (too.is_contiguous() and too.shape == (*x.shape[:-2], 1, width)), "one row for all w"
-    out = torch.empty_like(x)
-    grid = (x.numel() // width, triton.cdiv(width, BLOCK))
-    _add_silu[grid](x, y, x_too, y_too, out, w, width, BLOCK=BLOCK, **overlap())
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    x, y = x.reshape(-1, width), y.reshape(-1, width)  # halves of one product stay where they are
+    assert x.stride(1) == y.stride(1) == 1, "the numbers of a row lie side by side"
+    grid = (len(x), triton.cdiv(width, BLOCK))
+    _add_silu[grid](x, y, x_too, y_too, out, x.stride(0), y.stride(0), w, width, BLOCK=BLOCK, **overlap())
     return out
 
 
@@ -228,15 +229,15 @@ def _blocked(x: Tensor, *_: object) -> Tensor:
 # fmt: off
 @triton.jit
 def _add_silu(  # type: ignore[no-untyped-def]
-    x, y, x_too, y_too, out, w, width, BLOCK: tl.constexpr, EARLY: tl.constexpr
+    x, y, x_too, y_too, out, x_row, y_row, w, width, BLOCK: tl.constexpr, EARLY: tl.constexpr
 ):
     # fmt: on
     wait_turn(EARLY)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < width
-    a = tl.load(x + row * width + at, mask=inside, other=0.0).to(tl.float32)
-    b = tl.load(y + row * width + at, mask=inside, other=0.0).to(tl.float32)
+    a = tl.load(x + row * x_row + at, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(y + row * y_row + at, mask=inside, other=0.0).to(tl.float32)
     if x_too is not None:
         a += tl.load(x_too + row // w * width + at, mask=inside, other=0.0).to(tl.float32)
     if y_too is not None:

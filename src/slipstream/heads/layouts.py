@@ -22,6 +22,7 @@ from slipstream.heads.eagle3 import Eagle3
 from slipstream.heads.files import WEIGHTS, find_folder, read_config, read_tensors, write
 from slipstream.heads.medusa import Medusa
 from slipstream.heads.readers import EMBEDDING, Found, Tensors, understand
+from slipstream.heads.redrafter import ReDrafter
 
 
 def load_head(source: str | Path, model: Any = None, dtype: torch.dtype | None = None) -> Head:
@@ -75,6 +76,8 @@ def save_head(head: Head, folder: str | Path, tied: bool = True, dtype: torch.dt
         "target": head.config.target,
         "target_layers": head.config.target_layers,
     }
+    if isinstance(head, ReDrafter) and head.config.draft_vocab_size is not None:
+        about["draft_vocab_size"] = head.config.draft_vocab_size
     kept = {name: tensor for name, tensor in tensors.items() if name not in shared}
     config = {**published_config(head), "slipstream": about}
     if dtype is not None:
@@ -88,6 +91,8 @@ def export_head(head: Head, folder: str | Path, layout: str | None = None) -> No
     eagle3, which vLLM loads."""
     theirs = {EMBEDDING} if isinstance(head, Eagle3) else set()  # in both of its layouts the target's, unless its own
     tensors = _complete(head, head.borrowed - theirs)
+    if isinstance(head, ReDrafter):
+        tensors.pop("d2t", None)  # unknown to others
     if layout is None:
         name = "medusa_lm_head.pt" if isinstance(head, Medusa) else WEIGHTS
         write(Path(folder), published_config(head), tensors, name)

@@ -115,14 +115,20 @@ def _read_medusa(config: Json, tensors: Tensors) -> Found:
 
 
 def _read_redrafter(config: Json, tensors: Tensors) -> Found:
+    likely = (config.get("slipstream") or {}).get("draft_vocab_size")  # published heads have no such thing
     sizes = ReDrafterConfig(
         vocab_size=int(config["vocab_size"]),
         hidden_size=int(config["hidden_size"]),
         exit_dim=int(config["exit_dim"]),
         num_draft_layers=int(config["num_draft_layers"]),
         rnn=bool(config.get("rnn", False)),
+        draft_vocab_size=None if likely is None else int(likely),
     )
-    return Found(ReDrafter, sizes, tensors)
+    own = dict(tensors)
+    if likely is not None and "d2t" in own:
+        own["d2t"] = own["d2t"].long()
+        _draft_ids(own["d2t"], sizes.vocab_size)
+    return Found(ReDrafter, sizes, own)
 
 
 def _read_mlp(config: Json, tensors: Tensors) -> Found:
@@ -192,13 +198,19 @@ def _eagle3(config: Json, layer: Json, tensors: Tensors, read: Json) -> Found:
         own = {name: t for name, t in own.items() if name not in ("d2t", "t2d")}  # every id stands for itself
     elif d2t is not None:
         own["d2t"] = d2t.long()
-        ids = own["d2t"] + torch.arange(len(d2t))
-        if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= vocabulary):
-            raise ValueError(f"d2t reaches token id {int(ids.max())}, but the vocabulary has {vocabulary}")
+        ids = _draft_ids(own["d2t"], vocabulary)
         if "t2d" not in own:  # says nothing that d2t doesn't
             own["t2d"] = torch.zeros(vocabulary, dtype=torch.bool).index_fill(0, ids, True)
     borrowed = _absent_embedding(tensors) if width == sizes.hidden_size else frozenset()
     return Found(Eagle3, sizes, own, borrowed)
+
+
+def _draft_ids(d2t: Tensor, vocabulary: int) -> Tensor:
+    """(V',) the ids that these differences stand for, all of them within the vocabulary."""
+    ids = d2t + torch.arange(len(d2t))
+    if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= vocabulary):
+        raise ValueError(f"d2t reaches token id {int(ids.max())}, but the vocabulary has {vocabulary}")
+    return ids
 
 
 def _layer_fields(config: Json, tensors: Tensors, prefix: str) -> dict[str, Any]:

@@ -2,11 +2,14 @@
 
 As the published code has it, the state before the root is zero: s = silu(W e + U s), so the first one is
 silu(W e_root + the bias of U). Without recurrence (`rnn: false`) the state is the sum of the embeddings so far.
+
+It learns the whole vocabulary, and draws from it. Whoever wants its best guesses alone may look among the tokens that
+are likely at all: `likely_ids`, which the published layout has no place for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -15,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from slipstream.errors import OptionError
-from slipstream.heads.base import Head, HeadConfig, Lender, Prediction, Residual, by_kernels, follow, later
+from slipstream.heads.base import Head, HeadConfig, Lender, Prediction, Residual, by_kernels, follow, later, product
 from slipstream.target.ops import linear
 
 
@@ -24,12 +27,14 @@ class ReDrafterConfig(HeadConfig):
     exit_dim: int
     num_draft_layers: int = 2
     rnn: bool = True
+    draft_vocab_size: int | None = None  # how many tokens `few` is about; None: all
 
 
 class ReDrafter(Head):
     kind = "redrafter"
     Config = ReDrafterConfig
     config: ReDrafterConfig
+    d2t: Tensor
 
     def __init__(self, config: ReDrafterConfig, borrowed: Iterable[str] = ()) -> None:
         super().__init__(config, borrowed)
@@ -43,6 +48,9 @@ class ReDrafter(Head):
         if config.rnn:
             self.rnn_u = nn.Linear(size, size)
             self.rnn_w = nn.Linear(size, size, bias=False)
+        if config.draft_vocab_size is not None:
+            self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
+        self._made: dict[str, tuple[Any, Tensor]] = {}  # of the weights, for drafting: see `_keep`
 
     @classmethod
     def fresh(
@@ -86,6 +94,27 @@ class ReDrafter(Head):
         self.config = replace(self.config, num_draft_layers=layers)
         self.borrowed = frozenset(self.lendable(self.config)) if self.borrowed else self.borrowed
 
+    @property
+    def likely_ids(self) -> Tensor | None:
+        """(V',) the tokens that `few` is about, ascending. None: all. They are no `draft_ids`: everything else is about
+        the whole vocabulary."""
+        if self.config.draft_vocab_size is None:
+            return None
+        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+
+    def guess_only(self, ids: Sequence[int] | Tensor | None) -> None:
+        """From now on `few` is about these tokens. None: about all."""
+        most = self.config.vocab_size
+        chosen = range(most) if ids is None else ids
+        few = torch.as_tensor(chosen, device="cpu").long().unique()  # sorted
+        if not len(few) or int(few[0]) < 0 or int(few[-1]) >= most:
+            raise OptionError(f"the likely ids must be token ids from 0 to {most - 1}, at least one of them")
+        self._made.clear()
+        self._buffers.pop("d2t", None)
+        if len(few) < most:
+            self.register_buffer("d2t", (few - torch.arange(len(few))).to(next(self.parameters()).device))
+        self.config = replace(self.config, draft_vocab_size=len(few) if len(few) < most else None)
+
     @classmethod
     def lendable(cls, config: ReDrafterConfig) -> tuple[str, ...]:
         return (f"lm_head.{config.num_draft_layers}.weight",) if config.exit_dim == config.hidden_size else ()
@@ -117,13 +146,17 @@ class ReDrafter(Head):
         x = torch.cat((h.to(state.dtype), state), dim=-1)  # (…, 2H)
         if 2 * self.config.hidden_size != self.config.exit_dim:
             x = self.input_proj(x)
-        return self._end(x, 0)
+        return self._output(self._refine(x, 0))
 
-    def _end(self, x: Tensor, done: int) -> Tensor:
-        """(…, E) behind so many of the blocks -> (…, V)."""
-        for part in list(self.lm_head)[done:]:
-            x = part(x)
-        return self.lender.logits(x) if self.borrowed else x
+    def _refine(self, x: Tensor, done: int) -> Tensor:
+        """(…, E) behind so many of the blocks -> (…, E) behind all."""
+        for block in list(self.lm_head)[done : self.config.num_draft_layers]:
+            x = block(x)
+        return x
+
+    def _output(self, x: Tensor) -> Tensor:
+        """(…, E) -> (…, V)."""
+        return self.lender.logits(x) if self.borrowed else self.lm_head[-1](x)
 
     # ---- drafting: what comes of the target's state is computed once for all drafted tokens
 
@@ -132,7 +165,7 @@ class ReDrafter(Head):
         return self.lm_head[0]
 
     def prepare(self, h: Tensor) -> tuple[Tensor, ...]:
-        """(b, 1, H) -> what `guess` needs of it."""
+        """(b, 1, H) -> what `guess` and `few` need of it."""
         h = h.to(self.dtype)
         if 2 * self.config.hidden_size == self.config.exit_dim:
             return (h,)
@@ -141,16 +174,57 @@ class ReDrafter(Head):
 
     def guess(self, prepared: tuple[Tensor, ...], state: Tensor) -> Tensor:
         """`logits` of states (b, w, H)."""
+        return self._output(self._read(prepared, state))
+
+    def few(self, prepared: tuple[Tensor, ...], state: Tensor) -> Tensor:
+        """`guess` of the likely ids alone: (b, w, V')."""
+        if self.config.draft_vocab_size is None:
+            return self.guess(prepared, state)
+        x, rows = self._read(prepared, state), self._rows()
+        if rows is None:
+            return self._output(x)[..., self.likely_ids]
+        return product(x.to(rows.dtype), rows)
+
+    def _read(self, prepared: tuple[Tensor, ...], state: Tensor) -> Tensor:
+        """(b, w, H) -> (b, w, E) behind all blocks."""
         if len(prepared) == 1:
-            return self.logits(prepared[0].expand_as(state), state)
+            return self._refine(torch.cat((prepared[0].expand_as(state), state), dim=-1), 0)
         shift, shifted = prepared
-        x = linear(state, self.input_proj.weight[:, self.config.hidden_size :], None)  # (b, w, E)
-        y = linear(x, self._first_block.linear.weight, None)
+        x, y = linear(state, self._joint(), None).chunk(2, -1)  # (b, w, E) each
         if by_kernels(x):
             from slipstream.heads.layer_kernel import add_silu
 
-            return self._end(add_silu(x, y, shift, shifted), 1)
-        return self._end(x + shift + functional.silu(y + shifted), 1)
+            return self._refine(add_silu(x, y, shift, shifted), 1)
+        return self._refine(x + shift + functional.silu(y + shifted), 1)
+
+    def _joint(self) -> Tensor:
+        """(2E, H) the projection P of a state, and the first block's matrix L times it: L (P s) = (L P) s, so one
+        product makes what was two, one after the other."""
+        project, block = self.input_proj.weight, self._first_block.linear.weight
+
+        def make() -> Tensor:
+            wide = torch.promote_types(project.dtype, torch.float32)
+            mine = project[:, self.config.hidden_size :].to(wide)
+            return torch.cat((mine, block.to(wide) @ mine)).to(project.dtype)
+
+        return self._keep("joint", make, project, block)
+
+    def _rows(self) -> Tensor | None:
+        """(V', E) the rows of the output matrix for the likely ids. None: they can't be copied."""
+        output: Any = self.lender.lm_head if self.borrowed else self.lm_head[-1]
+        if self.borrowed and type(output) is not nn.Linear:
+            return None
+        whole = self.lender.matrix if self.borrowed else lambda: output.weight
+        return self._keep("rows", lambda: whole()[self.likely_ids], output.weight, self.d2t)
+
+    def _keep(self, name: str, make: Callable[[], Tensor], *of: Tensor) -> Tensor:
+        """What is made of these tensors, until they change. Whoever wants gradients gets it made anew."""
+        if torch.is_grad_enabled():
+            return make()
+        mark = [(t.data_ptr(), t.dtype, None if t.is_inference() else t._version) for t in of]
+        if name not in self._made or self._made[name][0] != mark:
+            self._made[name] = mark, make()
+        return self._made[name][1]
 
     def predict(self, states: Tensor, tokens: Tensor, depths: int) -> Iterator[Prediction]:
         self.check_depths(depths)

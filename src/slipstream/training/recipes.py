@@ -73,7 +73,12 @@ def eagle(head: Any, states: Tensor, tokens: Tensor, depths: int) -> Iterator[Gu
 
 RECIPES = {
     "medusa": Recipe(medusa, None, 1e-3, sizes=(("heads", "heads"), ("layers", "blocks"), ("tied", "tied"))),
-    "redrafter": Recipe(redrafter, 5, 1e-3, sizes=(("layers", "layers"), ("inner_dim", "exit_dim"), ("rnn", "rnn"))),
+    "redrafter": Recipe(
+        redrafter,
+        5,
+        1e-3,
+        sizes=(("layers", "layers"), ("inner_dim", "exit_dim"), ("draft_vocab", "draft_vocab"), ("rnn", "rnn")),
+    ),
     "mlp": Recipe(mlp, None, 1e-3, sizes=(("heads", "n_predict"), ("inner_dim", "inner_dim"), ("tied", "tie_weights"))),
     "eagle": Recipe(eagle, 1, 1e-3, tokens=0.1, features=1.0, sizes=(("inner_dim", "intermediate_size"),)),
     "eagle3": Recipe(

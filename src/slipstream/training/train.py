@@ -25,7 +25,7 @@ from slipstream.training.teacher import Teacher
 STATIC = ("medusa", "eagle")  # heads that can draft along a static tree
 TREE_NODES = 64
 
-DRAFT_VOCAB = 8192
+DRAFT_VOCAB = {"eagle3": 8192, "redrafter": 12288}
 _FREE = ("steps", "epochs", "minutes", "log_every", "eval_every", "save_every", "accumulate")  # may change in between
 
 
@@ -75,10 +75,10 @@ def train(
 ) -> Trained:
     """Train a head for a transformers model on files that `collect` wrote, into a new folder, in the model's precision.
 
-    sizes go to the head's `fresh`, but for eagle3's draft_vocab: how many of the data's most frequent tokens it can
-    guess. start: a head to begin with instead of a fresh one; then the sizes are its own, but that a redrafter may get
-    more layers. resume: go on from the
-    folder's checkpoint.
+    sizes go to the head's `fresh`, but for draft_vocab: how many of the data's most frequent tokens eagle3 can guess,
+    and redrafter where it doesn't draw. start: a head to begin with instead of a fresh one; then the sizes are its own,
+    but that a redrafter may get more layers, and looks among this data's tokens. resume: go on from the folder's
+    checkpoint.
     """
     processes = processes or Processes(str(model.device))
     if resume and not (folder / checkpoint.NAME).is_file():
@@ -90,12 +90,15 @@ def train(
     texts, held_out = read_texts(
         data, vocabulary, None if lesson.any_author else author, lesson.length, lesson.count_all
     )
+    sizes = dict(sizes or {})
+    default = {"draft_vocab": DRAFT_VOCAB[lesson.head]} if lesson.head in DRAFT_VOCAB else {}
+    likely = frequent(texts, {**default, **sizes}.get("draft_vocab"), vocabulary)
     if start is not None:
-        head = start_from(start, model, lesson, sizes or {})
-        sizes = {"start": str(start), **(sizes or {})}
+        head = start_from(start, model, lesson, sizes)
+        sizes = {"start": str(start), **(default if isinstance(head, ReDrafter) else {}), **sizes}
     else:
-        sizes = {"draft_vocab": DRAFT_VOCAB, **(sizes or {})} if lesson.head == "eagle3" else dict(sizes or {})
-        head = make_head(model, lesson, plan.seed, sizes, texts)
+        sizes = {**default, **sizes}
+        head = make_head(model, lesson, plan.seed, sizes, likely)
     recipe = recipes.find(lesson.head, lesson.hass)
     depths = lesson.depths or recipe.depths or head.reach or 5
     head.check_depths(depths)
@@ -123,6 +126,8 @@ def train(
         if log is not None:
             log.close()
     if processes.rank == 0:
+        if isinstance(head, ReDrafter):
+            head.guess_only(likely)
         save_head(head, folder, dtype=model.dtype)
         if lesson.head in STATIC and (ranks := loop.ranks()):
             save_tree(tune(ranks, TREE_NODES), folder)
@@ -135,7 +140,7 @@ def start_from(start: str | Path, model: Any, lesson: Lesson, sizes: dict[str, A
     head = load_head(start, model, torch.float32)
     if head.kind != lesson.head:
         raise OptionError(f"{start} is of the kind {head.kind}: train {head.kind}, or start from a {lesson.head}")
-    fixed = set(sizes) - ({"layers"} if isinstance(head, ReDrafter) else set())
+    fixed = set(sizes) - ({"layers", "draft_vocab"} if isinstance(head, ReDrafter) else set())
     if fixed:
         raise OptionError(
             f"{', '.join(sorted(fixed))} can't be chosen for a head that is there already: leave --start or them out"
@@ -145,12 +150,18 @@ def start_from(start: str | Path, model: Any, lesson: Lesson, sizes: dict[str, A
     return head
 
 
-def make_head(model: Any, lesson: Lesson, seed: int, sizes: dict[str, Any], texts: Texts) -> Head:
-    own = dict(sizes)
-    if (size := own.pop("draft_vocab", None)) is not None:
-        if size < 1:
-            raise OptionError(f"draft_vocab={size} is out of range: at least one token must be left to guess")
-        vocabulary = Lender.of(model).vocab_size
-        own["draft_ids"] = texts.frequent(size, vocabulary) if size < vocabulary else None
+def frequent(texts: Texts, size: int | None, vocabulary: int) -> torch.Tensor | None:
+    """(size,) the ids of the most frequent tokens. None: all."""
+    if size is not None and size < 1:
+        raise OptionError(f"draft_vocab={size} is out of range: at least one token must be left to guess")
+    if size is None or size >= vocabulary:
+        return None
+    return torch.from_numpy(texts.frequent(size, vocabulary))
+
+
+def make_head(model: Any, lesson: Lesson, seed: int, sizes: dict[str, Any], likely: torch.Tensor | None) -> Head:
+    own = {name: size for name, size in sizes.items() if name != "draft_vocab"}
+    if lesson.head == "eagle3":
+        own["draft_ids"] = likely
     fresh: Any = HEADS[lesson.head]
     return fresh.fresh(model, seed=seed, **own)

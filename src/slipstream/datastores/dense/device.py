@@ -96,10 +96,15 @@ class Loaded:
             place = torch.from_numpy(at[done : done + len(rows)]).to(device)
             self.vectors[place] = torch.from_numpy(part.vectors[rows]).to(device)
             done += len(rows)
-        self.search = Captured(partial(nearest, transform, self.vectors, count), device)
+        search = partial(nearest, transform, self.vectors, count)
+        self._search = Captured(lambda bounds, states, *own: search(states, bounds, *own), device)
 
     def __len__(self) -> int:
         return len(self.row)
+
+    def search(self, bounds: Tensor, *states: Tensor) -> NDArray[np.int64]:
+        """See `nearest`; bounds are on the host, and so is what is found, until the next search."""
+        return self._search.fetch(bounds, *states).numpy()
 
     def fits(self, view: View) -> bool:
         """Whether a newer view has the same vectors: documents may have moved, or have been added without any."""
@@ -148,10 +153,10 @@ class DeviceFinder(Finder):
         batch = bucket(len(asked), BATCHES)
         padded = [*asked, *asked[:1] * (batch - len(asked))]
         groups = [(0, len(held)) if self.unfiltered else held.group(one.root) for one in padded]
-        given = [torch.stack([one.state for one in padded]), torch.tensor(groups)]
+        states = [torch.stack([one.state for one in padded])]
         if any(one.own is not None for one in asked):
-            given.append(self._own(padded))
-        results = held.search(*given).cpu().numpy()
+            states.append(self._own(padded))
+        results = held.search(torch.tensor(groups), *states)
         return [self._read(one, held, result) for one, result in zip(asked, results[: len(asked)], strict=True)]
 
     def _own(self, asked: Sequence[Asked]) -> Tensor:

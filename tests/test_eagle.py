@@ -176,6 +176,26 @@ def test_states_may_be_read_where_they_lie(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_a_piece_that_is_not_shown_is_as_if_it_had_not_been_said(kind):
+    drafter, head = make(kind, depth=1, width=VOCABULARY, nodes=VOCABULARY), head_of(kind)
+    session = begin(drafter, 0, 9)
+    tokens, hidden = text(0)
+    session.observe(Seen(tokens[9:12], 9))
+    assert len(propose(session, 0, 12)) == 1
+    show(session, 0, 12, 14)
+    kept = [*range(8), 12, 13]
+    states = head.join({layer: hidden[layer][kept] for layer in head.layers(LAYERS)})
+    whole = torch.tensor([[0, *tokens[1:9], *tokens[13:15]]])
+    with torch.no_grad():
+        (last,) = head.predict(torch.nn.functional.pad(states, (0, 0, 0, 1))[None], whole, 1)
+    p = last.logits[0, 9].softmax(-1)
+    tree = propose(session, 0, 14)
+    ids = tree.tokens[1:] if head.draft_ids is None else [head.draft_ids.tolist().index(t) for t in tree.tokens[1:]]
+    assert p[ids].numpy() == pytest.approx(tree.raw[1:, 0], rel=1e-4)
+    assert len(tree) == 1 + len(p)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_what_no_draft_read_outlasts_the_next_forward(kind):
     drafter = make(kind, depth=3, width=2, nodes=6)
     session = begin(drafter, 0, 9)

@@ -10,7 +10,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from slipstream import drafters as registry
-from slipstream.drafters.base import Drafter, DraftSession, Proposal, Seen
+from slipstream.drafters.base import Drafter, DraftSession, Hidden, Proposal, Seen
 
 if TYPE_CHECKING:
     from slipstream.budget import Budget
@@ -68,7 +68,13 @@ class JointSession(DraftSession):
         if self.begun:
             self._said += seen.tokens
         for name, part in self.parts.items():
-            part.observe(Seen(seen.tokens, seen.position, seen.hidden.of(self.drafter.parts[name].layers)))
+            layers = self.drafter.parts[name].layers
+            hidden = seen.hidden.of(layers) if layers and self.shows(name) else Hidden()
+            part.observe(Seen(seen.tokens, seen.position, hidden))
+
+    def shows(self, name: str) -> bool:  # noqa: ARG002
+        """Whether a part is shown the target's states: one that is not can't draft behind them."""
+        return True
 
     def keep(self) -> None:
         for part in self.parts.values():

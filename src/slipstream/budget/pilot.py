@@ -101,6 +101,11 @@ class Pilot:
         source.level = bisect(LEVELS, expected()) if dear else 0
         return not source.wait or source.advantages[source.level] > 0
 
+    def may_ask(self, name: str) -> bool:
+        """Whether `wants` may say yes at the next step."""
+        source = self.sources[name]
+        return source.wait <= 1 or (not self.resting and max(source.advantages) > 0)
+
     def expects(self, trees: Sequence[TokenTree], limits: Sequence[int]) -> float:
         """Tokens per sequence, from these drafts as far as they are worth verifying."""
         if all(len(tree) == 1 for tree in trees):

@@ -160,6 +160,11 @@ class AutoSession(JointSession):
             self.drafter.emitted += len(seen.tokens)
         super().observe(seen)
 
+    def shows(self, name: str) -> bool:
+        """Following the text takes time of its own, which a source that will not be asked anyway can do without. Then
+        it misses a piece, as if that had never been said."""
+        return not self.begun or self.drafter.pilot.may_ask(name)
+
     def proposed(self, tree: TokenTree) -> None:
         if len(tree) > 1:
             self._judged.append((tree, len(self._said), 0))

@@ -96,8 +96,9 @@ class Dresd(Drafter):
         self, sessions: Sequence[DraftSession], roots: Sequence[int], budgets: Sequence[Budget]
     ) -> list[Proposal]:
         trees = [TokenTree.root(root) for root in roots]
-        wanted = [i for i, budget in enumerate(budgets) if budget.nodes]
-        asked = [cast(DresdSession, sessions[i]).ask(roots[i]) for i in wanted]
+        mine = cast(Sequence[DresdSession], sessions)
+        wanted = [i for i, budget in enumerate(budgets) if budget.nodes and mine[i].state is not None]
+        asked = [mine[i].ask(roots[i]) for i in wanted]
         for i, drafts in zip(wanted, self.finder.near(asked), strict=True):
             trees[i] = tree_of(roots[i], drafts, budgets[i].depth)
         return [Proposal(tree) for tree in trees]
@@ -122,21 +123,21 @@ class Dresd(Drafter):
 class DresdSession(DraftSession):
     """One sequence: the state that chose its root, and perhaps all states of its text."""
 
-    state: Tensor  # (H,)
+    state: Tensor | None = None  # (H,); None: it was not shown
 
     def __init__(self, drafter: Dresd, request: Request) -> None:
         self.drafter, self.collection = drafter, request.collection
         self.own = Own() if drafter.options.live else None
 
     def observe(self, seen: Seen) -> None:
-        if seen.hidden:
-            self.state = seen.hidden.last()[self.drafter.layer][0]
+        self.state = seen.hidden.last()[self.drafter.layer][0] if seen.hidden else None
         if self.own is not None:
             with torch.inference_mode():
                 states = seen.hidden.get(self.drafter.layer)
                 self.own.extend(seen.tokens, None if states is None else self.drafter.reduce(states))
 
     def ask(self, root: int) -> Asked:
+        assert self.state is not None, "nobody is asked about a state that was not shown"
         return Asked(self.collection, self.state, root, self.own)
 
     def propose(self, root: int, budget: Budget) -> Proposal:

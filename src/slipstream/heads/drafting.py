@@ -94,7 +94,8 @@ class HeadDrafter(Drafter):
         mine = cast(Sequence[HeadSession], sessions)
         proposals = [Proposal(TokenTree.root(root)) for root in roots]
         for drawn, grow in ((False, self._guessed), (True, self._drawn)):
-            group = [i for i, b in enumerate(budgets) if b.nodes > 0 and b.depth > 0 and mine[i].draws == drawn]
+            able = [i for i, b in enumerate(budgets) if b.nodes > 0 and b.depth > 0 and mine[i].ready]
+            group = [i for i in able if mine[i].draws == drawn]
             if group:
                 found = grow([mine[i] for i in group], [roots[i] for i in group], [budgets[i] for i in group])
                 for i, proposal in zip(group, found, strict=True):
@@ -203,8 +204,6 @@ class HeadDrafter(Drafter):
 class HeadSession(DraftSession):
     """One sequence: the state that chose its root, and its noise."""
 
-    hidden: Hidden  # what the head reads: the last row seen
-
     def __init__(self, drafter: HeadDrafter, request: Request) -> None:
         self.drafter, self.request = drafter, request
         self.draws = drafter.options.mode == "sample" and not request.sampling.greedy
@@ -212,11 +211,16 @@ class HeadSession(DraftSession):
         # Rejection sampling needs draws that know nothing of the coins that will judge them.
         self.keeps_q = self.draws and request.accept.name != "match"
         self.read = 0  # tokens of the text, the root not counted
+        self.hidden = Hidden()  # what the head reads: the last row seen
 
     def observe(self, seen: Seen) -> None:
         self.read = seen.position + len(seen.tokens)
-        if seen.hidden:
-            self.hidden = seen.hidden.last()
+        self.hidden = seen.hidden.last() if seen.hidden else seen.hidden
+
+    @property
+    def ready(self) -> bool:
+        """Whether the state that chose the root was shown."""
+        return bool(self.hidden)
 
     @property
     def state(self) -> Tensor:

@@ -201,11 +201,17 @@ class FeatureSession(HeadSession):
         elif self.pieces:
             self.following.append(seen.tokens[0])
         self.root = None
-        if seen.hidden:  # of a text that the target read before this session, there is none
-            self.pieces.append(seen.hidden)
-            self.following += seen.tokens[1:]
+        if not seen.hidden:  # a piece of the text that it goes without, and what waited for its first token
+            self.pieces, self.following = [], []
+            return
+        self.pieces.append(seen.hidden)
+        self.following += seen.tokens[1:]
         if len(self.following) >= self.drafter.waiting:
             self.drafter.read(self)
+
+    @property
+    def ready(self) -> bool:
+        return bool(self.pieces)
 
     def lying(self) -> tuple[Tensor, ...]:
         one = self.pieces[0]

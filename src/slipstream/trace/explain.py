@@ -24,6 +24,8 @@ def _decided(line: Line) -> list[str]:
         return [f"asked nobody: {why}"]
     faster = choice["rate"] / choice["plain"]
     asked = f"asked {', '.join(choice['asked'])}"
+    if choice["resting"]:
+        return [asked, "verified nothing: speculation rests, having lost too much time"]
     return [asked, f"verified {nodes}, expecting {choice['tokens']:.2f} tokens at {faster:.2f} × plain speed"]
 
 

@@ -374,7 +374,7 @@ def shapes(given: Given) -> dict[str, Any]:
     groups = [held.group(root) for root in after[:1000, 0].tolist()]
     kept = scan.BLOCK, scan.WARPS, scan.EACH
     told: dict[str, Any] = {}
-    for shape in (kept, (128, 4, 3), (128, 4, 6), (256, 4, 2), (256, 4, 3), (256, 8, 2), (128, 2, 6), (64, 4, 6)):
+    for shape in (kept, (256, 4, 2), (128, 4, 3), (128, 4, 6), (64, 2, 6), (512, 8, 1), (512, 8, 2)):
         scan.BLOCK, scan.WARPS, scan.EACH = shape
         find, name = finder(given, held.vectors), "{} rows, {} warps, {} programs".format(*shape)
         told[name] = percentiles(device_times(find, states[:1000], groups))

@@ -39,6 +39,9 @@ class Hidden(Mapping[int, Any]):
         whole = self.tensors[layer]
         if self.rows is None:
             return whole
+        first = self.rows[0]
+        if self.rows == list(range(first, first + len(self.rows))):  # as after a step that accepted nothing
+            return whole[first : first + len(self.rows)]
         if self._index is None:
             import torch
 
@@ -56,6 +59,10 @@ class Hidden(Mapping[int, Any]):
         if not self.tensors:
             return self
         return Hidden({layer: self.tensors[layer] for layer in layers}, self.rows, self.lasting)
+
+    def copy(self) -> Hidden:
+        """The same, for as long as it is needed."""
+        return Hidden({layer: self[layer].clone() for layer in self})
 
     def last(self) -> Hidden:
         """The last row alone."""

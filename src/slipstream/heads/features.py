@@ -223,7 +223,7 @@ class FeatureSession(HeadSession):
 
     def keep(self) -> None:
         if self.root is None:  # no draft has read them
-            self.pieces = [Hidden(dict(piece)) if piece.lasting else piece for piece in self.pieces]
+            self.pieces = [piece.copy() if piece.lasting else piece for piece in self.pieces]
 
     def forget(self) -> None:
         """All states but the last are in the cache."""

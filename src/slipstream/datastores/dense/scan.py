@@ -18,9 +18,9 @@ from slipstream.target.overlap import overlap, wait_turn
 
 # These decide who computes what, not the answer.
 PARTS = 16  # programs that make one query
-BLOCK = 128  # rows that a program looks at together
+BLOCK = 256  # rows that a program looks at together
 WARPS = 4  # of such a program
-EACH = 4  # such programs for each of the device's processors: as many as run there at a time
+EACH = 3  # such programs for each of the device's processors: as many as run there at a time
 MERGED = 1 << 14  # rows that one program can choose from
 
 LOWEST = tl.constexpr(-(1 << 63))  # no row: smaller than any
@@ -102,11 +102,6 @@ def _project(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _places(at, d, D: tl.constexpr):  # type: ignore[no-untyped-def]
-    return at[:, None].to(tl.int64) * D + d[None, :]
-
-
-@triton.jit
 def _scan(  # type: ignore[no-untyped-def]
     sums,
     vectors,
@@ -133,17 +128,12 @@ def _scan(  # type: ignore[no-untyped-def]
     # K places, each with another number that is no row; what fills them up to a power of two is never the worst.
     best = tl.where(slot < K, slot.to(tl.int64) + LOWEST, HIGHEST)
     worst = tl.min(best, 0)
-    vectors += first * D
-    at = program * BLOCK + tl.arange(0, BLOCK)
-    block = tl.load(vectors + _places(at, d, D), mask=(at < size)[:, None] & (d < D)[None, :], other=0.0)
     for start in range(program * BLOCK, size, programs * BLOCK):
         at = start + tl.arange(0, BLOCK)
         row = first + at
-        ahead = at + programs * BLOCK  # comes from memory while this block is looked at
-        inside = (ahead < size)[:, None] & (d < D)[None, :]
-        following = tl.load(vectors + _places(ahead, d, D), mask=inside, other=0.0)
-        similarity = tl.sum(block.to(tl.float32) * query[None, :], 1)
-        block = following
+        inside = (at < size)[:, None] & (d < D)[None, :]
+        block = tl.load(vectors + row[:, None] * D + d[None, :], mask=inside, other=0.0).to(tl.float32)
+        similarity = tl.sum(block * query[None, :], 1)
         bits = similarity.to(tl.int32, bitcast=True)
         order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
         key = (order.to(tl.int64) << 32) + (0xFFFFFFFF - row)

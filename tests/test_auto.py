@@ -5,7 +5,7 @@ import json
 import pytest
 
 from slipstream import LLM
-from slipstream.budget.costs import Costs, costs_of
+from slipstream.budget.costs import Costs, costs_of, measure
 from slipstream.errors import DrafterError, OptionError
 from slipstream.target import open_target
 from slipstream.trace.explain import explain
@@ -174,3 +174,9 @@ def test_a_prediction_is_believed_from_the_start(steps, tiny):
         assert result.trace[2]["choice"]["nodes"] > 20
         assert result.stats.steps <= 6
         llm.generate(REPEATING, prediction=plain.tokens[::-1], **options)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_neo"])
+def test_costs_can_be_measured_of_any_target(family, tiny):
+    """Behind the same text each time: a chain that is scored again and again would outgrow the context."""
+    assert set(measure(open_target(tiny(family)), [1, 2, 3] * 20, repeats=3)) == {1, 2, 4, 8, 16, 32, 64}

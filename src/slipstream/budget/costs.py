@@ -140,10 +140,13 @@ def measure(target: Target, text: Sequence[int], rows: Sequence[int] = ROWS, rep
             branches = 4 if target.trees else 1  # side by side
             parents = [max(i - branches, min(0, i - 1)) for i in range(n)]
             tree = TokenTree.build(rng.integers(0, target.vocabulary, n).tolist(), parents)
+            trial = slot if target.trees else target.fork(slot)  # a chain can't be taken back
             start = perf_counter()
-            target.score([slot], [tree], greedy)
+            target.score([trial], [tree], greedy)
             if repeat:  # the first round warms up
                 times[n].append(perf_counter() - start)
+            if trial is not slot:
+                target.close(trial)
     target.close(slot)
     return {n: min(seconds) for n, seconds in times.items()}
 

@@ -256,13 +256,37 @@ def test_a_first_draft_that_loads_code_is_nobodys_loss():
     pilot = Pilot(Costs({1: 0.010, 64: 0.012}), ["a"])
     chain = TokenTree.chain(0, range(1, 5), source="a", raw=[0.9] * 4)
     counted = []
-    for seconds in (5.0, 0.001, 0.001, 3.0):
+    for seconds in (5.0, 2.0, 0.001, 1.0, *[0.001] * 4, 3.0):
         drafting = pilot.count({"a": seconds})
         counted.append(drafting["a"])
         (kept,) = pilot.choose([chain], [8], drafting)
         pilot.charge(len(kept), 1, 1 + len(kept), 0.010, drafting["a"])
-    assert counted == pytest.approx([0.0, 0.001, 0.001, 0.003])  # later on, an interruption counts as a slow draft
+    assert counted == pytest.approx([0.0, 0.0, *[0.001] * 6, 0.003])  # later on, an interruption counts as a slow draft
     assert pilot.wants("a", 1, lambda: 1.0)
+
+
+def test_a_source_that_was_slow_at_first_is_asked_again_soon():
+    pilot = Pilot(Costs({1: 0.001, 64: 0.0012}), ["a"])
+    chain = TokenTree.chain(0, range(1, 5), source="a", raw=[0.9] * 4)
+    pilot.sources["a"].calibration.trust(20)
+    steps, asked = 0, 0
+    while asked < 4:
+        steps += 1
+        if pilot.wants("a", 1, lambda: 1.0):
+            drafting = pilot.count({"a": 2.0 if asked < 2 else 0.0001})
+            pilot.choose([chain], [8], drafting)
+            asked += 1
+    assert steps < 200
+    assert pilot.sources["a"].pays
+
+
+def test_a_level_that_is_new_is_judged_by_the_next_one():
+    source = Pilot(Costs({1: 1.0}), ["a"]).sources["a"]
+    source.advantages[1], source.advantages[3] = 0.5, -0.5
+    found = []
+    for source.level in range(5):
+        found.append(source.advantage())
+    assert found == [0.5, 0.5, 0.5, -0.5, -0.5]
 
 
 def test_a_draft_is_labelled_as_far_as_the_text_goes():
@@ -303,7 +327,7 @@ def test_a_draft_that_took_as_long_as_a_step_counts_as_long():
             (kept,) = pilot.choose([tree], [8], pilot.count({"a": 2.0}))
             pilot.learn(tree, [1])
             pilot.charge(len(kept), 1, len(kept), pilot.costs.seconds(len(kept)), 2.0)
-    assert often <= 2 + 1000 * 0.02 / 2.0
+    assert often <= 3 + 1000 * 0.02 / 2.0  # the first ones are not counted
 
 
 def test_time_that_drafting_took_already_makes_no_node_worth_more():

@@ -11,6 +11,7 @@ if not (torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET")):
 
 from slipstream.target.linear import parts, skinny_linear
 from slipstream.target.norm import normalise
+from slipstream.target.pieces import gated
 from slipstream.target.top import top_rows
 from slipstream.target.write import move_cache
 
@@ -40,6 +41,13 @@ def test_products_are_right_and_rows_alone(outputs, inputs, bias):
 def test_what_came_in_is_added_to_the_rounded_product(outputs, inputs):
     x, weight, before = noise(2, 7, inputs), noise(outputs, inputs, scale=0.05), noise(2, 7, outputs, seed=1)
     assert torch.equal(skinny_linear(x, weight, None, before), skinny_linear(x, weight) + before)
+
+
+@pytest.mark.parametrize(("inner", "inputs"), [(1536, 576), (100, 112), (32, 4096), (5504, 256)])
+def test_a_gated_product_is_the_product_and_then_the_gate(inner, inputs):
+    x, weight, bias = noise(2, 35, inputs), noise(2 * inner, inputs, scale=0.05), noise(2 * inner, seed=1)
+    for b in (None, bias):
+        assert torch.equal(skinny_linear(x, weight, b, gated=True), gated(skinny_linear(x, weight, b)))
 
 
 def test_few_outputs_are_summed_up_in_parts():

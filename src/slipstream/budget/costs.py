@@ -41,7 +41,8 @@ class Costs:
 
     def seconds(self, rows: int, batch: int = 1) -> float:
         """Of a step with so many rows for each of `batch` sequences."""
-        return float(self.upto(rows, batch)[rows - 1])
+        table = self._tables.get(batch)
+        return float((table if table is not None and rows <= len(table) else self.upto(rows, batch))[rows - 1])
 
     def upto(self, rows: int, batch: int = 1) -> NDArray[np.float64]:
         """(rows,) of steps with 1, 2, … rows."""

@@ -69,12 +69,8 @@ class JointSession(DraftSession):
             self._said += seen.tokens
         for name, part in self.parts.items():
             layers = self.drafter.parts[name].layers
-            hidden = seen.hidden.of(layers) if layers and self.shows(name) else Hidden()
+            hidden = seen.hidden.of(layers) if layers else Hidden()
             part.observe(Seen(seen.tokens, seen.position, hidden))
-
-    def shows(self, name: str) -> bool:  # noqa: ARG002
-        """Whether a part is shown the target's states: one that is not can't draft behind them."""
-        return True
 
     def keep(self) -> None:
         for part in self.parts.values():

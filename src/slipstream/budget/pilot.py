@@ -28,12 +28,15 @@ from slipstream.tree import TokenTree
 
 # The account, in plain steps. It is forgotten bit by bit, so in the long run STAKE · FORGOTTEN of all time can be lost.
 STAKE = 4.0  # that may be lost
-GAINS_KEPT = 20.0  # past gains do not pay for more losses than that
+GAINS_KEPT = 20.0  # past gains do not pay for more losses than that,
+LOSSES_KEPT = 8.0  # and past losses do not forbid more
 FORGOTTEN = 0.005  # of the account, at each step
 LATEST = 0.1  # weight of the latest look at whether a source earns what it takes
 ENOUGH = 20  # drafts, or labels, from which on a source is judged
 PROBING = 0.005  # the share of all time that probes of one source may take, as far as they don't pay
 FIRST_PROBES = 0.02  # and the same while little is known of it
+SETTLED = 8  # drafts by which a source has loaded its code; of those before, the fastest says what one takes
+FIRST_WAIT = 32  # plain steps that a source waits at most after its first draft; twice as many after each further one
 DEAR = 0.02  # of a plain step's time: a source that takes more is asked by what the others expect
 LEVELS = (1.25, 1.6, 2.2, 3.5)  # tokens per sequence that they expect, from one level to the next
 
@@ -47,14 +50,27 @@ class Source:
     drafts: int = 0
     seconds: float = 0.0  # of one of them
     # In the rate of tokens, by which asking it is better than not: by level of what others expect, and the first for a
-    # cheap one.
-    advantages: list[float] = field(default_factory=lambda: [0.0] * (1 + len(LEVELS)))
+    # cheap one. None: it was not asked there yet.
+    advantages: list[float | None] = field(default_factory=lambda: [None] * (1 + len(LEVELS)))
     level: int = 0  # where it was asked last
     wait: int = 0  # steps before it is probed again
 
     def renew(self) -> None:
         """Ask it again, whatever it was worth before."""
-        self.advantages, self.wait = [0.0] * (1 + len(LEVELS)), 0
+        self.advantages, self.wait = [None] * (1 + len(LEVELS)), 0
+
+    @property
+    def pays(self) -> bool:
+        """Whether asking it is better than not at any level."""
+        return any(a is not None and a > 0 for a in self.advantages)
+
+    def advantage(self) -> float:
+        """At its level: as it was seen there, or where others expect a little less or more."""
+        for level in (*range(self.level, -1, -1), *range(self.level + 1, len(self.advantages))):
+            found = self.advantages[level]
+            if found is not None:
+                return found
+        return 0.0
 
 
 @dataclass(frozen=True)
@@ -77,6 +93,7 @@ class Pilot:
         self.sources = {name: Source(name, Calibration(self._counts[i])) for i, name in enumerate(sources)}
         self._columns: dict[tuple[str, ...], NDArray[np.int64]] = {}
         self._account = 0.0  # plain steps gained over plain decoding
+        self._seen = _Look([], [])  # the latest ones
         self.last: Choice | None = None
 
     # ---- before a step
@@ -95,37 +112,37 @@ class Pilot:
         sequence from what others have drafted, as `expects` tells it."""
         source = self.sources[name]
         source.wait = max(0, source.wait - 1)
-        if source.wait and (self.resting or max(source.advantages) <= 0):
+        if source.wait and (self.resting or not source.pays):
             return False
         dear = source.seconds > DEAR * self.costs.seconds(1, batch)
         source.level = bisect(LEVELS, expected()) if dear else 0
-        return not source.wait or source.advantages[source.level] > 0
-
-    def may_ask(self, name: str) -> bool:
-        """Whether `wants` may say yes at the next step."""
-        source = self.sources[name]
-        return source.wait <= 1 or (not self.resting and max(source.advantages) > 0)
+        return not source.wait or source.advantage() > 0
 
     def expects(self, trees: Sequence[TokenTree], limits: Sequence[int]) -> float:
         """Tokens per sequence, from these drafts as far as they are worth verifying."""
         if all(len(tree) == 1 for tree in trees):
             return 1.0
-        grown = [self._grow(tree, limit) for tree, limit in zip(trees, limits, strict=True)]
-        tokens = _tokens(grown, ())
-        width, _ = _best(tokens, self.costs.upto(tokens.shape[1], len(trees)), np.zeros(len(tokens)), 0.0)
-        return float(tokens[0, width]) / len(trees)
+        seen = self._look_at(trees, limits)
+        if not seen.expected:
+            tokens = _tokens(seen.grown, ())
+            width, _ = _best(tokens, self.costs.upto(tokens.shape[1], len(trees)), np.zeros(len(tokens)), 0.0)
+            seen.expected = float(tokens[0, width]) / len(trees)
+        return seen.expected
 
     def count(self, drafting: dict[str, float]) -> dict[str, float]:
-        """The seconds that drafting took, less what is nobody's fault: a source's first draft loads and compiles code,
+        """The seconds that drafting took, less what is nobody's fault: a source's first drafts load and compile code,
         and one that takes many times as long as usual was interrupted."""
         counted = {}
         for name, seconds in drafting.items():
             source = self.sources[name]
+            usual = source.seconds
             if source.drafts < 2:
-                source.seconds = seconds = seconds if source.drafts else 0.0
+                source.seconds, seconds = seconds if source.drafts else 0.0, 0.0
+            elif source.drafts < SETTLED:
+                source.seconds = seconds = min(seconds, usual)
             else:
-                seconds = min(seconds, WILD * source.seconds)
-                source.seconds += 0.2 * (seconds - source.seconds)
+                seconds = min(seconds, WILD * usual)
+                source.seconds += 0.2 * (seconds - usual)
             source.drafts += 1
             counted[name] = seconds
         return counted
@@ -136,20 +153,29 @@ class Pilot:
         batch, spent = len(trees), sum(drafting.values())
         step = self.costs.seconds(1, batch)
         plain, resting = batch / step, self.resting
-        grown = [self._grow(tree, limit) for tree, limit in zip(trees, limits, strict=True)]
+        grown = self._look_at(trees, limits).grown
         tokens = _tokens(grown, list(drafting))  # (1 + sources, width)
         took = np.array([spent, *(spent - seconds for seconds in drafting.values())])
         seconds = self.costs.upto(tokens.shape[1], batch)
         width, rates = _best(tokens, seconds, took, plain)
-        rate, *without = rates.tolist()
-        for name, other in zip(drafting, without, strict=True):
-            self._judge(self.sources[name], rate / max(plain, other) - 1, step)
+        with_all, *without = rates.tolist()
+        for i, name in enumerate(drafting):
+            # Of two that say much the same, the better one should do without the other.
+            best = max([with_all, *without[:i], *without[i + 1 :]])
+            self._judge(self.sources[name], best / max(plain, without[i]) - 1, step)
         width = 0 if resting else width
         kept = [g.tree(tree, width) for g, tree in zip(grown, trees, strict=True)]
         nodes, expected = sum(map(len, kept)) - batch, float(tokens[0, width])
         rate = expected / (spent + float(seconds[width]))
         self.last = Choice(tuple(drafting), resting, nodes, expected, rate, plain)
         return kept
+
+    def _look_at(self, trees: Sequence[TokenTree], limits: Sequence[int]) -> _Look:
+        """Several ask about the same trees within a step."""
+        if list(map(id, self._seen.trees)) != list(map(id, trees)):
+            grown = [self._grow(tree, limit) for tree, limit in zip(trees, limits, strict=True)]
+            self._seen = _Look(list(trees), grown)
+        return self._seen
 
     def _grow(self, tree: TokenTree, limit: int) -> _Grown:
         columns = self._columns_of(tree)
@@ -166,12 +192,13 @@ class Pilot:
 
     def _judge(self, source: Source, advantage: float, step: float) -> None:
         """Asking this source changed the rate so much: when to ask it next. step: seconds of a plain one."""
-        usual = source.advantages[source.level]
+        usual = source.advantage()
         source.advantages[source.level] = usual + LATEST * (advantage - usual)
         if advantage <= 0 or self.resting:
             known = source.drafts >= ENOUGH or source.calibration.labelled >= ENOUGH
             share = PROBING if known else FIRST_PROBES
             source.wait = round(source.seconds / (share * step))  # plain steps that pay for a probe
+            source.wait = min(source.wait, FIRST_WAIT << min(source.drafts, SETTLED))
 
     def decline(self, batch: int) -> None:
         """Nobody was asked: the step will be a plain one."""
@@ -192,7 +219,16 @@ class Pilot:
         plain = self.costs.seconds(1, batch)
         # A slow plain step is nobody's loss.
         gained = tokens / batch - (verifying + drafting) / plain if rows > 1 or drafting else 0.0
-        self._account = min((1 - FORGOTTEN) * self._account + gained, GAINS_KEPT)
+        self._account = max(-LOSSES_KEPT, min((1 - FORGOTTEN) * self._account + gained, GAINS_KEPT))
+
+
+@dataclass
+class _Look:
+    """What the drafts of a step are worth."""
+
+    trees: list[TokenTree]
+    grown: list[_Grown]
+    expected: float = 0.0  # tokens per sequence, once somebody has asked
 
 
 class _Grown(NamedTuple):

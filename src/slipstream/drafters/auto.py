@@ -126,6 +126,7 @@ class AutoDrafter(JointDrafter):
             )
             drafting[name] = perf_counter() - clock
             for i, proposal in zip(who, found, strict=True):
+                mine[i].asked.add(name)
                 draft = proposal.tree.cut(budgets[i].depth)
                 trees[i] = fuse([trees[i], draft]) if len(trees[i]) > 1 else draft
         if not drafting:
@@ -153,6 +154,7 @@ class AutoSession(JointSession):
 
     def __init__(self, drafter: AutoDrafter, parts: dict[str, DraftSession]) -> None:
         super().__init__(drafter, parts)
+        self.asked: set[str] = set()  # for the step that comes
         self._judged: list[tuple[TokenTree, int, int]] = []  # drafts, the places of their roots, tokens known since
 
     def observe(self, seen: Seen) -> None:
@@ -160,10 +162,15 @@ class AutoSession(JointSession):
             self.drafter.emitted += len(seen.tokens)
         super().observe(seen)
 
-    def shows(self, name: str) -> bool:
-        """Following the text takes time of its own, which a source that will not be asked anyway can do without. Then
-        it misses a piece, as if that had never been said."""
-        return not self.begun or self.drafter.pilot.may_ask(name)
+    def keep(self) -> None:
+        """Following the text takes time of its own. A source that was not asked does without the last piece, as if that
+        had never been said: it knows less then, but hardly guesses worse."""
+        for name, part in self.parts.items():
+            if name in self.asked:
+                part.keep()
+            else:
+                part.skip()
+        self.asked.clear()
 
     def proposed(self, tree: TokenTree) -> None:
         if len(tree) > 1:

@@ -64,10 +64,13 @@ class Hidden(Mapping[int, Any]):
         """The same, for as long as it is needed."""
         return Hidden({layer: self[layer].clone() for layer in self})
 
-    def last(self) -> Hidden:
-        """The last row alone."""
-        end = len(next(iter(self.tensors.values()))) - 1 if self.rows is None else self.rows[-1]
-        return Hidden(self.tensors, [end], self.lasting)
+    def end(self, count: int) -> Hidden:
+        """The last rows alone."""
+        rows = self.rows
+        if rows is None:
+            there = len(next(iter(self.tensors.values())))
+            rows = list(range(max(0, there - count), there))
+        return Hidden(self.tensors, rows[-count:], self.lasting)
 
 
 @dataclass(frozen=True)
@@ -143,6 +146,10 @@ class DraftSession(ABC):
 
     def keep(self) -> None:  # noqa: B027  (a session may hold nothing of the kind)
         """The next forward is about to run: whatever of the last one's states is still wanted must be copied."""
+
+    def skip(self) -> None:
+        """Instead of `keep`: nobody asked for a draft behind these states, and it may go without them."""
+        self.keep()
 
     @abstractmethod
     def propose(self, root: int, budget: Budget) -> Proposal:

@@ -130,7 +130,7 @@ class DresdSession(DraftSession):
         self.own = Own() if drafter.options.live else None
 
     def observe(self, seen: Seen) -> None:
-        self.state = seen.hidden.last()[self.drafter.layer][0] if seen.hidden else None
+        self.state = seen.hidden.end(1)[self.drafter.layer][0] if seen.hidden else None
         if self.own is not None:
             with torch.inference_mode():
                 states = seen.hidden.get(self.drafter.layer)

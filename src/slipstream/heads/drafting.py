@@ -215,7 +215,7 @@ class HeadSession(DraftSession):
 
     def observe(self, seen: Seen) -> None:
         self.read = seen.position + len(seen.tokens)
-        self.hidden = seen.hidden.last() if seen.hidden else seen.hidden
+        self.hidden = seen.hidden.end(1) if seen.hidden else seen.hidden
 
     @property
     def ready(self) -> bool:

@@ -206,7 +206,12 @@ class FeatureSession(HeadSession):
             return
         self.pieces.append(seen.hidden)
         self.following += seen.tokens[1:]
-        if len(self.following) >= self.drafter.waiting:
+        most = self.drafter.waiting
+        if len(self.following) < most:
+            return
+        if seen.hidden.lasting and len(seen.tokens) >= most:  # a captured step accepted more than a draft is made for
+            self.pieces, self.following = [seen.hidden.end(most)], seen.tokens[1 - most :]
+        else:
             self.drafter.read(self)
 
     @property
@@ -225,10 +230,14 @@ class FeatureSession(HeadSession):
         if self.root is None:  # no draft has read them
             self.pieces = [piece.copy() if piece.lasting else piece for piece in self.pieces]
 
+    def skip(self) -> None:
+        if self.root is None:
+            self.pieces, self.following = [], []
+
     def forget(self) -> None:
         """All states but the last are in the cache."""
         self.length += len(self.following)
-        self.pieces, self.following = [self.pieces[-1].last()], []
+        self.pieces, self.following = [self.pieces[-1].end(1)], []
 
     def close(self) -> None:
         if self.row:

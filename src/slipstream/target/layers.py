@@ -1,4 +1,4 @@
-"""Decoder layers of the usual form, as fixed steps compute them: in ten launches, whatever a model's own code takes.
+"""Decoder layers of the usual form, as fixed steps compute them: in nine launches, whatever a model's own code takes.
 
 The usual form: a norm, attention over rotated queries and keys, and what came in added to it; a norm, a gated layer,
 and what came in added to it. Whether a layer has it is found by asking the layer itself, on a few numbers.
@@ -17,7 +17,7 @@ from transformers import AttentionInterface
 
 from slipstream.target import steps
 from slipstream.target.compiled import decoder_layers
-from slipstream.target.ops import gate, linear, turn_keys
+from slipstream.target.ops import gate, gated_linear, linear, turn_keys
 from slipstream.target.standins import Norm, Part, Product
 
 NAME = "slipstream-asked"
@@ -86,7 +86,7 @@ class Usual:
     def _after(self, hidden: Tensor, seen: Tensor) -> Tensor:
         """seen: (b, n, heads, d)."""
         hidden = linear(seen.flatten(2), self.out.weight, self.out.bias, hidden)
-        inner = gate(self.gate_up.whole(self.norm(hidden), True))
+        inner = gated_linear(self.norm(hidden), self.gate_up.whole.weight, self.gate_up.whole.bias)
         return linear(inner, self.down.weight, self.down.bias, hidden)
 
     @torch.no_grad()

@@ -2,7 +2,8 @@
 
 A row's result depends on that row alone, bit for bit. The sum over the inputs is cut into parts by the shape of the
 weights, never by the number of rows, and the parts are added up in order. The weights take the tall side of the
-tensor cores' product, which is 64 high whatever the number of rows.
+tensor cores' product, which is 64 high whatever the number of rows. Of a gated layer's weights a tile takes as many
+that make the gate as that make what it lets through, and ends with the one times the other.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import triton  # type: ignore[import-not-found, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
 
 from slipstream.target.overlap import fetch_ahead, overlap, wait_turn
+from slipstream.target.pieces import silu
 
 # These decide the bits.
 TALL = 64  # outputs that one product of the tensor cores makes
@@ -35,7 +37,7 @@ def tile(rows: int, cut: int) -> dict[str, int]:
     if rows <= 16:
         shape = (TALL, 128, 4, 4)
     elif rows <= 64:
-        shape = (TALL, 128, 4 if cut > 1 else 3, 4)
+        shape = (TALL, 128, 4, 4) if cut > 1 else (TALL, 64, 4, 4)  # three of these run on a processor at a time
     else:
         shape = (TALL, 128, 4, 4) if cut > 1 else (2 * TALL, 64, 5, 8)
     names = ("HIGH", "DEEP", "STAGES", "num_warps")
@@ -43,15 +45,23 @@ def tile(rows: int, cut: int) -> dict[str, int]:
 
 
 def skinny_linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, residual: torch.Tensor | None = None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    gated: bool = False,
 ) -> torch.Tensor:
-    """x (…, K), weight (N, K), bias (N,) → (…, N). To the result, rounded, `residual` (…, N) is added."""
+    """x (…, K), weight (N, K), bias (N,) → (…, N). To the result, rounded, `residual` (…, N) is added. gated: the silu
+    of the first half of it times the second, (…, N/2)."""
     outputs, inputs = weight.shape
     flat = x.reshape(-1, inputs)
-    rows = len(flat)
-    out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
+    rows, made = len(flat), outputs // 2 if gated else outputs
+    out = torch.empty((rows, made), dtype=x.dtype, device=x.device)
     cut = parts(outputs, inputs)
     shape = tile(rows, cut)
+    if inputs % shape["DEEP"] and inputs % 64 == 0:
+        shape |= {"DEEP": 64, "STAGES": 6 if rows <= 16 else 4}
+    piece = PIECE if cut > 1 else shape["DEEP"]
     tiles = -(-outputs // shape["HIGH"]) * -(-rows // shape["ROWS"])
     partial, locks = out, out
     if cut > 1:
@@ -73,13 +83,14 @@ def skinny_linear(
         outputs,
         inputs,
         PARTS=cut,
-        PIECE=PIECE,
-        EVEN=inputs % (cut * PIECE) == 0,
+        PIECE=piece,
+        EVEN=inputs % (cut * piece) == 0,
         FULL=outputs % shape["HIGH"] == 0,
+        GATED=gated,
         **shape,
         **overlap(),
     )
-    return out.view(*x.shape[:-1], outputs)
+    return out.view(*x.shape[:-1], made)
 
 
 def _unlocked(device: torch.device) -> torch.Tensor:
@@ -94,13 +105,21 @@ def _unlocked(device: torch.device) -> torch.Tensor:
 def _linear(  # type: ignore[no-untyped-def]
     x, weight, bias, residual, out, partial, locks, x_row, w_row, rows, outputs, inputs,
     PARTS: tl.constexpr, PIECE: tl.constexpr, HIGH: tl.constexpr, DEEP: tl.constexpr, ROWS: tl.constexpr,
-    STAGES: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr, EARLY: tl.constexpr,
+    STAGES: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr, GATED: tl.constexpr, EARLY: tl.constexpr,
 ):
     # fmt: on
     """A tile of HIGH outputs × ROWS rows, over one part of the inputs. The last program to finish adds up all parts."""
     tile_r, tile_o, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = tile_r * ROWS + tl.arange(0, ROWS)
-    output = tile_o * HIGH + tl.arange(0, HIGH)
+    member = tl.arange(0, HIGH)
+    if GATED:
+        HALF: tl.constexpr = HIGH // 2
+        output = tile_o * HALF + member % HALF
+        exists = output < outputs // 2
+        output += member // HALF * (outputs // 2)
+    else:
+        output = tile_o * HIGH + member
+        exists = output < outputs
     k = tl.arange(0, DEEP)
     there = row < rows
     steps = (inputs + PARTS * PIECE - 1) // (PARTS * PIECE) * (PIECE // DEEP)
@@ -115,7 +134,7 @@ def _linear(  # type: ignore[no-untyped-def]
     acc = tl.zeros((HIGH, ROWS), tl.float32)
     for step in tl.range(part * steps, part * steps + steps, num_stages=STAGES):
         at = step * DEEP
-        w_mask = (output < outputs)[:, None]
+        w_mask = exists[:, None]
         x_mask = there[:, None]
         if not EVEN:
             w_mask &= (k < inputs - at)[None, :]
@@ -127,7 +146,7 @@ def _linear(  # type: ignore[no-untyped-def]
         g = tl.load(given + at, mask=x_mask, other=0.0)  # (ROWS, DEEP)
         acc = tl.dot(w, tl.trans(g), acc)
     place = row[None, :].to(tl.int64) * outputs + output[:, None]  # (HIGH, ROWS)
-    mask = there[None, :] & (output < outputs)[:, None]
+    mask = there[None, :] & exists[:, None]
     if PARTS > 1:
         tl.store(partial + part * rows.to(tl.int64) * outputs + place, acc, mask=mask)
         lock = locks + tile_o * tl.num_programs(0) + tile_r
@@ -140,9 +159,15 @@ def _linear(  # type: ignore[no-untyped-def]
             acc += tl.load(piece, mask=mask, other=0.0, cache_modifier=".cg")  # past the first cache, which may be old
         tl.store(lock, 0)
     if bias is not None:
-        acc += tl.load(bias + output, mask=output < outputs, other=0.0).to(tl.float32)[:, None]
+        acc += tl.load(bias + output, mask=exists, other=0.0).to(tl.float32)[:, None]
     result = acc.to(out.dtype.element_ty)
     if residual is not None:
         before = tl.load(residual + place, mask=mask, other=0.0)
         result = (result.to(tl.float32) + before.to(tl.float32)).to(out.dtype.element_ty)
+    if GATED:
+        gate, through = tl.split(tl.trans(tl.reshape(result, (2, HALF, ROWS)), (1, 2, 0)))  # (HALF, ROWS)
+        result = (silu(gate.to(tl.float32)) * through.to(tl.float32)).to(out.dtype.element_ty)
+        output = tile_o * HALF + tl.arange(0, HALF)
+        place = row[None, :].to(tl.int64) * (outputs // 2) + output[:, None]
+        mask = there[None, :] & (output < outputs // 2)[:, None]
     tl.store(out + place, result, mask=mask)

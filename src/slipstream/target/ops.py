@@ -88,7 +88,7 @@ def linear(
 ) -> torch.Tensor:
     """x (…, K), weight (N, K), bias (N,) → (…, N), to which `residual` (…, N) is added. On a GPU, in half precision, a
     row depends on itself alone."""
-    if x.device.type == "cuda" and x.dtype in (torch.bfloat16, torch.float16) and weight.shape[1] % 16 == 0:
+    if is_skinny(x, weight):
         from slipstream.target.linear import skinny_linear
 
         return skinny_linear(x, weight, bias, residual)
@@ -100,6 +100,20 @@ def linear(
 def _product(x: torch.Tensor, weight: torch.Tensor, *_: object) -> torch.Tensor:
     """For tracing: the shape alone."""
     return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+def gated_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """x (…, K), weight (2I, K), bias (2I,) → (…, I): `gate` of the product."""
+    if is_skinny(x, weight):
+        from slipstream.target.linear import skinny_linear
+
+        return skinny_linear(x, weight, bias, gated=True)
+    return gate(linear(x, weight, bias))
+
+
+def is_skinny(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether there is a kernel whose rows depend on themselves alone."""
+    return x.device.type == "cuda" and x.dtype in (torch.bfloat16, torch.float16) and weight.shape[1] % 16 == 0
 
 
 @torch.library.custom_op("slipstream::norm", mutates_args=())

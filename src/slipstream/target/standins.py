@@ -90,6 +90,9 @@ class Product(nn.Module):
 class Whole(nn.Module):
     """Several layers of one input. What it makes is kept until the last part has taken its own."""
 
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__()
         self.register_buffer("weight", weight)

@@ -1,8 +1,9 @@
 """Search on a GPU in three launches, whatever the sizes of the groups: a CUDA graph can hold them.
 
 `_project` makes queries of states, in parts. `_scan` shares a group's rows out among many programs, and each keeps the
-best of its own: of most blocks nothing, which one comparison tells. `_merge` takes the best of all of them. A row and
-its similarity are one number (`device.packed`), so that the larger is the better, and no two are equal.
+best of its own, as far as they can be among the best of all: a program that has enough of them tells the others below
+what none is worth keeping. Of most blocks nothing is, which one comparison tells. `_merge` takes the best of all. A row
+and its similarity are one number (`device.packed`), so that the larger is the better, and no two are equal.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ from slipstream.target.overlap import overlap, wait_turn
 
 # These decide who computes what, not the answer.
 PARTS = 16  # programs that make one query
-BLOCK = 256  # rows that a program looks at together
+BLOCK = 128  # rows that a program looks at together
 WARPS = 4  # of such a program
 EACH = 3  # such programs for each of the device's processors: as many as run there at a time
 MERGED = 1 << 14  # rows that one program can choose from
 
 LOWEST = tl.constexpr(-(1 << 63))  # no row: smaller than any
+NOTHING = tl.constexpr(-(1 << 63) + (1 << 20))  # smaller than any row, larger than what stands for none
 HIGHEST = tl.constexpr((1 << 63) - 1)
 SMALL = tl.constexpr(EPSILON)
 
@@ -44,14 +46,16 @@ def nearest_rows(
     sums = torch.empty((b, PARTS, pad), dtype=torch.float32, device=device)
     queries = torch.empty((b, dims), dtype=torch.float32, device=device)
     kept = torch.empty((b, programs, count), dtype=torch.int64, device=device)
+    bar = torch.empty((b,), dtype=torch.int64, device=device)
     best = torch.empty((b, count), dtype=torch.int64, device=device)
     fitted = (transform.mean, transform.scale, transform.components)
-    _project[(PARTS, b)](states, *fitted, sums, hidden, D=dims, PAD=pad, ROWS=32, PARTS=PARTS, **overlap())
+    _project[(PARTS, b)](states, *fitted, sums, bar, hidden, D=dims, PAD=pad, ROWS=32, PARTS=PARTS, **overlap())
     _scan[(programs, b)](
         sums,
         vectors,
         bounds,
         queries,
+        bar,
         kept,
         D=dims,
         PAD=pad,
@@ -79,6 +83,7 @@ def _project(  # type: ignore[no-untyped-def]
     scale,
     components,
     sums,
+    bar,
     hidden,
     D: tl.constexpr,
     PAD: tl.constexpr,
@@ -89,6 +94,8 @@ def _project(  # type: ignore[no-untyped-def]
     wait_turn(EARLY)
     part, sequence = tl.program_id(0), tl.program_id(1).to(tl.int64)
     d = tl.arange(0, PAD)
+    if part == 0:
+        tl.store(bar + sequence, NOTHING)
     total = tl.zeros((PAD,), tl.float32)
     for start in range(part * ROWS, hidden, PARTS * ROWS):
         h = start + tl.arange(0, ROWS)
@@ -102,11 +109,17 @@ def _project(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _places(at, d, D: tl.constexpr):  # type: ignore[no-untyped-def]
+    return at[:, None].to(tl.int64) * D + d[None, :]
+
+
+@triton.jit
 def _scan(  # type: ignore[no-untyped-def]
     sums,
     vectors,
     bounds,
     queries,
+    bar,
     kept,
     D: tl.constexpr,
     PAD: tl.constexpr,
@@ -128,22 +141,30 @@ def _scan(  # type: ignore[no-untyped-def]
     # K places, each with another number that is no row; what fills them up to a power of two is never the worst.
     best = tl.where(slot < K, slot.to(tl.int64) + LOWEST, HIGHEST)
     worst = tl.min(best, 0)
+    vectors += first * D
+    at = program * BLOCK + tl.arange(0, BLOCK)
+    block = tl.load(vectors + _places(at, d, D), mask=(at < size)[:, None] & (d < D)[None, :], other=0.0)
     for start in range(program * BLOCK, size, programs * BLOCK):
         at = start + tl.arange(0, BLOCK)
         row = first + at
-        inside = (at < size)[:, None] & (d < D)[None, :]
-        block = tl.load(vectors + row[:, None] * D + d[None, :], mask=inside, other=0.0).to(tl.float32)
-        similarity = tl.sum(block * query[None, :], 1)
+        ahead = at + programs * BLOCK  # comes from memory while this block is looked at
+        inside = (ahead < size)[:, None] & (d < D)[None, :]
+        following = tl.load(vectors + _places(ahead, d, D), mask=inside, other=0.0)
+        known = tl.load(bar + sequence, volatile=True)  # the best of all are at least as near
+        similarity = tl.sum(block.to(tl.float32) * query[None, :], 1)
+        block = following
         bits = similarity.to(tl.int32, bitcast=True)
         order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
         key = (order.to(tl.int64) << 32) + (0xFFFFFFFF - row)
         key = tl.where((at < size) & (similarity == similarity), key, LOWEST)  # what is not a number is not near
         top = tl.max(key, 0)
-        while top > worst:
+        while top > tl.maximum(worst, known - 1):
             key = tl.where(key == top, LOWEST, key)
             best = tl.where(best == worst, top, best)
             worst = tl.min(best, 0)
             top = tl.max(key, 0)
+        if worst > known:
+            tl.atomic_max(bar + sequence, worst, sem="relaxed")
     tl.store(kept + (sequence * programs + program) * K + slot, best, mask=slot < K)
 
 

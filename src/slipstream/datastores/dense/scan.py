@@ -141,6 +141,7 @@ def _scan(  # type: ignore[no-untyped-def]
     # K places, each with another number that is no row; what fills them up to a power of two is never the worst.
     best = tl.where(slot < K, slot.to(tl.int64) + LOWEST, HIGHEST)
     worst = tl.min(best, 0)
+    told = worst * 0 + NOTHING
     vectors += first * D
     at = program * BLOCK + tl.arange(0, BLOCK)
     block = tl.load(vectors + _places(at, d, D), mask=(at < size)[:, None] & (d < D)[None, :], other=0.0)
@@ -150,21 +151,23 @@ def _scan(  # type: ignore[no-untyped-def]
         ahead = at + programs * BLOCK  # comes from memory while this block is looked at
         inside = (ahead < size)[:, None] & (d < D)[None, :]
         following = tl.load(vectors + _places(ahead, d, D), mask=inside, other=0.0)
-        known = tl.load(bar + sequence, volatile=True)  # the best of all are at least as near
+        known = tl.load(bar + sequence, volatile=True)  # the best of all are at least as near; threads may see others
         similarity = tl.sum(block.to(tl.float32) * query[None, :], 1)
         block = following
         bits = similarity.to(tl.int32, bitcast=True)
         order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
         key = (order.to(tl.int64) << 32) + (0xFFFFFFFF - row)
         key = tl.where((at < size) & (similarity == similarity), key, LOWEST)  # what is not a number is not near
+        key = tl.where(key >= known, key, LOWEST)
         top = tl.max(key, 0)
-        while top > tl.maximum(worst, known - 1):
+        while top > worst:
             key = tl.where(key == top, LOWEST, key)
             best = tl.where(best == worst, top, best)
             worst = tl.min(best, 0)
             top = tl.max(key, 0)
-        if worst > known:
+        if worst > told:
             tl.atomic_max(bar + sequence, worst, sem="relaxed")
+            told = worst
     tl.store(kept + (sequence * programs + program) * K + slot, best, mask=slot < K)
 
 

@@ -55,60 +55,87 @@ def encode(prompt: Prompt, tokenizer: Any, template: bool = True) -> list[int]:
 
 
 class Detokenizer:
-    """One answer's text as it grows, token by token. It is the request's `stop`: it sees every emitted token once."""
+    """One answer's text as it grows. It is the request's `stop`: it sees every emitted token once, and turns them into
+    text as soon as somebody asks for it, or at once if there are stop strings."""
 
     def __init__(self, tokenizer: Any, stop: Iterable[str] = (), eos: frozenset[int] = frozenset()) -> None:
         self._tokenizer, self._eos = tokenizer, eos
         self._stop = tuple(s for s in stop if s)
+        self._unread: list[int] = []  # tokens that nobody asked about yet
         self._tokens: list[int] = []
         # Tokens before _shown are text already; those from _base on are decoded together, so that a piece sees its
         # left neighbour (spaces, and characters of several tokens).
         self._base = self._shown = 0
         self._before = ""  # decode(tokens[base:shown])
-        self.text = ""  # complete characters only
-        self.lengths: list[int] = []  # after each token: how much of the text nothing can take back
+        self._text = ""  # complete characters only
+        self._lengths: list[int] = []
         self._stopped = False
 
     def __call__(self, token: int) -> str | None:
-        over = token in self._eos
-        if not over and self._tokenizer is not None:
-            self._tokens.append(token)
-            known = len(self.text)
-            self._extend()
-            over = self._cut(known)
-        self.lengths.append(len(self.visible()))
-        return "stop" if over else None
+        self._unread.append(token)
+        if self._stop:
+            self._read()
+        return "stop" if self._stopped or token in self._eos else None
+
+    @property
+    def text(self) -> str:
+        """So far: complete characters only."""
+        self._read()
+        return self._text
+
+    @property
+    def lengths(self) -> list[int]:
+        """After each token: how much of the text nothing can take back."""
+        self._read()
+        return self._lengths
 
     def visible(self) -> str:
         """The text that nothing can take back: not the beginning of a stop string."""
-        if self._stopped:
-            return self.text
-        for size in range(min(max(map(len, self._stop), default=1) - 1, len(self.text)), 0, -1):
-            if any(s.startswith(self.text[-size:]) for s in self._stop):
-                return self.text[:-size]
-        return self.text
+        self._read()
+        return self._certain()
 
     def finish(self) -> str:
         """The text if no token follows: half characters come out as they are."""
-        if self._tokenizer is None or self._stopped:
-            return self.text
-        return self.text + self._decode(self._base)[len(self._before) :]
+        if self._tokenizer is None:
+            return ""
+        if not self._lengths:  # nobody has looked at a part of it
+            return self._decode([token for token in self._unread if token not in self._eos])
+        self._read()
+        if self._stopped:
+            return self._text
+        return self._text + self._decode(self._tokens[self._base :])[len(self._before) :]
+
+    def _read(self) -> None:
+        for token in self._unread:
+            if token not in self._eos and self._tokenizer is not None:
+                self._tokens.append(token)
+                known = len(self._text)
+                self._extend()
+                self._cut(known)
+            self._lengths.append(len(self._certain()))
+        self._unread.clear()
+
+    def _certain(self) -> str:
+        if self._stopped:
+            return self._text
+        for size in range(min(max(map(len, self._stop), default=1) - 1, len(self._text)), 0, -1):
+            if any(s.startswith(self._text[-size:]) for s in self._stop):
+                return self._text[:-size]
+        return self._text
 
     def _extend(self) -> None:
-        after = self._decode(self._base)
+        after = self._decode(self._tokens[self._base :])
         if len(after) > len(self._before) and not after.endswith("\ufffd"):
-            self.text += after[len(self._before) :]
+            self._text += after[len(self._before) :]
             self._base, self._shown = self._shown, len(self._tokens)
-            self._before = self._decode(self._base)
+            self._before = self._decode(self._tokens[self._base :])
 
-    def _cut(self, known: int) -> bool:
+    def _cut(self, known: int) -> None:
         """Cut at the earliest stop string that ends after the first `known` characters."""
-        found = [(self.text.find(s, max(0, known - len(s) + 1)), s) for s in self._stop]
+        found = [(self._text.find(s, max(0, known - len(s) + 1)), s) for s in self._stop]
         places = [place for place, _ in found if place >= 0]
-        if not places:
-            return False
-        self.text, self._stopped = self.text[: min(places)], True
-        return True
+        if places:
+            self._text, self._stopped = self._text[: min(places)], True
 
-    def _decode(self, start: int) -> str:
-        return self._tokenizer.decode(self._tokens[start:], skip_special_tokens=True)
+    def _decode(self, tokens: list[int]) -> str:
+        return self._tokenizer.decode(tokens, skip_special_tokens=True)

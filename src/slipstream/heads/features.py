@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from slipstream.target.base import Target
 
 
+AT_ONCE = 1024  # states of a prompt that wait for the first draft; more are read before it
+
+
 @dataclass(frozen=True)
 class FeatureOptions(HeadOptions):
     depth: int = 5  # tokens ahead
@@ -100,6 +103,8 @@ class FeatureDrafter(ChainDrafter):
         """(b, 3 + 2m) each sequence's row, how many keys are there, how many states wait, the tokens after those, and
         where each lies: in its step, or among all that wait. The latter two stand at the end of their m."""
         mine = cast(Sequence[FeatureSession], sessions)
+        for session in mine:
+            session.catch_up()
         m = self.waiting if self.fixed else max(1 + len(s.following) for s in mine)
         table = np.zeros((batch, 3 + 2 * m), np.int64)
         table[:, 2] = 1  # padding reads the first state there is, into the row of nobody
@@ -192,18 +197,20 @@ class FeatureSession(HeadSession):
         self.pieces: list[Hidden] = []
         self.following: list[int] = []  # the tokens after these states, but for the last one
         self.root: int | None = None  # which the last state was read with; its key is there then
+        self.prompt: tuple[list[Hidden], list[int]] | None = None  # the same, to be read before the first draft
+        self.begun = False  # whether the first draft was asked for, or not
 
     def observe(self, seen: Seen) -> None:
         self.read = seen.position + len(seen.tokens)
         if self.root == seen.tokens[0]:
             self.length += 1
             self.pieces.clear()
-        elif self.pieces:
-            self.following.append(seen.tokens[0])
         self.root = None
         if not seen.hidden:  # a piece of the text that it goes without, and what waited for its first token
-            self.pieces, self.following = [], []
+            self._let_go()
             return
+        if self.pieces:
+            self.following.append(seen.tokens[0])
         self.pieces.append(seen.hidden)
         self.following += seen.tokens[1:]
         most = self.drafter.waiting
@@ -211,7 +218,18 @@ class FeatureSession(HeadSession):
             return
         if seen.hidden.lasting and len(seen.tokens) >= most:  # a captured step accepted more than a draft is made for
             self.pieces, self.following = [seen.hidden.end(most)], seen.tokens[1 - most :]
-        else:
+        elif self.begun or len(self.following) >= AT_ONCE:
+            self.drafter.read(self)
+
+    def catch_up(self) -> None:
+        """Before a draft: read what does not fit into it."""
+        if self.prompt is not None:
+            latest = self.pieces, self.following
+            self.pieces, self.following = self.prompt
+            self.drafter.read(self)
+            self.pieces, self.following = latest
+            self.prompt = None
+        elif len(self.following) >= self.drafter.waiting:
             self.drafter.read(self)
 
     @property
@@ -224,7 +242,7 @@ class FeatureSession(HeadSession):
 
     def asked(self, root: int) -> None:
         self.forget()
-        self.root = root
+        self.root, self.begun = root, True
 
     def keep(self) -> None:
         if self.root is None:  # no draft has read them
@@ -232,7 +250,13 @@ class FeatureSession(HeadSession):
 
     def skip(self) -> None:
         if self.root is None:
-            self.pieces, self.following = [], []
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Of states that no draft has read, the prompt's alone are kept."""
+        if not self.begun and self.following:
+            self.prompt = self.pieces, self.following
+        self.pieces, self.following, self.begun = [], [], True
 
     def forget(self) -> None:
         """All states but the last are in the cache."""

@@ -85,8 +85,10 @@ def live(given: argparse.Namespace) -> dict[str, Any]:
     asked = asked or select(builtin(), None, given.limit)
     singles = [name for name in given.singles.split(",") if name]
     llms = {name: LLM(model, tokenizer, name, compile=given.compile) for name in ("none", "auto", *singles)}
-    for llm in llms.values():  # code is loaded and steps are captured
-        llm.generate(asked[0].turns[0], max_new_tokens=32, ignore_eos=True)
+    longest = max((p.turns[0] for p in asked), key=len)
+    for llm in llms.values():  # code is loaded, caches grow, steps are captured
+        for prompt in (longest, asked[0].turns[0]):
+            llm.generate(prompt, max_new_tokens=given.tokens, ignore_eos=True)
     # (prompts, repeats) seconds per token behind the first
     taken = {name: np.zeros((len(asked), given.repeats)) for name in llms}
     same = dict.fromkeys(llms, 0)

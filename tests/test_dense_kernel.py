@@ -67,6 +67,17 @@ def test_groups_of_every_size(dims, count):
     assert [len(unpacked(row)[1]) for row in best.cpu().numpy()] == [count, 1, 0, count]
 
 
+def test_programs_that_tell_each_other_lose_nothing():
+    """What they know of each other changes while they look, so once is not enough."""
+    transform, vectors, _ = given(64)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(300 if CUDA else 2):
+        states = torch.randn(1, HIDDEN, generator=generator).to(DEVICE, DTYPE)
+        bounds = torch.tensor([[0, ROWS]], device=DEVICE)
+        best, queries = scan.nearest_rows(transform, vectors, 10, states, bounds)
+        assert_same(best, nearest_plainly(transform, vectors, 10, states, bounds)[0], vectors, queries)
+
+
 def test_equals_come_in_the_order_they_stand_in():
     """Equal rows in all blocks: the first of them are found."""
     transform, vectors, states = given(16, rows=300)

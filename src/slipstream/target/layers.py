@@ -157,12 +157,15 @@ _heard: list[Heard] = []
 @contextmanager
 def asked(config: Any) -> Iterator[list[Heard]]:
     """Within this, attention writes down what it is given, and gives back the queries."""
+    global _heard
     kept, config._attn_implementation_internal = config._attn_implementation_internal, NAME
-    _heard.clear()
+    heard: list[Heard] = []
+    _heard = heard
     try:
-        yield _heard
+        yield heard
     finally:
         config._attn_implementation_internal = kept
+        _heard = []
 
 
 def _listen(

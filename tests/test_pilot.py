@@ -280,6 +280,20 @@ def test_a_source_that_was_slow_at_first_is_asked_again_soon():
     assert pilot.sources["a"].pays
 
 
+def test_gains_on_one_text_do_not_pay_for_losses_on_the_next():
+    pilot = Pilot(Costs({1: 1.0, 64: 1.5}), ["a"])
+    for another in (False, True):
+        for _ in range(20):
+            pilot.charge(8, 1, 4, pilot.costs.seconds(8), 0.0)
+        if another:
+            pilot.begin()
+        for _ in range(9):
+            pilot.charge(1, 1, 1, 1.0, 0.5)  # half a step of drafting for nothing
+        assert pilot.resting == another
+    pilot.begin()
+    assert pilot.resting
+
+
 def test_a_level_that_is_new_is_judged_by_the_next_one():
     source = Pilot(Costs({1: 1.0}), ["a"]).sources["a"]
     source.advantages[1], source.advantages[3] = 0.5, -0.5

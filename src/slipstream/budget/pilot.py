@@ -98,6 +98,10 @@ class Pilot:
 
     # ---- before a step
 
+    def begin(self) -> None:
+        """Another text: what was gained on others does not pay for losses on it."""
+        self._account = min(self._account, 0.0)
+
     @property
     def resting(self) -> bool:
         """Whether speculation has lost so much that nothing may be verified; probes go on."""

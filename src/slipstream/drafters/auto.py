@@ -87,6 +87,7 @@ class AutoDrafter(JointDrafter):
             raise OptionError(
                 f"drafters names {', '.join(sorted(unknown))}: this model's auto asks {', '.join(self.parts)}"
             )
+        self.pilot.begin()
         names.discard("prediction")
         if request.prediction:  # whoever gives one wants it to be used
             names.add("prediction")

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from slipstream.target.base import Target
 
 
-AT_ONCE = 1024  # states of a prompt that wait for the first draft; more are read before it
+AT_ONCE = 1024  # states that wait for a draft; more are read before it
 
 
 @dataclass(frozen=True)
@@ -218,8 +218,8 @@ class FeatureSession(HeadSession):
             return
         if seen.hidden.lasting and len(seen.tokens) >= most:  # a captured step accepted more than a draft is made for
             self.pieces, self.following = [seen.hidden.end(most)], seen.tokens[1 - most :]
-        elif self.begun or len(self.following) >= AT_ONCE:
-            self.drafter.read(self)
+        elif len(self.following) >= AT_ONCE:
+            self.catch_up()
 
     def catch_up(self) -> None:
         """Before a draft: read what does not fit into it."""
@@ -229,7 +229,7 @@ class FeatureSession(HeadSession):
             self.drafter.read(self)
             self.pieces, self.following = latest
             self.prompt = None
-        elif len(self.following) >= self.drafter.waiting:
+        if len(self.following) >= self.drafter.waiting:
             self.drafter.read(self)
 
     @property

@@ -1,11 +1,14 @@
-"""What `auto` adds to a step, and what it makes of real prompts: python bench/auto.py [overhead] [live] --prompts FILE…
+"""What `auto` adds to a step, and what it makes of real prompts: python bench/auto.py [PART…] --prompts FILE…
 
 overhead  microseconds of the budget per step for a tree of 64 nodes that two sources drafted: settling the last step,
           labelling its draft, fusing, choosing
+settings  how many nodes each single drafter should draft at most here, by replay: drafts are made and timed, steps take
+          what the target takes for so many rows
 live      `none`, `auto` and single drafters take turns on the same prompts; for each category the ratio of seconds per
-          token to plain decoding's, with a bootstrapped 95% interval over prompts and repeats
+          token to plain decoding's, of each prompt's median repeat, with a bootstrapped 95% interval over both
 
-Tables go to stderr, one JSON line last.
+A single drafter is a name, or NAME:NODES for at most so many nodes a step. Behind `settings`, `live` takes the two that
+did best there. Tables go to stderr, one JSON line last.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import json
 import statistics
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
@@ -23,9 +27,14 @@ import torch
 import transformers
 
 from slipstream import LLM
-from slipstream.bench.workloads import builtin, read, select
+from slipstream.bench.contestants import Decoding, Ours
+from slipstream.bench.measure import prepare
+from slipstream.bench.replay import Replayed, record
+from slipstream.bench.workloads import Prompt, builtin, read, select
 from slipstream.budget.costs import Costs
 from slipstream.budget.pilot import Pilot
+from slipstream.errors import DrafterError
+from slipstream.heads.drafting import shipped
 from slipstream.target import load_model
 from slipstream.tree import TokenTree, fuse
 
@@ -76,19 +85,78 @@ def microseconds(part: Callable[[], Any], repeats: int = 3000) -> float:
     return statistics.median(times[100:]) * 1e6
 
 
+# ---- settings
+
+SIZES = (1, 2, 3, 4, 7, 15, 31)  # nodes of a step at most
+
+
+def settings(given: argparse.Namespace) -> dict[str, Any]:
+    model, tokenizer = load_model(given.model, dtype=given.dtype, device=given.device)
+    plain = Ours("none", LLM(model, tokenizer, "none", compile=given.compile))
+    tried = ("pld", "suffix", *(name for name in ("eagle3", "redrafter") if has_head(model, name)))
+    layers = {layer for name in tried for layer in LLM(model, tokenizer, name).engine.drafter.layers}
+    decoding = Decoding(max_new_tokens=given.tokens)
+    items = list(prepare(plain, [replace(p, turns=p.turns[:1]) for p in prompts_of(given)], decoding))
+    recording = record(plain.llm.target, plain.llm.name, items, decoding, sorted(layers))
+    told: dict[str, Any] = {}
+    plainly = replayed(Replayed("none", recording, tokenizer), 0)["seconds_per_token"]
+    for name in tried:
+        contestant = Replayed(name, recording, tokenizer, model)
+        for nodes in SIZES:
+            found, label = replayed(contestant, nodes), f"{name}:{nodes}"
+            told[label] = found | {"times_plain": plainly / found["seconds_per_token"]}
+            tell(f"{label:16}" + "  ".join(f"{k} {v:.3g}" for k, v in told[label].items()))
+    best = [max((k for k in told if k.split(":")[0] == name), key=lambda k: told[k]["times_plain"]) for name in tried]
+    given.singles = ",".join(sorted(best, key=lambda k: -told[k]["times_plain"])[:2])
+    tell(f"best: {given.singles}")
+    return {"step_ms": {n: round(t * 1e3, 3) for n, t in recording.cost.items()}, "found": told, "best": given.singles}
+
+
+def replayed(contestant: Replayed, nodes: int) -> dict[str, float]:
+    """Every recorded text with drafts of so many nodes at most."""
+    contestant.max_draft = nodes
+    recording = contestant.recording
+    contestant.answer(recording.items[0].tokens, recording.decoding)  # what is compiled, is compiled now
+    answers = contestant.answers([item.tokens for item in recording.items], recording.decoding)
+    tokens = sum(len(a.tokens) - 1 for a in answers)
+    found = [a.stats for a in answers if a.stats is not None]
+    steps = sum(s.steps - 1 for s in found)
+    return {
+        "seconds_per_token": sum(a.seconds - a.first_token_seconds for a in answers) / tokens,
+        "tokens_per_step": tokens / steps,
+        "nodes": sum(s.nodes_verified for s in found) / steps,
+        "draft_ms": sum(s.draft_seconds for s in found) / steps * 1e3,
+    }
+
+
+def has_head(model: Any, name: str) -> bool:
+    try:
+        shipped(name, model)
+    except DrafterError:
+        return False
+    return True
+
+
+def prompts_of(given: argparse.Namespace) -> list[Prompt]:
+    asked = [p for file in given.prompts for p in select(read(file), None, given.limit)]
+    return asked or select(builtin(), None, given.limit)
+
+
 # ---- live
 
 
 def live(given: argparse.Namespace) -> dict[str, Any]:
     model, tokenizer = load_model(given.model, dtype=given.dtype, device=given.device)
-    asked = [p for file in given.prompts for p in select(read(file), None, given.limit)]
-    asked = asked or select(builtin(), None, given.limit)
-    singles = [name for name in given.singles.split(",") if name]
-    llms = {name: LLM(model, tokenizer, name, compile=given.compile) for name in ("none", "auto", *singles)}
+    asked = prompts_of(given)
+    llms, most = {}, dict[str, int | None]()  # by contestant; nodes of a step at most
+    for name in ("none", "auto", *filter(None, given.singles.split(","))):
+        drafter, _, nodes = name.partition(":")
+        llms[name] = LLM(model, tokenizer, drafter, compile=given.compile)
+        most[name] = int(nodes) if nodes else None
     longest = max((p.turns[0] for p in asked), key=len)
-    for llm in llms.values():  # code is loaded, caches grow, steps are captured
+    for name, llm in llms.items():  # code is loaded, caches grow, steps are captured
         for prompt in (longest, asked[0].turns[0]):
-            llm.generate(prompt, max_new_tokens=given.tokens, ignore_eos=True)
+            llm.generate(prompt, max_new_tokens=given.tokens, max_draft=most[name], ignore_eos=True)
     # (prompts, repeats) seconds per token behind the first
     taken = {name: np.zeros((len(asked), given.repeats)) for name in llms}
     same = dict.fromkeys(llms, 0)
@@ -97,13 +165,13 @@ def live(given: argparse.Namespace) -> dict[str, Any]:
             said: dict[str, list[int]] = {}
             turn = list(llms)[(repeat + i) % len(llms) :] + list(llms)[: (repeat + i) % len(llms)]
             for name in turn:
-                result = llms[name].generate(prompt.turns[0], max_new_tokens=given.tokens)
+                result = llms[name].generate(prompt.turns[0], max_new_tokens=given.tokens, max_draft=most[name])
                 seconds = result.stats.seconds - result.stats.first_token_seconds
                 taken[name][i, repeat] = seconds / max(1, len(result.tokens) - 1)
                 said[name] = result.tokens
             for name, tokens in said.items():
                 same[name] += tokens == said["none"]
-        tell(f"repeat {repeat + 1} of {given.repeats}: " + ratios(taken, slice(None), repeat + 1))
+        tell(f"repeat {repeat + 1} of {given.repeats}: " + ratios(taken, repeat + 1))
     told: dict[str, Any] = {}
     categories = np.array([p.category for p in asked])
     for category in (*dict.fromkeys(categories.tolist()), "all"):
@@ -117,6 +185,7 @@ def live(given: argparse.Namespace) -> dict[str, Any]:
     slower = [c for c, found in told.items() if found["auto"][2] < 1]
     return {
         "times_plain": told,
+        "ms_per_token": {name: (1e3 * spent).round(3).tolist() for name, spent in taken.items()},
         "auto_slower_in": slower,  # categories whose whole interval lies below 1
         "same_text_as_plain": {name: f"{count}/{of}" for name, count in same.items()},
         "prompts": len(asked),
@@ -126,9 +195,15 @@ def live(given: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def ratios(taken: dict[str, Any], rows: Any, repeats: int) -> str:
-    plain = taken["none"][rows, :repeats].sum()
-    return "  ".join(f"{n} {plain / t[rows, :repeats].sum():.3f}" for n, t in taken.items() if n != "none")
+def ratios(taken: dict[str, Any], repeats: int) -> str:
+    plain = typical(taken["none"][:, :repeats])
+    return "  ".join(f"{n} {plain / typical(t[:, :repeats]):.3f}" for n, t in taken.items() if n != "none")
+
+
+def typical(taken: Any) -> Any:
+    """(…, prompts, repeats) → (…): of each prompt the median repeat, since now and then another process takes the
+    machine away; then all prompts together."""
+    return np.median(taken, -1).sum(-1)
 
 
 def interval(plain: Any, spent: Any) -> list[float]:
@@ -136,16 +211,18 @@ def interval(plain: Any, spent: Any) -> list[float]:
     took, then repeats of each, so that what a pair had in common stays together."""
     rng = np.random.default_rng(0)
     prompts, repeats = plain.shape
-    found = np.empty(RESAMPLES)
-    for k in range(RESAMPLES):
-        rows = rng.integers(0, prompts, prompts)[:, None]
-        columns = rng.integers(0, repeats, (prompts, repeats))
-        found[k] = plain[rows, columns].sum() / spent[rows, columns].sum()
+    rows = rng.integers(0, prompts, (RESAMPLES, prompts, 1))
+    columns = rng.integers(0, repeats, (RESAMPLES, prompts, repeats))
+    found = typical(plain[rows, columns]) / typical(spent[rows, columns])
     low, high = np.quantile(found, [0.025, 0.975])
-    return [round(float(x), 4) for x in (plain.sum() / spent.sum(), low, high)]
+    return [round(float(x), 4) for x in (typical(plain) / typical(spent), low, high)]
 
 
-PARTS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {"overhead": overhead, "live": live}
+PARTS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
+    "overhead": overhead,
+    "settings": settings,
+    "live": live,
+}
 
 
 def main() -> None:

@@ -1,7 +1,8 @@
 """What a step costs on a GPU, and what speculation makes of it: python bench/gpu.py [PART…] --model … --prompts …
 
 steps     a Llama of 7B shape with random weights, bfloat16, 512 tokens of context: ms per step by rows, as the model
-          runs by itself, captured, and compiled and captured, against reading the weights once
+          runs by itself, captured, and compiled and captured, against reading the weights once; of captured steps
+          also what the device does alone
 texts     the embedded model in bfloat16: tokens per second and texts that differ, plain and with each drafter
 peers     transformers' own generate and prompt lookup on some of the prompts: tokens per second, and how many texts its
           prompt lookup changes
@@ -28,6 +29,7 @@ from slipstream import LLM
 from slipstream.bench.workloads import builtin, read, select
 from slipstream.sampling import Sampler, Sampling
 from slipstream.target import Target, Want, load_model, open_target
+from slipstream.target.steps import BEST
 from slipstream.text import encode
 from slipstream.tree import TokenTree
 
@@ -57,6 +59,19 @@ def step_times(target: Target, context: int, rows: tuple[int, ...] = ROWS, repea
                 taken.append(perf_counter() - clock)
         times[n] = round(statistics.median(taken) * 1e3, 3)
     target.close(slot)
+    return times
+
+
+def replay_times(target: Any, rows: tuple[int, ...] = ROWS, repeats: int = 40) -> dict[int, float]:
+    """Median milliseconds of what the device does in a captured step: it is started and waited for, nothing else."""
+    times = {}
+    for n in rows:
+        step, taken = target.step(1, n, (), BEST), []
+        for _ in range(repeats):
+            clock = perf_counter()
+            step()
+            taken.append(perf_counter() - clock)
+        times[n] = round(statistics.median(taken) * 1e3, 3)
     return times
 
 
@@ -103,8 +118,12 @@ def steps(given: argparse.Namespace) -> dict[str, Any]:
         target = open_target(model, **ways[name])
         told[name] = step_times(target, 512, repeats=10 if name == "eager" else 40)
         told[name + "_seconds"] = round(perf_counter() - clock, 1)
-        tell(f"{name:10}" + "".join(f"{ms:9.2f}" for ms in told[name].values()) + " ms")
-        tell(" " * 10 + "".join(f"{ms / floor:9.2f}" for ms in told[name].values()) + " × floor")
+        lines = {name: told[name]}
+        if name != "eager":
+            lines["… alone"] = told[name + "_alone"] = replay_times(target)
+        for label, times in lines.items():
+            tell(f"{label:10}" + "".join(f"{ms:9.3f}" for ms in times.values()) + " ms")
+            tell(" " * 10 + "".join(f"{ms / floor:9.3f}" for ms in times.values()) + " × floor")
     return told
 
 
@@ -182,7 +201,7 @@ def batch(given: argparse.Namespace) -> dict[str, Any]:
     prompts = [p.turns[0] for p in select(read(given.prompts) if given.prompts else builtin(), None, 64)]
     told: dict[str, Any] = {}
     for size in (1, 4, 16, 64):
-        for drafter in ("none", "pld"):
+        for drafter in ("none", "pld", "suffix", "auto"):
             llm = LLM(model, tokenizer, drafter, max_batch=size, compile=given.compile)
             asked = (prompts * (1 + size // len(prompts)))[:size]
             for _ in range(2):  # the first time, every shape that comes up is captured

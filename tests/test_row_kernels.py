@@ -12,7 +12,7 @@ if not (torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET")):
 from slipstream.target.linear import parts, skinny_linear
 from slipstream.target.norm import normalise
 from slipstream.target.pieces import gated
-from slipstream.target.top import top_rows
+from slipstream.target.top import best_of_rows, top_rows
 from slipstream.target.write import move_cache
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -94,3 +94,17 @@ def test_the_most_probable_tokens(vocabulary, k):
     torch.testing.assert_close(logp, right.topk(k).values, rtol=0, atol=1e-4)
     torch.testing.assert_close(right.gather(-1, ids), logp, rtol=0, atol=1e-4)
     assert all(len(set(row.tolist())) == k for row in ids.view(-1, k))
+
+
+@pytest.mark.parametrize("vocabulary", [49152, 100, 5000, 2048])
+def test_the_best_token_of_equals_the_first(vocabulary):
+    x = noise(2, 3, vocabulary)
+    x[0, 1, [7, 70, vocabulary - 1]] = 9.0
+    x[1, 0] = -torch.inf
+    x[1, 1, vocabulary - 2] = torch.nan
+    tokens, bits = best_of_rows(x)
+    values = bits.view(torch.float32)
+    assert tokens.dtype == torch.int32
+    assert (int(tokens[0, 1]), int(tokens[1, 0]), int(tokens[1, 1])) == (7, 0, vocabulary - 2)
+    torch.testing.assert_close(values, x.amax(-1).float(), rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(x.gather(-1, tokens.long()[..., None])[0, :, 0].float(), values[0])

@@ -108,6 +108,25 @@ def test_noise_bits_are_pinned():
     assert noise_bits(0x0123456789ABCDEF, torch.arange(4)).tolist() == [3833571298, 1012024772, 3633280870, 2119860556]
 
 
+def test_one_number_has_the_bits_of_a_tokens_noise():
+    key = noise_key(1, 2, 3, "flip")
+    assert [uniform(key, i) for i in range(4)] == ((noise_bits(key, torch.arange(4)).double() + 0.5) / 2**32).tolist()
+
+
+def test_draws_follow_their_weights_and_never_hit_what_weighs_nothing():
+    weights, counts = np.array([0.0, 3.0, 0.0, 1.0, 0.0]), np.zeros(5)
+    for position in range(8_000):
+        sampler = Sampler(Sampling(temperature=1.0), [], seed=3)
+        sampler.position = position
+        counts[sampler.draw(weights)] += 1
+    assert np.abs(counts / counts.sum() - weights / 4).max() < 0.02
+    assert not counts[weights == 0].any()
+    with pytest.raises(NumericalError, match="no token is possible"):
+        sampler.draw(np.zeros(5))
+    with pytest.raises(NumericalError, match="NaN"):
+        sampler.draw(np.array([1.0, np.nan]))
+
+
 def test_noise_is_gumbel_distributed():
     """Mean and variance over a million draws, and no correlation between neighbouring tokens or positions."""
     draws = torch.stack([gumbel(noise_key(5, 0, p), torch.arange(2000)) for p in range(500)])

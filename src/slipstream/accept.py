@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
+from numba import njit
 
 from slipstream.errors import OptionError
 from slipstream.sampling import Probabilities, Sampler
@@ -86,7 +87,7 @@ class Rejection(Rule):
             if sampler.flip(p[x] / (self.leniency() * (q[x] if q is not None else 1.0)), draw):
                 return x
             p, q = residual(p, q, x)
-            if p.sum() == 0:  # rounding alone gets here: x had all of p
+            if not p.any():  # rounding alone gets here: x had all of p
                 return x
         return sampler.draw(p)
 
@@ -99,15 +100,28 @@ def drawn_from(tree: TokenTree, node: int) -> Probabilities | None:
 
 def residual(p: Probabilities, q: Probabilities | None, x: int) -> tuple[Probabilities, Probabilities | None]:
     """What is left of p, and of q, once x was rejected."""
-    if q is None:
-        p = p.copy()
-        p[x] = 0
-    else:
-        p = np.maximum(p - q, 0)
-        q = q.copy()
-        q[x] = 0
-        q /= q.sum() or 1.0
-    return p / (p.sum() or 1.0), q
+    if q is not None:
+        return _residual(p, q, x)  # type: ignore[no-any-return]
+    p = p.copy()
+    p[x] = 0
+    return p / (p.sum() or 1.0), None
+
+
+@njit(cache=True, nogil=True)
+def _residual(p, q, x):  # type: ignore[no-untyped-def]
+    left, others = np.maximum(p - q, 0.0), q.copy()
+    others[x] = 0.0
+    mass, rest = left.sum(), others.sum()
+    return left / (mass if mass > 0 else 1.0), others / (rest if rest > 0 else 1.0)
+
+
+@njit(cache=True, nogil=True)
+def entropy(p):  # type: ignore[no-untyped-def]
+    total = 0.0
+    for share in p:
+        if share > 0:
+            total -= share * np.log(share)
+    return total
 
 
 @dataclass(frozen=True)
@@ -125,11 +139,10 @@ class Typical(Rule):
 
     def next_token(self, tree: TokenTree, node: int, scores: Scores, sampler: Sampler) -> int:
         p = sampler.distribution(scores.logits(node))
-        entropy = -float(np.sum(p[p > 0] * np.log(p[p > 0])))
         children = tree.tokens[tree.children(node)]
         if len(children):
             best = int(children[np.argmax(p[children])])
-            if p[best] > min(self.epsilon, self.delta * math.exp(-entropy)):
+            if p[best] > min(self.epsilon, self.delta * math.exp(-entropy(p))):
                 return best
         return sampler.draw(p)
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numba import njit
 from numpy.typing import NDArray
 
 from slipstream.errors import NumericalError, OptionError
@@ -106,10 +107,9 @@ class Sampler:
     def distribution(self, row: torch.Tensor) -> Probabilities:
         """(V,) the probabilities that `sample` draws from."""
         logits = self.warped(row)
-        best = self.best(logits)
         if self.sampling.greedy:
             p = np.zeros(len(logits))
-            p[best] = 1
+            p[self.best(logits)] = 1
             return p
         return torch.softmax(logits.double(), -1).cpu().numpy()
 
@@ -119,9 +119,8 @@ class Sampler:
 
     def draw(self, weights: Probabilities) -> int:
         """A token from unnormalised weights (V,)."""
-        with np.errstate(divide="ignore"):
-            logits = torch.from_numpy(np.log(weights))
-        return self.best(logits + gumbel(self.key("draw"), torch.arange(len(logits))))
+        check_choice(float(weights.max()) or -np.inf, self.position)
+        return int(_drawn(weights, uniform(self.key("draw"), 0)))
 
     def key(self, stream: str = "") -> int:
         return noise_key(self.seed, self.sample_index, self.position, stream)
@@ -235,8 +234,14 @@ def noise_key(seed: int, sample: int, position: int, stream: str = "") -> int:
 
 
 def noise_bits(key: int, tokens: torch.Tensor) -> torch.Tensor:
-    """32 random bits for each token id, held in int64: two keyed rounds of a 32-bit mixer."""
-    x = tokens.to(torch.int64) * 0x9E3779B1
+    """32 random bits for each token id, held in int64."""
+    bits: torch.Tensor = _bits(key, tokens.to(torch.int64))
+    return bits
+
+
+def _bits(key: int, x: Any) -> Any:
+    """Two keyed rounds of a 32-bit mixer, over an integer or a tensor of them."""
+    x = x * 0x9E3779B1
     for half in (key & _LOW, key >> 32):
         x = (x + half) & _LOW
         x = ((x ^ (x >> 16)) * 0x7FEB352D) & _LOW
@@ -253,4 +258,17 @@ def gumbel(key: int, tokens: torch.Tensor) -> torch.Tensor:
 
 def uniform(key: int, index: int) -> float:
     """One number in (0, 1)."""
-    return float((noise_bits(key, torch.tensor([index])).double() + 0.5) / 2**32)
+    return float((_bits(key, index) + 0.5) / 2**32)
+
+
+@njit(cache=True, nogil=True)
+def _drawn(weights, u):  # type: ignore[no-untyped-def]
+    """The token in which the share u of all weight is reached: never one that weighs nothing."""
+    left, last = u * weights.sum(), 0
+    for token in range(len(weights)):
+        if weights[token] > 0:
+            last = token
+            left -= weights[token]
+            if left < 0:
+                break
+    return last

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -21,7 +22,7 @@ from slipstream import drafters
 from slipstream.accept import Rule
 from slipstream.bench.contestants import Answer, Contestant, Decoding
 from slipstream.bench.measure import Item
-from slipstream.budget.costs import measure
+from slipstream.budget.costs import Costs, measure
 from slipstream.engine import Engine, Step
 from slipstream.errors import OptionError
 from slipstream.request import Request
@@ -42,15 +43,20 @@ class Recording:
     context: int
     model: str
     hidden: dict[str, torch.Tensor]  # "item number.layer": (tokens read, H)
+    padded: bool = False  # rows in between cost as many as the next larger number
 
     def seconds(self, rows: int) -> float:
         """Of a forward over so many rows, between the measured ones."""
-        return float(np.interp(rows, list(self.cost), list(self.cost.values())))
+        return self._costs.seconds(rows)
+
+    @cached_property
+    def _costs(self) -> Costs:
+        return Costs(self.cost, self.padded)
 
     def save(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         save_file({k: v.contiguous() for k, v in self.hidden.items()}, folder / "hidden.safetensors")
-        about = {f: getattr(self, f) for f in ("cost", "vocabulary", "context", "model")}
+        about = {f: getattr(self, f) for f in ("cost", "padded", "vocabulary", "context", "model")}
         items = [asdict(item) for item in self.items]
         about |= {"format": FORMAT, "version": VERSION, "decoding": asdict(self.decoding), "items": items}
         (folder / "recording.json").write_text(json.dumps(about), encoding="utf-8")  # last: it makes the folder whole
@@ -72,6 +78,7 @@ class Recording:
             context=about["context"],
             model=about["model"],
             hidden=hidden,
+            padded=about.get("padded", False),
         )
 
 
@@ -88,8 +95,9 @@ def record(
         for layer in layers:
             hidden[f"{number}.{layer}"] = torch.cat([chunk[layer] for chunk in chunks]).cpu()
     longest = max(items, key=lambda item: len(item.tokens))
-    cost = measure(target, longest.tokens)
-    return Recording(list(items), cost, decoding, target.vocabulary, target.context, model, hidden)
+    cost = measure(target, longest.tokens, target.widths or ROWS)
+    padded = bool(target.widths)
+    return Recording(list(items), cost, decoding, target.vocabulary, target.context, model, hidden, padded)
 
 
 class Recited(Rule):
@@ -129,9 +137,13 @@ class TextTarget(Target):
 class ReplayTarget(TextTarget):
     """A target that recites. Nodes off the recorded text get an answer too, which nobody ever looks at."""
 
-    def __init__(self, recording: Recording) -> None:
+    def __init__(self, recording: Recording, model: Any = None) -> None:
+        """model: for drafters that need its weights. Nobody runs it."""
         self.vocabulary, self.context = recording.vocabulary, recording.context
-        self._recording = recording
+        self._recording, self._states = recording, recording.hidden
+        if model is not None:
+            self.model, self.device, self.dtype = model, model.device, model.dtype
+            self._states = {name: states.to(model.device) for name, states in recording.hidden.items()}
         self._text: list[int] = []
         self._number = 0
 
@@ -159,9 +171,9 @@ class ReplayTarget(TextTarget):
 
     def _hidden(self, layer: int) -> torch.Tensor:
         key = f"{self._number}.{layer}"
-        if key not in self._recording.hidden:
+        if key not in self._states:
             raise OptionError(f"the recording has no hidden states of layer {layer}: record again with this drafter")
-        return self._recording.hidden[key]
+        return self._states[key]
 
     def _scores(self, positions: np.ndarray, hidden: dict[int, torch.Tensor]) -> Scores:
         scores = Scores(torch.empty(len(positions), 0), hidden, positions)
@@ -173,9 +185,12 @@ class ReplayTarget(TextTarget):
 class Replayed(Contestant):
     """A drafter against a recording."""
 
-    def __init__(self, name: str, recording: Recording, tokenizer: Any = None, **options: Any) -> None:
+    def __init__(
+        self, name: str, recording: Recording, tokenizer: Any = None, model: Any = None, **options: Any
+    ) -> None:
         self.name, self.recording = name, recording
-        self.target = ReplayTarget(recording)
+        self.max_draft = Request.max_draft  # nodes of a step at most
+        self.target = ReplayTarget(recording, model)
         drafter, _, _ = name.partition(" ")
         self.engine = Engine(self.target, drafters.make(drafter, self.target, tokenizer, **options), name)
         self._numbers = {tuple(item.tokens): n for n, item in enumerate(recording.items)}
@@ -203,6 +218,7 @@ class Replayed(Contestant):
             sampling=Sampling(temperature=decoding.temperature, top_p=decoding.top_p),
             accept=Recited(),
             seed=decoding.seed,
+            max_draft=self.max_draft,
             stop=stop,
             watch=watch,
         )

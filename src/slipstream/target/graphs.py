@@ -71,7 +71,7 @@ class GraphTarget(TreeTarget):
             self._usual = usual_layers(self.model)
         self.memory: Any = None  # what all graphs take theirs from
         self._steps: dict[tuple[Any, ...], FixedStep] = {}
-        self._drawn: tuple[int, int] = (0, 0)  # the pool's size that the steps were made for
+        self._drawn: tuple[int, int] = (0, 0)  # rows and capacity of the pool that the steps were made for
         self._histories: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
         self._told: dict[int, Told] = {}  # by row of the pool
         self._alike: dict[tuple[int, int], bool] = {}  # by batch and rows
@@ -134,7 +134,7 @@ class GraphTarget(TreeTarget):
         """One step for all of them, done."""
         self.pool.reserve(len(self._slots), max(slot.length for slot in slots) + rows)
         samplers = self._followed(want.samplers, len(slots))
-        step = self._step(bucket(len(slots), BATCHES), rows, want.layers, choice(samplers))
+        step = self.step(bucket(len(slots), BATCHES), rows, want.layers, choice(samplers))
         for slot, tree in zip(slots, trees, strict=True):
             slot.tree = tree
         self._fill(step.host, slots, trees)
@@ -165,7 +165,7 @@ class GraphTarget(TreeTarget):
             for _ in self.prefill(slot, [1 + 389 * i % (self.vocabulary - 1) for i in range(40)], Want()):
                 pass
             self.pool.reserve(len(self._slots), slot.length + rows)
-            step = self._step(batch, rows, (), BEST)
+            step = self.step(batch, rows, (), BEST)
             self._fill(step.host, [slot], [tree])
             step()
             self.close(slot)
@@ -178,7 +178,7 @@ class GraphTarget(TreeTarget):
             self._alike[batch, rows] = same
         return self._alike[batch, rows]
 
-    def _step(self, batch: int, rows: int, layers: tuple[int, ...], chosen: str) -> FixedStep:
+    def step(self, batch: int, rows: int, layers: tuple[int, ...], chosen: str) -> FixedStep:
         if self._drawn != (self.pool.rows, self.pool.capacity):  # the cache has moved
             self._steps.clear()
             self._told.clear()
@@ -186,6 +186,7 @@ class GraphTarget(TreeTarget):
             # The graphs are gone, and with the last of them their memory.
             self.memory = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
             self._drawn = (self.pool.rows, self.pool.capacity)
+            self._stand_ins.reach(self.pool.capacity, torch.empty(0, dtype=self.dtype, device=self.device))
         key = (batch, rows, layers, chosen)
         if key not in self._steps:
             self._steps[key] = FixedStep(self, *key)

@@ -142,6 +142,17 @@ def _normalised(x: torch.Tensor, *_: object) -> torch.Tensor:
     return x.new_empty(x.shape)
 
 
+def best(logits: torch.Tensor) -> torch.Tensor:
+    """Of logits (b, n, V), as int32 (2, b, n): the most probable token after each row, of equals the first, and the
+    bits of its logit in float32, which is not a number where the row has one that isn't."""
+    if logits.device.type == "cuda":
+        from slipstream.target.top import best_of_rows
+
+        return best_of_rows(logits)
+    token = logits.argmax(-1)
+    return torch.stack([token.int(), logits.gather(-1, token[..., None])[..., 0].float().view(torch.int32)])
+
+
 @torch.library.custom_op("slipstream::best_tokens", mutates_args=())
 def best_tokens(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The k most probable tokens after each row of logits (…, V), the best first: their log-probabilities (…, k) in

@@ -1,5 +1,5 @@
 """A model's linear layers and norms as fixed steps compute them: by kernels that treat every row alike (`linear.py`,
-`norm.py`), and layers that read the same input, such as q, k and v, as one."""
+`norm.py`), layers that read the same input, such as q, k and v, as one, and the angles of positions from a table."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from torch import nn
 
 from slipstream.target.ops import linear, norm
 
+LASTING = ("default", "linear", "llama3", "yarn")  # ways to turn positions into angles that no text changes
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 class StandIns:
-    """For the linear layers and norms of a model, put in their places for the length of a forward."""
+    """For the linear layers, norms and angles of a model, put in their places for the length of a forward."""
 
     def __init__(self, model: nn.Module) -> None:
         self._places: list[tuple[nn.Module, str, nn.Module, nn.Module]] = []  # parent, name, the layer, its stand-in
@@ -29,12 +30,18 @@ class StandIns:
             for name, layer in parent.named_children():
                 if is_plain(layer):
                     self._places.append((parent, name, layer, joined.get(name) or Product(layer)))
-                elif (same := Norm.like(layer)) is not None:
+                elif (same := Norm.like(layer) or Angles.like(layer)) is not None:
                     self._places.append((parent, name, layer, same))
 
     def wholes(self) -> list[Whole]:
         """What several layers are parts of."""
         return list(dict.fromkeys(p.whole for _, _, _, p in self._places if isinstance(p, Part)))
+
+    def reach(self, positions: int, given: torch.Tensor) -> None:
+        """From here on there are so many positions. given: anything of the model's device and dtype."""
+        for _, _, _, other in self._places:
+            if isinstance(other, Angles):
+                other.reach(positions, given)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -144,3 +151,35 @@ class Norm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return norm(x, self.weight, self.bias, self.eps, self.centre, self.shift)
+
+
+class Angles(nn.Module):
+    """Cosines and sines of positions, all of them computed beforehand by the model's own code."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.layer = layer
+        self.table = torch.empty(0)  # (positions, 2, d)
+
+    @classmethod
+    @torch.no_grad()
+    def like(cls, layer: Any) -> Angles | None:
+        way, frequencies = getattr(layer, "rope_type", None), getattr(layer, "inv_freq", None)
+        if way not in LASTING or not isinstance(frequencies, torch.Tensor) or hasattr(layer, "_hf_hook"):
+            return None
+        found = cls(layer)
+        some = torch.tensor([[5, 0, 2], [6, 6, 1]], device=frequencies.device)
+        try:
+            found.reach(7, frequencies)
+            one, other = layer(frequencies, some)
+        except (TypeError, ValueError):
+            return None  # it is called otherwise
+        cosines, sines = found(frequencies, some)
+        return found if torch.equal(cosines, one) and torch.equal(sines, other) else None
+
+    def reach(self, positions: int, given: torch.Tensor) -> None:
+        cosines, sines = self.layer(given, torch.arange(positions, device=given.device)[None])
+        self.table = torch.stack([cosines[0], sines[0]], 1)
+
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, ...]:  # noqa: ARG002
+        return self.table[position_ids].unbind(-2)

@@ -21,7 +21,7 @@ from slipstream.notices import doing
 from slipstream.target.capture import capture
 from slipstream.target.compiled import compiled_layers
 from slipstream.target.draw import Draws, History, draw
-from slipstream.target.ops import attend, move_keys, write_keys
+from slipstream.target.ops import attend, best, move_keys, write_keys
 
 if TYPE_CHECKING:
     from slipstream.target.graphs import GraphTarget
@@ -128,11 +128,12 @@ class FixedStep:
         """Everything a step does, as the device sees it."""
         self._device.copy_(self._host, non_blocking=True)
         i = self.inputs
+        ids, positions = self._device[: 2 * i.ids.numel()].long().view(2, *i.ids.shape)
         for keys, values in self.target.pool.stores():  # all layers of one shape
             move_keys(keys, values, i.rows, i.sources, i.places, i.moves)
         out = self.target.model(
-            input_ids=i.ids.long(),
-            position_ids=i.positions.long(),
+            input_ids=ids,
+            position_ids=positions,
             attention_mask=self._mask,
             past_key_values=self._cache,
             use_cache=True,
@@ -141,17 +142,16 @@ class FixedStep:
         self.logits = out.logits  # (b, n, V)
         self.by_sequence = list(out.logits)
         self.hidden = {layer: out.hidden_states[layer] for layer in self.layers}
-        self.answer.copy_(torch.stack(self._choose()), non_blocking=True)
+        self.answer.copy_(self._choose(), non_blocking=True)
 
-    def _choose(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The token after each row, and the logit it won with, as int32 both."""
+    def _choose(self) -> torch.Tensor:
+        """(2, b, n) int32: the token after each row, and the bits of the logit it won with."""
         if self.choice == BEST:
-            best = self.logits.argmax(-1)
-            return best.int(), self.logits.gather(-1, best[..., None])[..., 0].float().view(torch.int32)
+            return best(self.logits)
         if self.history is not None:
             self.history.commit(self.inputs.said)
         tokens, value = draw(self.logits, self.inputs.draws, self.history)
-        return tokens, value.view(torch.int32)
+        return torch.stack([tokens, value.view(torch.int32)])
 
     @property
     def tokens(self) -> NDArray[np.int64]:

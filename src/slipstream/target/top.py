@@ -1,4 +1,5 @@
-"""The few most probable tokens of each row of logits, with their log-probabilities, in two launches."""
+"""The most probable token of each row of logits, or the few most probable with their log-probabilities. Two launches:
+the first looks at chunks of a row, the second at what they found."""
 
 from __future__ import annotations
 
@@ -27,6 +28,20 @@ def top_rows(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     pad, wide = triton.next_power_of_2(chunks), triton.next_power_of_2(chunks * k)
     _merge[(rows,)](tops, ids, sums, logp, best, chunks, K=k, PAD=pad, WIDE=wide, num_warps=1, **overlap())
     return logp.view(*logits.shape[:-1], k), best.view(*logits.shape[:-1], k)
+
+
+def best_of_rows(logits: torch.Tensor) -> torch.Tensor:
+    """See `ops.best`."""
+    b, n, vocabulary = logits.shape
+    flat = logits.reshape(-1, vocabulary)
+    chunks, device = -(-vocabulary // CHUNK), logits.device
+    tops = torch.empty((b * n, chunks), dtype=torch.float32, device=device)
+    ids = torch.empty((b * n, chunks), dtype=torch.int32, device=device)
+    out = torch.empty((2, b, n), dtype=torch.int32, device=device)
+    _peaks[(chunks, b * n)](flat, tops, ids, flat.stride(0), vocabulary, chunks, CHUNK=CHUNK, num_warps=4, **overlap())
+    pad = triton.next_power_of_2(chunks)
+    _highest[(b * n,)](tops, ids, out, chunks, b * n, PAD=pad, num_warps=1, **overlap())
+    return out
 
 
 @triton.jit
@@ -76,3 +91,36 @@ def _merge(  # type: ignore[no-untyped-def]
         value, winner, values = _take(values, names)
         tl.store(logp + row * K + i, value - all_of_it)
         tl.store(best + row * K + i, winner.to(tl.int64))
+
+
+@triton.jit
+def _peaks(logits, tops, ids, row_stride, vocabulary, chunks, CHUNK: tl.constexpr, EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
+    wait_turn(EARLY)
+    chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    token = chunk * CHUNK + tl.arange(0, CHUNK)
+    x = tl.load(logits + row * row_stride + token, mask=token < vocabulary, other=float("-inf")).to(tl.float32)
+    top, winner = _first_of_the_largest(x, token)
+    tl.store(tops + row * chunks + chunk, top)
+    tl.store(ids + row * chunks + chunk, winner)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _highest(tops, ids, out, chunks, rows, PAD: tl.constexpr, EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
+    wait_turn(EARLY)
+    row = tl.program_id(0)
+    chunk = tl.arange(0, PAD)
+    x = tl.load(tops + row * chunks + chunk, mask=chunk < chunks, other=float("-inf"))
+    names = tl.load(ids + row * chunks + chunk, mask=chunk < chunks, other=2147483647)
+    top, winner = _first_of_the_largest(x, names)
+    tl.store(out + row, winner)
+    tl.store(out + rows + row, top.to(tl.int32, bitcast=True))
+
+
+@triton.jit
+def _first_of_the_largest(x, names):  # type: ignore[no-untyped-def]
+    """What is not a number is larger than any."""
+    bad = x != x
+    broken = tl.max(bad.to(tl.int32), 0) > 0
+    top = tl.max(tl.where(bad, float("-inf"), x), 0)
+    winner = tl.min(tl.where(tl.where(broken, bad, x == top), names, 2147483647), 0)
+    return tl.where(broken, float("nan"), top), winner

@@ -129,7 +129,7 @@ class TokenTree:
     @cached_property
     def depth(self) -> int:
         """Of the deepest node: how many drafted tokens could be accepted at most."""
-        return int(self.depths.max())
+        return int(self.depths.max()) if len(self.tokens) > 1 else 0
 
     @cached_property
     def mask(self) -> Bools:

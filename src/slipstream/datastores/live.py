@@ -29,7 +29,8 @@ class LiveText:
     def __init__(self, dtype: Any = np.uint16) -> None:
         self.dtype = np.dtype(dtype)
         self.tokens = np.empty(1024, self.dtype)
-        self.tokens[: DEPTH + 1] = separator(self.tokens)  # there is always one behind the last token too
+        self._separator = separator(self.tokens)
+        self.tokens[: DEPTH + 1] = self._separator  # there is always one behind the last token too
         self.end = DEPTH
         self.long = np.empty(0, np.uint32)
         self.short, self.count = np.empty(SHORT, np.uint32), 0
@@ -42,7 +43,7 @@ class LiveText:
             self.tokens = np.resize(self.tokens, 2 * end)
             self._runs = None
         self.tokens[start:end] = tokens
-        self.tokens[end] = separator(self.tokens)
+        self.tokens[end] = self._separator
         self.end = end
         if len(tokens) > SHORT // 2 and len(tokens) > len(self.long) // 8:
             self._lay(sort_positions(self.tokens[: end + 1]))

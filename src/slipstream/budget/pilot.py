@@ -2,10 +2,10 @@
 
 A node is worth the probability that it and its ancestors are right, which `Calibration` knows; a step costs what
 `Costs` says. The tree takes its most valuable nodes as long as expected tokens per second rise, none at all if need be.
-A source whose nodes do not earn the time they take is only probed, as often as a small share of all time pays for, and
-again at once after a probe that would have paid. A probe costs its drafting alone: what was not verified is judged by
-the text that follows all the same. Cheap sources are asked first; whether a dear one earns its time depends on how much
-they expect already, so it is judged for several levels of that.
+Cheap sources are asked first, and then the best of the dear ones, such as trained heads, if it earns its time: that
+depends on how much is expected already, so it is judged for several levels of that. A source that does not is only
+probed, as often as a small share of all time pays for what probes are likely to lose. What was not verified is judged
+by the text that follows all the same.
 
 Whatever is tried, an account keeps plain decoding in sight: once speculation has cost a few steps more than it gained,
 nothing is verified until time has made up for that.
@@ -14,7 +14,7 @@ nothing is verified until time has made up for that.
 from __future__ import annotations
 
 from bisect import bisect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -27,17 +27,18 @@ from slipstream.budget.costs import WILD, Costs
 from slipstream.tree import TokenTree
 
 # The account, in plain steps. It is forgotten bit by bit, so in the long run STAKE · FORGOTTEN of all time can be lost.
-STAKE = 4.0  # that may be lost
+STAKE = 8.0  # that may be lost
 GAINS_KEPT = 20.0  # past gains do not pay for more losses than that,
-LOSSES_KEPT = 8.0  # and past losses do not forbid more
-FORGOTTEN = 0.005  # of the account, at each step
-LATEST = 0.1  # weight of the latest look at whether a source earns what it takes
-ENOUGH = 20  # drafts, or labels, from which on a source is judged
-PROBING = 0.005  # the share of all time that probes of one source may take, as far as they don't pay
-FIRST_PROBES = 0.02  # and the same while little is known of it
+LOSSES_KEPT = 12.0  # and past losses do not forbid more
+FORGOTTEN = 0.002  # of the account, at each step
+LATEST = 0.05  # weight of the latest look at whether a source earns what it takes
+LEAST = 0.02  # of the rate: a probe is taken to lose that at least
+ENOUGH = 20  # drafts by which a source is known
+PROBING = 0.005  # the share of all time that probes of one source may lose
+FIRST_PROBES = 0.015  # and that they may take while it is not known
 SETTLED = 8  # drafts by which a source has loaded its code; of those before, the fastest says what one takes
-FIRST_WAIT = 32  # plain steps that a source waits at most after its first draft; twice as many after each further one
-DEAR = 0.02  # of a plain step's time: a source that takes more is asked by what the others expect
+FIRST_WAIT = 8  # plain steps: a source waits four times as many at most after its first draft, 16 times after two, …
+DEAR = 0.15  # of a plain step's time: of sources that take more one is asked, by what the others expect
 LEVELS = (1.25, 1.6, 2.2, 3.5)  # tokens per sequence that they expect, from one level to the next
 
 
@@ -49,20 +50,29 @@ class Source:
     calibration: Calibration
     drafts: int = 0
     seconds: float = 0.0  # of one of them
+    reading: float = 0.0  # seconds that the last one took besides, as the first of a text
     # In the rate of tokens, by which asking it is better than not: by level of what others expect, and the first for a
     # cheap one. None: it was not asked there yet.
     advantages: list[float | None] = field(default_factory=lambda: [None] * (1 + len(LEVELS)))
+    asked: list[int] = field(default_factory=lambda: [0] * (1 + len(LEVELS)))  # how often, by level
     level: int = 0  # where it was asked last
     wait: int = 0  # steps before it is probed again
 
     def renew(self) -> None:
         """Ask it again, whatever it was worth before."""
-        self.advantages, self.wait = [None] * (1 + len(LEVELS)), 0
+        self.advantages, self.asked, self.wait = [None] * (1 + len(LEVELS)), [0] * (1 + len(LEVELS)), 0
 
     @property
     def pays(self) -> bool:
         """Whether asking it is better than not at any level."""
         return any(a is not None and a > 0 for a in self.advantages)
+
+    def learn(self, advantage: float) -> float:
+        """It was asked at its level, and worth so much. Returns what it usually is there."""
+        usual, asked = self.advantage(), self.asked[self.level]
+        usual += max(LATEST, 1 / (2 + asked)) * (advantage - usual)
+        self.advantages[self.level], self.asked[self.level] = usual, asked + 1
+        return usual
 
     def advantage(self) -> float:
         """At its level: as it was seen there, or where others expect a little less or more."""
@@ -107,20 +117,28 @@ class Pilot:
         """Whether speculation has lost so much that nothing may be verified; probes go on."""
         return self._account < -STAKE
 
-    def order(self, among: Iterable[str] | None = None) -> list[str]:
-        """Whom to think of asking, of those that have something to do: the cheapest first."""
-        return sorted(self.sources if among is None else among, key=lambda name: self.sources[name].seconds)
+    def asks(self, names: Iterable[str], batch: int, expected: Callable[[], float]) -> Iterator[str]:
+        """Whom to ask now of these sources, one after the other: each cheap one that earns its time, then the best of
+        the dear ones if it does; and now and then another, to see whether it would. expected: tokens per sequence from
+        what was drafted so far, as `expects` tells it."""
+        limit, dear = DEAR * self.costs.seconds(1, batch), list[Source]()
+        for source in map(self.sources.__getitem__, names):
+            source.level, source.wait = 0, max(0, source.wait - 1)
+            if source.seconds > limit:
+                dear.append(source)
+            elif not source.wait or (source.advantage() > 0 and not self.resting):
+                yield source.name
+        if dear and (chosen := self._best_of(dear, bisect(LEVELS, expected()))) is not None:
+            yield chosen.name
 
-    def wants(self, name: str, batch: int, expected: Callable[[], float]) -> bool:
-        """Whether to ask this source now: because it earns its time, or to see whether it would. expected: tokens per
-        sequence from what others have drafted, as `expects` tells it."""
-        source = self.sources[name]
-        source.wait = max(0, source.wait - 1)
-        if source.wait and (self.resting or not source.pays):
-            return False
-        dear = source.seconds > DEAR * self.costs.seconds(1, batch)
-        source.level = bisect(LEVELS, expected()) if dear else 0
-        return not source.wait or source.advantage() > 0
+    def _best_of(self, dear: list[Source], level: int) -> Source | None:
+        """One at most, since two would say much the same."""
+        for source in dear:
+            source.level = level
+        if due := [source for source in dear if not source.wait]:
+            return min(due, key=lambda source: source.drafts)
+        best = max(dear, key=Source.advantage)
+        return best if best.advantage() > 0 and not self.resting else None
 
     def expects(self, trees: Sequence[TokenTree], limits: Sequence[int]) -> float:
         """Tokens per sequence, from these drafts as far as they are worth verifying."""
@@ -133,15 +151,17 @@ class Pilot:
             seen.expected = float(tokens[0, width]) / len(trees)
         return seen.expected
 
-    def count(self, drafting: dict[str, float]) -> dict[str, float]:
+    def count(self, drafting: dict[str, float], new: Container[str] = ()) -> dict[str, float]:
         """The seconds that drafting took, less what is nobody's fault: a source's first drafts load and compile code,
-        and one that takes many times as long as usual was interrupted."""
+        and one that takes many times as long as usual was interrupted. new: sources that had to read the text first."""
         counted = {}
         for name, seconds in drafting.items():
             source = self.sources[name]
-            usual = source.seconds
+            usual, source.reading = source.seconds, 0.0
             if source.drafts < 2:
                 source.seconds, seconds = seconds if source.drafts else 0.0, 0.0
+            elif name in new:
+                source.reading, seconds = max(0.0, seconds - usual), min(seconds, usual)
             elif source.drafts < SETTLED:
                 source.seconds = seconds = min(seconds, usual)
             else:
@@ -163,10 +183,8 @@ class Pilot:
         seconds = self.costs.upto(tokens.shape[1], batch)
         width, rates = _best(tokens, seconds, took, plain)
         with_all, *without = rates.tolist()
-        for i, name in enumerate(drafting):
-            # Of two that say much the same, the better one should do without the other.
-            best = max([with_all, *without[:i], *without[i + 1 :]])
-            self._judge(self.sources[name], best / max(plain, without[i]) - 1, step)
+        for name, rate in zip(drafting, without, strict=True):
+            self._judge(self.sources[name], with_all / max(plain, rate) - 1, step)
         width = 0 if resting else width
         kept = [g.tree(tree, width) for g, tree in zip(grown, trees, strict=True)]
         nodes, expected = sum(map(len, kept)) - batch, float(tokens[0, width])
@@ -195,14 +213,23 @@ class Pilot:
         return found
 
     def _judge(self, source: Source, advantage: float, step: float) -> None:
-        """Asking this source changed the rate so much: when to ask it next. step: seconds of a plain one."""
-        usual = source.advantage()
-        source.advantages[source.level] = usual + LATEST * (advantage - usual)
-        if advantage <= 0 or self.resting:
-            known = source.drafts >= ENOUGH or source.calibration.labelled >= ENOUGH
-            share = PROBING if known else FIRST_PROBES
-            source.wait = round(source.seconds / (share * step))  # plain steps that pay for a probe
-            source.wait = min(source.wait, FIRST_WAIT << min(source.drafts, SETTLED))
+        """Asking this source changed the rate so much: when to probe it next, unless it is asked anyway. step: seconds
+        of a plain one."""
+        usual = source.learn(advantage)
+        known = source.drafts >= ENOUGH
+        lost = source.seconds  # all of it, as long as nothing is verified, or little is known
+        if known and not self.resting:
+            lost = min(lost, max(LEAST, self._best_but(source) - usual) * (step + source.seconds))
+        source.wait = round((lost + source.reading) / ((PROBING if known else FIRST_PROBES) * step))
+        source.wait = min(source.wait, FIRST_WAIT << 2 * min(source.drafts, SETTLED))
+
+    def _best_but(self, source: Source) -> float:
+        """The advantage of the best other dear source where this one was asked; nothing, if none has any."""
+        dear = DEAR * self.costs.seconds(1)
+        if source.seconds <= dear:
+            return 0.0
+        others = (s for s in self.sources.values() if s is not source and s.seconds > dear)
+        return max([0.0, *(found for s in others if (found := s.advantages[source.level]) is not None)])
 
     def decline(self, batch: int) -> None:
         """Nobody was asked: the step will be a plain one."""
@@ -221,8 +248,9 @@ class Pilot:
         """A step of that many rows took so long, and gave so many tokens."""
         verifying = self.costs.observe(rows, batch, verifying)
         plain = self.costs.seconds(1, batch)
-        # A slow plain step is nobody's loss.
-        gained = tokens / batch - (verifying + drafting) / plain if rows > 1 or drafting else 0.0
+        # A slow plain step is nobody's loss; and probes while it rests must not keep it from beginning anew.
+        tried = rows > 1 or (drafting > 0 and not self.resting)
+        gained = tokens / batch - (verifying + drafting) / plain if tried else 0.0
         self._account = max(-LOSSES_KEPT, min((1 - FORGOTTEN) * self._account + gained, GAINS_KEPT))
 
 

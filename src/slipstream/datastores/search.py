@@ -41,6 +41,7 @@ from slipstream.tree import TokenTree
 # Found by trying how many true next tokens the tree covers on unseen code: see docs/log.md.
 TRUST = 2.0  # a match counts this much more than one that is shorter by a token
 MANY = 64 * EVERY  # matches that need not be counted to the last
+UNKNOWN = 0.0
 FADE = 0.7  # nodes are chosen as if each were worth this much of what it is, against its parent
 
 
@@ -431,7 +432,11 @@ def _tree(t, width, root, matches, length, nodes, failed):  # type: ignore[no-un
     while True:
         out[kept], number[node] = tokens[node], kept
         up[kept] = number[parents[node]] if node else -1
-        score[kept] = raw[kept, 0] = mass[node] / mass[parents[node]] if node else np.nan
+        score[kept] = raw[kept, 0] = np.nan
+        if node:
+            whole = mass[parents[node]]
+            score[kept] = mass[node] / whole
+            raw[kept, 0] = mass[node] / (whole + UNKNOWN / trust[depth[parents[node]]])
         kept += 1
         if tail[node] >= 0:
             token = _next(t, width, matches, tail[node], depth[node], length)

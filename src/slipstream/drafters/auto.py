@@ -115,26 +115,28 @@ class AutoDrafter(JointDrafter):
         for session, root in zip(mine, roots, strict=True):
             session.label(root)
         trees = [TokenTree.root(root) for root in roots]
-        limits, drafting = [b.nodes for b in budgets], dict[str, float]()
+        limits, drafting, new = [b.nodes for b in budgets], dict[str, float](), set[str]()
         # Of each source: the sequences that it may draft for.
         able = {name: [i for i, b in enumerate(budgets) if b.nodes and name in mine[i].parts] for name in self.parts}
-        for name in self.pilot.order(name for name, who in able.items() if who):
-            if not self.pilot.wants(name, len(roots), lambda: self.pilot.expects(trees, limits)):
-                continue
+        names = (name for name, who in able.items() if who)
+        for name in self.pilot.asks(names, len(roots), lambda: self.pilot.expects(trees, limits)):
             clock, who = perf_counter(), able[name]
             found = self.parts[name].propose(
                 [mine[i].parts[name] for i in who], [roots[i] for i in who], [budgets[i] for i in who]
             )
             drafting[name] = perf_counter() - clock
             for i, proposal in zip(who, found, strict=True):
+                if name not in mine[i].knows:
+                    mine[i].knows.add(name)
+                    new.add(name)
                 mine[i].asked.add(name)
                 draft = proposal.tree.cut(budgets[i].depth)
                 trees[i] = fuse([trees[i], draft]) if len(trees[i]) > 1 else draft
         if not drafting:
             self.pilot.decline(len(roots))
             return [Proposal(tree) for tree in trees]
-        drafting = self.pilot.count(drafting)
-        self._drafting = sum(drafting.values())
+        drafting = self.pilot.count(drafting, new)
+        self._drafting = sum(drafting.values()) + sum(self.pilot.sources[name].reading for name in drafting)
         for session, tree in zip(mine, trees, strict=True):
             session.proposed(tree)
         kept = self.pilot.choose(trees, limits, drafting)
@@ -156,6 +158,7 @@ class AutoSession(JointSession):
     def __init__(self, drafter: AutoDrafter, parts: dict[str, DraftSession]) -> None:
         super().__init__(drafter, parts)
         self.asked: set[str] = set()  # for the step that comes
+        self.knows: set[str] = set()  # sources that were asked about this text before
         self._judged: list[tuple[TokenTree, int, int]] = []  # drafts, the places of their roots, tokens known since
 
     def observe(self, seen: Seen) -> None:

@@ -128,8 +128,10 @@ class Pilot:
                 dear.append(source)
             elif not source.wait or (source.advantage() > 0 and not self.resting):
                 yield source.name
-        if dear and (chosen := self._best_of(dear, bisect(LEVELS, expected()))) is not None:
-            yield chosen.name
+        if any(not source.wait or source.pays for source in dear):
+            chosen = self._best_of(dear, bisect(LEVELS, expected()))
+            if chosen is not None:
+                yield chosen.name
 
     def _best_of(self, dear: list[Source], level: int) -> Source | None:
         """One at most, since two would say much the same."""

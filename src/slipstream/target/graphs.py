@@ -33,7 +33,8 @@ log = logging.getLogger("slipstream")
 ROWS = (1, 8, 16, 32, 64, 128)
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 READING = (32, 128)  # rows of the steps that read prompts: few, since each is captured
-REPLAYED = 512  # tokens of a prompt that are read by such steps
+ORDINARY = 25e-3  # seconds that an ordinary forward takes to launch, whatever it reads, as measured on an H200
+ONE, EACH = 1e-3, 0.4e-12  # and those of a step that reads prompts: for itself, and for each byte of weights
 FIRST_CAPACITY = 1024  # every growth captures anew, and capacity that isn't used costs nothing but memory
 
 
@@ -66,6 +67,9 @@ class GraphTarget(TreeTarget):
         self.heads = int(self._config.num_attention_heads)
         self.exact = self.exact or by_row(self.model)
         self.exact_together = self.exact
+        weights = sum(p.numel() * p.element_size() for p in self.model.parameters())
+        # Tokens of a prompt that are read by steps. It decides bits, so nothing is timed here.
+        self.replayed = ROWS[-1] * max(1, round(ORDINARY / (ONE + EACH * weights)))
         self._stand_ins = StandIns(self.model)
         with self._stand_ins.in_place():
             self._usual = usual_layers(self.model)
@@ -99,7 +103,7 @@ class GraphTarget(TreeTarget):
         kernel, which takes a small model many times as long."""
         if any(s is not None and needs_history(s.sampling) for s in want.samplers):
             want = replace(want, samplers=())  # penalties of an output that has not begun: the sampler's own business
-        bulk = -(-max(0, len(tokens) - REPLAYED) // self.chunk) * self.chunk
+        bulk = -(-max(0, len(tokens) - self.replayed) // self.chunk) * self.chunk
         yield from super().prefill(slot, tokens[:bulk], want)
         for start in range(bulk, len(tokens), ROWS[-1]):
             part = tokens[start : start + ROWS[-1]]

@@ -60,6 +60,36 @@ def test_large_groups_get_graphs_that_find_nearly_all(linked):
     assert np.mean(right) > 0.98
 
 
+def test_a_graph_looks_as_far_as_its_vectors_need(monkeypatch):
+    """Vectors in all directions have no neighbourhoods, and more of them must be looked at than of clusters."""
+    monkeypatch.setattr(index, "LOOKED", (12, 24, 48, 96, 192, 384))
+    rng = np.random.default_rng(0)
+    centres = rng.standard_normal((20, 48))
+    far = {}
+    for name, spread in {"clusters": 0.1, "anywhere": 100.0}.items():
+        points = centres[rng.integers(0, 20, 4000)] + spread * rng.standard_normal((4000, 48))
+        vectors = (points / np.linalg.norm(points, axis=1, keepdims=True)).astype(np.float16)
+        stored, asked = vectors[:-100], vectors[-100:].astype(np.float32)
+        graph = index.Graph(index.graph_bytes(stored), 48)
+        far[name] = index.enough(graph, stored)
+        graph.look_at(far[name])
+        similar = asked @ stored.astype(np.float32).T
+        tenth = np.sort(similar, 1)[:, -10]
+        right = [(similar[i, graph.near(query, 10)] >= tenth[i]).mean() for i, query in enumerate(asked)]
+        assert np.mean(right) > 0.97, name
+    assert far["clusters"] < far["anywhere"] < index.LOOKED[-1]
+
+
+def test_what_a_graph_needs_is_kept_with_it(linked, monkeypatch):
+    monkeypatch.setattr(index, "enough", lambda *_: 321)
+    path = next((linked.folder / "dense").glob("*.graph"))
+    path.unlink()
+    part = Vectors(linked).view().parts[0]
+    index.write_graphs(part, 100)
+    token = int(path.name.split(".")[1])
+    assert index.Graphs(part).get(token)._index.expansion_search == 321
+
+
 def test_graphs_know_nothing_of_what_was_removed(linked):
     linked.remove("s1")
     view = Vectors(linked).view()

@@ -21,7 +21,11 @@ from slipstream.errors import DamagedError
 
 # Chosen by measuring: see docs/log.md.
 LARGE = 1 << 14  # vectors of a group that gets a graph
-LINKS, MADE, LOOKED = 16, 128, 128  # links of a vector; vectors looked at to place one, and to find some
+LINKS, MADE = 16, 128  # links of a vector; vectors looked at to place one,
+LOOKED = (128, 192, 256, 384, 512, 768)  # and to find some: the first number that finds enough
+FOUND = 0.995  # of the ten nearest, which is enough: those who ask find a little less
+TRIED = 64  # queries that this is tried with
+BETWEEN = 50  # of a stored vector's neighbours, the one that such a query lies half-way to
 
 
 def installed() -> bool:
@@ -35,8 +39,10 @@ def write_graphs(part: Part, large: int = LARGE, progress: Callable[[int, int], 
     due = [t for t in np.flatnonzero(sizes > large).tolist() if not _is_whole(path_of(part.path, t))]
     done, total = 0, int(sizes[due].sum())
     for token in due:
-        data = graph_bytes(part.vectors[part.starts[token] : part.starts[token + 1]])
-        with writing(path_of(part.path, token), {}, {"graph": (np.uint8, data.shape)}) as into:
+        vectors = np.ascontiguousarray(part.vectors[part.starts[token] : part.starts[token + 1]])
+        data = graph_bytes(vectors)
+        facts = {"looked": enough(Graph(data, vectors.shape[1]), vectors)}
+        with writing(path_of(part.path, token), facts, {"graph": (np.uint8, data.shape)}) as into:
             into["graph"][:] = data
         done += int(sizes[token])
         if progress is not None:
@@ -62,13 +68,38 @@ def graph_bytes(vectors: Half) -> NDArray[np.uint8]:
     return np.frombuffer(index.save(), np.uint8)
 
 
+def enough(graph: Graph, vectors: Half) -> int:
+    """How many vectors must be looked at to find enough of the nearest. Large groups differ in that, and so do small
+    ones. What will be asked is not known yet, so points between neighbours stand for it."""
+    wide = vectors.astype(np.float32)
+    rows = np.linspace(0, len(wide) - 1, min(TRIED, len(wide))).astype(np.int64)
+    at = min(BETWEEN, len(wide) - 1)
+    others = np.argpartition(-(wide[rows] @ wide.T), at, 1)[:, at]
+    queries = wide[rows] + wide[others]
+    queries /= np.maximum(np.linalg.norm(queries, axis=1, keepdims=True), 1e-6)
+    similar = queries @ wide.T  # (queries, n)
+    count = min(10, len(wide))
+    tenth = np.partition(similar, -count, 1)[:, -count]  # as near as this is near enough
+    for looked in LOOKED:
+        graph.look_at(looked)
+        found = [similar[i, graph.near(query, count)] >= tenth[i] for i, query in enumerate(queries)]
+        if np.concatenate(found).sum() >= FOUND * count * len(queries):
+            break
+    return looked
+
+
 class Graph:
     """Of one group."""
 
-    def __init__(self, data: NDArray[np.uint8], dims: int) -> None:
+    def __init__(self, data: NDArray[np.uint8], dims: int, looked: int = LOOKED[0]) -> None:
         self._data = data  # the index points into it
         self._index = _empty(dims)
         self._index.view(self._data)
+        self.look_at(looked)
+
+    def look_at(self, vectors: int) -> None:
+        """How many a search looks at."""
+        self._index.expansion_search = vectors
 
     def near(self, query: NDArray[np.float32], count: int) -> NDArray[np.int64]:
         """The rows of the group, from 0 on, that are probably the nearest."""
@@ -90,7 +121,8 @@ class Graphs:
             return None
         if token not in self._open:
             try:
-                self._open[token] = Graph(Mapped(path_of(self._path, token))["graph"], self._dims)
+                file = Mapped(path_of(self._path, token))
+                self._open[token] = Graph(file["graph"], self._dims, file.facts.get("looked", LOOKED[0]))
             except FileNotFoundError:  # replaced meanwhile, as its part was
                 self._tokens.discard(token)
                 return None
@@ -99,6 +131,4 @@ class Graphs:
 
 def _empty(dims: int) -> Any:
     usearch = importlib.import_module("usearch.index")
-    return usearch.Index(
-        ndim=dims, metric="ip", dtype="f16", connectivity=LINKS, expansion_add=MADE, expansion_search=LOOKED
-    )
+    return usearch.Index(ndim=dims, metric="ip", dtype="f16", connectivity=LINKS, expansion_add=MADE)

@@ -118,7 +118,8 @@ def through_graph(keys: torch.Tensor, queries: torch.Tensor, count: int) -> floa
     """MRR of keys themselves as the graph of their group finds them among the ten nearest; None without a library."""
     if not index.installed():
         return None
-    graph = index.Graph(index.graph_bytes(keys.numpy()), keys.shape[1])
+    data, looked = index.graph_of(keys.numpy())
+    graph = index.Graph(data, keys.shape[1], looked)
     total, some = 0.0, sample(len(keys), count, 3).tolist()
     for i in some:
         near = keys[torch.from_numpy(graph.near(queries[i].numpy(), 10))].float() @ queries[i]

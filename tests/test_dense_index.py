@@ -70,9 +70,8 @@ def test_a_graph_looks_as_far_as_its_vectors_need(monkeypatch):
         points = centres[rng.integers(0, 20, 4000)] + spread * rng.standard_normal((4000, 48))
         vectors = (points / np.linalg.norm(points, axis=1, keepdims=True)).astype(np.float16)
         stored, asked = vectors[:-100], vectors[-100:].astype(np.float32)
-        graph = index.Graph(index.graph_bytes(stored), 48)
-        far[name] = index.enough(graph, stored)
-        graph.look_at(far[name])
+        data, far[name] = index.graph_of(stored)
+        graph = index.Graph(data, 48, far[name])
         similar = asked @ stored.astype(np.float32).T
         tenth = np.sort(similar, 1)[:, -10]
         right = [(similar[i, graph.near(query, 10)] >= tenth[i]).mean() for i, query in enumerate(asked)]
@@ -81,7 +80,7 @@ def test_a_graph_looks_as_far_as_its_vectors_need(monkeypatch):
 
 
 def test_what_a_graph_needs_is_kept_with_it(linked, monkeypatch):
-    monkeypatch.setattr(index, "enough", lambda *_: 321)
+    monkeypatch.setattr(index, "_enough", lambda *_: 321)
     path = next((linked.folder / "dense").glob("*.graph"))
     path.unlink()
     part = Vectors(linked).view().parts[0]

@@ -101,7 +101,8 @@ def drawn_from(tree: TokenTree, node: int) -> Probabilities | None:
 def residual(p: Probabilities, q: Probabilities | None, x: int) -> tuple[Probabilities, Probabilities | None]:
     """What is left of p, and of q, once x was rejected."""
     if q is not None:
-        return _residual(p, q, x)  # type: ignore[no-any-return]
+        left: tuple[Probabilities, Probabilities] = _residual(p, q, x)
+        return left
     p = p.copy()
     p[x] = 0
     return p / (p.sum() or 1.0), None

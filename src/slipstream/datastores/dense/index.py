@@ -23,9 +23,8 @@ from slipstream.errors import DamagedError
 LARGE = 1 << 14  # vectors of a group that gets a graph
 LINKS, MADE = 16, 128  # links of a vector; vectors looked at to place one,
 LOOKED = (128, 192, 256, 384, 512, 768)  # and to find some: the first number that finds enough
-FOUND = 0.995  # of the ten nearest, which is enough: those who ask find a little less
-TRIED = 64  # queries that this is tried with
-BETWEEN = 50  # of a stored vector's neighbours, the one that such a query lies half-way to
+FOUND = 0.99  # of the ten nearest, which is enough
+TRIED = 100  # vectors that this is tried with, before they are stored themselves
 
 
 def installed() -> bool:
@@ -39,10 +38,8 @@ def write_graphs(part: Part, large: int = LARGE, progress: Callable[[int, int], 
     due = [t for t in np.flatnonzero(sizes > large).tolist() if not _is_whole(path_of(part.path, t))]
     done, total = 0, int(sizes[due].sum())
     for token in due:
-        vectors = np.ascontiguousarray(part.vectors[part.starts[token] : part.starts[token + 1]])
-        data = graph_bytes(vectors)
-        facts = {"looked": enough(Graph(data, vectors.shape[1]), vectors)}
-        with writing(path_of(part.path, token), facts, {"graph": (np.uint8, data.shape)}) as into:
+        data, looked = graph_of(part.vectors[part.starts[token] : part.starts[token + 1]])
+        with writing(path_of(part.path, token), {"looked": looked}, {"graph": (np.uint8, data.shape)}) as into:
             into["graph"][:] = data
         done += int(sizes[token])
         if progress is not None:
@@ -61,29 +58,28 @@ def path_of(part: Path, token: int) -> Path:
     return part.with_name(f"{part.stem}.{token}.graph")
 
 
-def graph_bytes(vectors: Half) -> NDArray[np.uint8]:
-    """(n, D) -> a graph of them, which has them too."""
-    index = _empty(vectors.shape[1])
-    index.add(np.arange(len(vectors)), np.ascontiguousarray(vectors), threads=0)
-    return np.frombuffer(index.save(), np.uint8)
+def graph_of(vectors: Half) -> tuple[NDArray[np.uint8], int]:
+    """A graph of (n, D), which has them too, and how many must be looked at to find enough of the nearest: groups
+    differ in that."""
+    vectors, index = np.ascontiguousarray(vectors), _empty(vectors.shape[1])
+    tried = np.unique(np.linspace(0, len(vectors) - 1, TRIED).astype(np.int64))
+    first = np.delete(np.arange(len(vectors)), tried)
+    looked = LOOKED[0]
+    if len(first):
+        index.add(first, vectors[first], threads=0)
+        looked = _enough(index, vectors, first, tried)
+    index.add(tried, vectors[tried], threads=0)
+    return np.frombuffer(index.save(), np.uint8), looked
 
 
-def enough(graph: Graph, vectors: Half) -> int:
-    """How many vectors must be looked at to find enough of the nearest. Large groups differ in that, and so do small
-    ones. What will be asked is not known yet, so points between neighbours stand for it."""
-    wide = vectors.astype(np.float32)
-    rows = np.linspace(0, len(wide) - 1, min(TRIED, len(wide))).astype(np.int64)
-    at = min(BETWEEN, len(wide) - 1)
-    others = np.argpartition(-(wide[rows] @ wide.T), at, 1)[:, at]
-    queries = wide[rows] + wide[others]
-    queries /= np.maximum(np.linalg.norm(queries, axis=1, keepdims=True), 1e-6)
-    similar = queries @ wide.T  # (queries, n)
-    count = min(10, len(wide))
-    tenth = np.partition(similar, -count, 1)[:, -count]  # as near as this is near enough
+def _enough(index: Any, vectors: Half, stored: NDArray[np.int64], tried: NDArray[np.int64]) -> int:
+    similar = vectors[tried].astype(np.float32) @ vectors.astype(np.float32).T  # (tried, n)
+    count = min(10, len(stored))
+    tenth = np.partition(similar[:, stored], -count, 1)[:, -count, None]  # what is as near as this is near enough
     for looked in LOOKED:
-        graph.look_at(looked)
-        found = [similar[i, graph.near(query, count)] >= tenth[i] for i, query in enumerate(queries)]
-        if np.concatenate(found).sum() >= FOUND * count * len(queries):
+        index.expansion_search = looked
+        found = index.search(vectors[tried], count, threads=1).keys.astype(np.int64)  # (tried, count)
+        if (np.take_along_axis(similar, found, 1) >= tenth).mean() >= FOUND:
             break
     return looked
 
@@ -95,11 +91,7 @@ class Graph:
         self._data = data  # the index points into it
         self._index = _empty(dims)
         self._index.view(self._data)
-        self.look_at(looked)
-
-    def look_at(self, vectors: int) -> None:
-        """How many a search looks at."""
-        self._index.expansion_search = vectors
+        self._index.expansion_search = looked
 
     def near(self, query: NDArray[np.float32], count: int) -> NDArray[np.int64]:
         """The rows of the group, from 0 on, that are probably the nearest."""

@@ -200,10 +200,10 @@ def test_calibration_learns_what_scores_mean():
     learnt = calibration.probability
     assert learnt[0, int(0.9 * 16)] == pytest.approx(1 / 3, abs=0.08)
     assert learnt[0, int(0.2 * 16)] == pytest.approx(2 / 3, abs=0.08)
-    assert learnt[0, 10] == pytest.approx(0.4 * 10.5 / 16)  # of which nothing was seen
+    assert learnt[0, 10] == pytest.approx(0.8 * 10.5 / 16)  # of which nothing was seen
     known = calibration.labelled
     calibration.forget()
-    assert calibration.labelled == pytest.approx(0.3 * known)
+    assert calibration.labelled == pytest.approx(0.6 * known)
     assert calibration.probability[0, int(0.2 * 16)] == pytest.approx(2 / 3, abs=0.15)  # less sure, but not of less
 
 
@@ -290,11 +290,53 @@ def test_gains_on_one_text_do_not_pay_for_losses_on_the_next():
             pilot.charge(8, 1, 4, pilot.costs.seconds(8), 0.0)
         if another:
             pilot.begin()
-        for _ in range(18):
+        for _ in range(27):
             pilot.charge(1, 1, 1, 1.0, 0.5)  # half a step of drafting for nothing
         assert pilot.resting == another
     pilot.begin()
     assert pilot.resting
+
+
+def test_of_dear_sources_the_better_one_is_asked_and_never_both():
+    pilot, text = Pilot(Costs({1: 1.0, 64: 1.1}), ["good", "bad"]), [1, 2, 3, 4, 5, 0]
+    often = {"good": 0, "bad": 0}
+    for step in range(600):
+        asked = list(pilot.asks(often, 1, lambda: 1.0))
+        trees = [TokenTree.chain(0, text[:5] if name == "good" else [7, 8], source=name, raw=None) for name in asked]
+        fused = fuse([TokenTree.root(0), *trees])
+        (kept,) = pilot.choose([fused], [8], pilot.count(dict.fromkeys(asked, 0.5)))
+        pilot.learn(fused, text)
+        pilot.charge(len(kept), 1, min(len(kept), 6), pilot.costs.seconds(len(kept)), 0.5 * len(asked))
+        assert len(asked) <= (2 if step < 3 else 1)  # at first nobody knows that they are dear
+        for name in asked:
+            often[name] += 1
+    assert often["good"] > 500
+    assert often["bad"] < 60
+
+
+def test_reading_a_text_is_not_what_a_draft_takes():
+    pilot = Pilot(Costs({1: 0.010, 64: 0.012}), ["a"])
+    for _ in range(10):
+        pilot.count({"a": 0.002})
+    assert pilot.count({"a": 0.5}, new={"a"}) == {"a": pytest.approx(0.002)}
+    source = pilot.sources["a"]
+    assert (source.seconds, source.reading) == (pytest.approx(0.002), pytest.approx(0.498))
+    pilot.choose([TokenTree.chain(0, [1], source="a", raw=[0.9])], [8], {"a": 0.002})
+    assert source.wait > 100  # but it is paid for before the next probe
+    pilot.count({"a": 0.002})
+    assert source.reading == 0
+
+
+def test_probes_do_not_keep_it_resting():
+    pilot = Pilot(Costs({1: 1.0, 64: 1.5}), ["a"])
+    while not pilot.resting:
+        pilot.charge(8, 1, 1, 1.5, 2.0)
+    rested = []
+    for _ in range(400):
+        pilot.charge(1, 1, 1, 1.0, 0.5)
+        rested.append(pilot.resting)
+    assert rested[0]
+    assert not all(rested)
 
 
 def test_a_level_that_is_new_is_judged_by_the_next_one():
@@ -369,7 +411,7 @@ def test_what_lost_too_much_is_watched_but_not_verified():
     for _ in range(50):
         pilot.learn(tree, [1, 2, 3])
     pilot.charge(1, 1, 1, 1.0, 0.0)
-    for _ in range(6):
+    for _ in range(9):
         assert len(pilot.choose([tree], [8], {"a": 1e-4})[0]) == 4
         pilot.charge(4, 1, 1, 2.5, 0.0)
     assert pilot.resting

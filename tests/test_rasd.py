@@ -207,7 +207,7 @@ def test_what_was_not_verified_is_judged_too(joint):
     mine.observe(Seen([ROOT, 5], 2))
     mine.close()
     assert {name: c.labelled for name, c in drafter.calibrations.items()} == {"eagle": 1, "pld": 1}
-    assert drafter.calibrations["pld"].probability[0, 1] > 0.2  # its prior is 0.07
+    assert drafter.calibrations["pld"].probability[0, 1] > 0.2  # its prior is 0.08
 
 
 # ---- beside each other

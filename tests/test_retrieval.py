@@ -71,6 +71,24 @@ def test_counts_are_exact_at_every_length():
     assert dict(zip(found.lengths.tolist(), found.counts.tolist(), strict=True)) == expected
 
 
+def test_a_longer_match_is_believed_more():
+    """It is the only one each time, so its conditional frequency says nothing."""
+    believed = []
+    for agree in range(1, 9):
+        live = LiveText()
+        live.extend([*range(100, 120), 7, 8, 9, *range(50, 60)])
+        context = [1, 2, 3, *range(120 - agree, 120)]  # the last tokens stood before 7
+        found = draft(live.runs(NOTHING), np.array(context, np.int32), Shape(length=3))
+        assert paths(found.tree) == {(7,), (7, 8), (7, 8, 9)}
+        assert found.tree.score.tolist() == [1, 1, 1, 1]
+        raw = found.tree.raw[1:, 0]
+        assert (np.diff(raw) > 0).all()  # deeper in, more has agreed
+        believed.append(float(raw[0]))
+    assert believed[0] == pytest.approx(1 / 3)
+    assert (np.diff(believed) > 0).all()
+    assert believed[-1] > 0.95
+
+
 def test_scores_are_conditional_frequencies():
     live = LiveText()
     live.extend([1, 2, 5, 1, 2, 5, 1, 2, 6, 9, 1, 2])

@@ -2,9 +2,9 @@
 
 A source's raw score of a node, its own belief between 0 and 1, and the node's depth fall into a bin; a bin counts how
 often such nodes were right, given that their parents were. So a share of matches, a head's softmax and a similarity
-become comparable. Every proposed node is labelled by the text that followed, verified or not: little is believed
-beforehand, since labels cost nothing and wrong nodes do. Counts decay: what a source was worth on another kind of text
-is forgotten.
+become comparable. Every proposed node is labelled by the text that followed, verified or not. Beforehand a source is
+believed nearly what it says, but that weighs no more than a few labels. Counts decay: what a source was worth on another
+kind of text is forgotten.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from slipstream.tree import TokenTree
 BINS = 16  # of raw scores
 DEPTHS = 4  # of depths: 1, 2, 3 and 4, more
 STRENGTH = 4.0  # labels that the prior counts as
-MODESTY = 0.4  # of its raw score a source is believed before anything is known
+MODESTY = 0.8  # of its raw score a source is believed before anything is known
 DECAY = 0.98  # of a bin's counts, for each label that it gets
-KEPT = 0.3  # of all counts, from one text to the next
+KEPT = 0.6  # of all counts, from one text to the next
 
 
 class Calibration:

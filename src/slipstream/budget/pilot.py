@@ -27,16 +27,17 @@ from slipstream.budget.costs import WILD, Costs
 from slipstream.tree import TokenTree
 
 # The account, in plain steps. It is forgotten bit by bit, so in the long run STAKE · FORGOTTEN of all time can be lost.
-STAKE = 8.0  # that may be lost
+STAKE = 12.0  # that may be lost
 GAINS_KEPT = 20.0  # past gains do not pay for more losses than that,
-LOSSES_KEPT = 12.0  # and past losses do not forbid more
-FORGOTTEN = 0.002  # of the account, at each step
+LOSSES_KEPT = 16.0  # and past losses do not forbid more
+FORGOTTEN = 0.0015  # of the account, at each step
 LATEST = 0.05  # weight of the latest look at whether a source earns what it takes
 LEAST = 0.02  # of the rate: a probe is taken to lose that at least
 ENOUGH = 20  # drafts by which a source is known
 PROBING = 0.005  # the share of all time that probes of one source may lose
 FIRST_PROBES = 0.015  # and that they may take while it is not known
-SETTLED = 8  # drafts by which a source has loaded its code; of those before, the fastest says what one takes
+FREE = 2  # drafts of a source that are not counted: they load its code
+SETTLED = 8  # drafts until which the fastest says what one takes
 FIRST_WAIT = 8  # plain steps: a source waits four times as many at most after its first draft, 16 times after two, …
 DEAR = 0.15  # of a plain step's time: of sources that take more one is asked, by what the others expect
 LEVELS = (1.25, 1.6, 2.2, 3.5)  # tokens per sequence that they expect, from one level to the next
@@ -160,7 +161,7 @@ class Pilot:
         for name, seconds in drafting.items():
             source = self.sources[name]
             usual, source.reading = source.seconds, 0.0
-            if source.drafts < 2:
+            if source.drafts < FREE:
                 source.seconds, seconds = seconds if source.drafts else 0.0, 0.0
             elif name in new:
                 source.reading, seconds = max(0.0, seconds - usual), min(seconds, usual)
@@ -217,11 +218,11 @@ class Pilot:
     def _judge(self, source: Source, advantage: float, step: float) -> None:
         """Asking this source changed the rate so much: when to probe it next, unless it is asked anyway. step: seconds
         of a plain one."""
-        usual = source.learn(advantage)
-        known = source.drafts >= ENOUGH
+        usual = source.learn(advantage) if source.drafts > FREE else source.advantage()
+        known, whole = source.drafts >= ENOUGH, step + source.seconds
         lost = source.seconds  # all of it, as long as nothing is verified, or little is known
         if known and not self.resting:
-            lost = min(lost, max(LEAST, self._best_but(source) - usual) * (step + source.seconds))
+            lost = min(lost, max(LEAST, -usual) * whole) + self._best_but(source) * whole
         source.wait = round((lost + source.reading) / ((PROBING if known else FIRST_PROBES) * step))
         source.wait = min(source.wait, FIRST_WAIT << 2 * min(source.drafts, SETTLED))
 

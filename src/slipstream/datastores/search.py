@@ -41,7 +41,7 @@ from slipstream.tree import TokenTree
 # Found by trying how many true next tokens the tree covers on unseen code: see docs/log.md.
 TRUST = 2.0  # a match counts this much more than one that is shorter by a token
 MANY = 64 * EVERY  # matches that need not be counted to the last
-UNKNOWN = 0.0
+UNKNOWN = 4.0  # what continuations that no match has count, where a match of n tokens counts TRUST ** n
 FADE = 0.7  # nodes are chosen as if each were worth this much of what it is, against its parent
 
 
@@ -76,7 +76,8 @@ class Found:
 
 def draft(runs: Runs, text: NDArray[np.int32], shape: Shape, source: str = "") -> Found:
     """Continuations of `text`, whose last token is the root of the tree. A node's score is its conditional frequency
-    among the matches, a match weighted by its length."""
+    among the matches, a match weighted by its length. Its raw score is how probable it is: a lone match of one token
+    has no rival, and is seldom right."""
     failed = np.zeros(3, np.int64)
     tokens, parents, raw, score, lengths, counts = _draft(
         runs.table, runs.width, text, shape.longest, shape.shortest, shape.matches, shape.length, shape.nodes,

@@ -1,0 +1,328 @@
+"""`auto` on recorded texts, by the clock of several machines: python bench/budget.py [record] [play] --work FILE
+
+record  plain decoding answers the prompts, and at every position of its answers each shipped head drafts
+play    `auto` and single drafters go through these texts. What they draft is what they would draft anywhere; steps and
+        drafts take what they take on a machine of MACHINES, captures left out
+
+So it can be seen within seconds whom `auto` asks, and what a change of the budget is worth, where measuring takes an
+hour or a GPU. A head is taken to know its text without gaps, and a machine's times are not those of another day.
+
+For each machine a line per contestant goes to stderr, and of `auto` what it knows of its sources; one JSON line last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from slipstream import LLM, drafters, engine
+from slipstream.bench.contestants import Decoding, Ours
+from slipstream.bench.measure import prepare
+from slipstream.bench.replay import Recited, Recording, ReplayTarget, TextTarget
+from slipstream.bench.replay import record as recording_of
+from slipstream.bench.workloads import builtin, read, select
+from slipstream.budget import Budget
+from slipstream.budget.costs import Costs
+from slipstream.drafters import auto
+from slipstream.drafters.base import Drafter, DraftSession, Hidden, Proposal, Seen
+from slipstream.engine import Engine
+from slipstream.request import Request
+from slipstream.target import Scores, Slot, Want, load_model
+from slipstream.tree import TokenTree
+
+NOISE = 0.04  # of a time's logarithm
+WARM = 2  # texts that everybody goes through beforehand
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Seconds, as measured for the embedded model."""
+
+    steps: dict[int, float]  # by rows
+    drafts: dict[str, float]
+    reading: dict[str, float]  # of each token of a prompt, the first time that a head is asked about it
+    joint: float  # what `auto` takes besides, of every step
+    host: float  # and what everybody does
+    padded: bool = False
+    singles: Sequence[str] = ()  # to compare with
+
+
+MACHINES = {
+    "two CPU cores, float32": Machine(
+        {1: 0.0325, 2: 0.0365, 4: 0.048, 8: 0.060, 16: 0.064, 32: 0.080, 64: 0.124},
+        {"suffix": 5e-5, "pld": 4e-5, "eagle3": 0.018, "redrafter": 0.016},
+        {"eagle3": 1.2e-4},
+        joint=1e-4,
+        host=1e-4,
+        singles=("suffix:1", "pld:2", "eagle3:2"),
+    ),
+    "two CPU cores, bfloat16": Machine(
+        {1: 0.033, 2: 0.038, 4: 0.039, 8: 0.040, 16: 0.043, 32: 0.054, 64: 0.064},
+        {"suffix": 5e-5, "pld": 4e-5, "eagle3": 0.013, "redrafter": 0.011},
+        {"eagle3": 5e-5},
+        joint=1e-4,
+        host=1e-4,
+        singles=("suffix:15", "pld:7", "eagle3:15"),
+    ),
+    "H200": Machine(
+        {1: 7.6e-4, 8: 8e-4, 16: 8.5e-4, 32: 9.8e-4, 64: 1.3e-3, 128: 1.7e-3},
+        {"suffix": 3e-5, "pld": 3e-5, "eagle3": 3.5e-4, "redrafter": 3e-4},
+        {"eagle3": 2e-6},
+        joint=8e-5,
+        host=5e-5,
+        padded=True,
+        singles=("suffix:15", "pld:15", "eagle3:15"),
+    ),
+    "H200, slow host": Machine(
+        {1: 7.8e-4, 8: 8.2e-4, 16: 8.9e-4, 32: 1.02e-3, 64: 1.3e-3, 128: 1.7e-3},
+        {"suffix": 5e-5, "pld": 4e-5, "eagle3": 5.8e-4, "redrafter": 4.9e-4},
+        {"eagle3": 3e-6},
+        joint=1.2e-4,
+        host=6e-5,
+        padded=True,
+        singles=("suffix:15", "pld:15", "eagle3:15"),
+    ),
+}
+HEADS = ("eagle3", "redrafter")
+
+
+def tell(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+@dataclass(frozen=True)
+class Text:
+    """A prompt, its answer, and each head's draft after every token of that: tokens, parents and probabilities."""
+
+    category: str
+    prompt: list[int]
+    answer: list[int]
+    drafts: dict[str, list[tuple[list[int], list[int], list[float]]]]
+
+
+# ---- recording
+
+
+def record(given: argparse.Namespace) -> None:
+    model, tokenizer = load_model(given.model, dtype=given.dtype)
+    plain = Ours("none", LLM(model, tokenizer, "none"))
+    asked = [p for file in given.prompts for p in select(read(file), None, given.limit)]
+    asked = [replace(p, turns=p.turns[:1]) for p in asked or select(builtin(), None, given.limit)]
+    decoding = Decoding(max_new_tokens=given.tokens)
+    items = []
+    for item in prepare(plain, asked, decoding):
+        items.append(item)
+        tell(f"answered {len(items)} of {len(asked)}")
+    heads = {name: LLM(model, tokenizer, name).engine.drafter.layers for name in HEADS}
+    layers = sorted({layer for own in heads.values() for layer in own})
+    whole = recording_of(plain.llm.target, plain.llm.name, items, decoding, layers)
+    with given.work.open("w", encoding="utf-8") as file:
+        for number, item in enumerate(items):
+            drafts = {name: list(drafted(whole, number, name, model, tokenizer)) for name in heads}
+            file.write(json.dumps([item.category, item.tokens, item.plain, drafts]) + "\n")
+            tell(f"drafted {number + 1} of {len(items)}")
+
+
+def drafted(
+    whole: Recording, number: int, name: str, model: Any, tokenizer: Any
+) -> Iterator[tuple[list[int], list[int], list[float]]]:
+    target = ReplayTarget(whole, model)
+    item = target.play(number)
+    head = drafters.make(name, target, tokenizer)
+    session = head.begin(Request(item.tokens, len(item.plain)))
+    text, read_ = item.tokens + item.plain, len(item.tokens)
+    states = {layer: whole.hidden[f"{number}.{layer}"] for layer in head.layers}
+    session.observe(Seen(item.tokens, 0, Hidden({layer: h[:read_] for layer, h in states.items()})))
+    for at in range(read_, len(text) - 1):
+        tree = session.propose(text[at], Budget(31, 31)).tree
+        yield tree.tokens.tolist(), tree.parents.tolist(), [1.0, *tree.raw[1:, 0].tolist()]
+        session.keep()
+        session.observe(Seen([text[at]], at, Hidden({layer: h[at : at + 1] for layer, h in states.items()})))
+
+
+# ---- playing
+
+
+@dataclass
+class Clock:
+    now: float = 0.0
+    noise: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
+
+    def __call__(self) -> float:
+        return self.now
+
+    def pass_by(self, seconds: float) -> None:
+        self.now += seconds * float(np.exp(self.noise.normal(0, NOISE)))
+
+
+class Player(TextTarget):
+    """Says what was recorded, in the time that the machine takes."""
+
+    vocabulary, context = 1 << 16, 1 << 20
+
+    def __init__(self, machine: Machine, clock: Clock) -> None:
+        self.machine, self.clock = machine, clock
+        self.costs = Costs(machine.steps, machine.padded)
+        self.widths = tuple(machine.steps) if machine.padded else ()
+        self.text: Text
+        self._whole: list[int] = []
+
+    def play(self, text: Text) -> None:
+        self.text, self._whole = text, text.prompt + text.answer
+
+    def prefill(self, slot: Slot, tokens: Sequence[int], want: Want) -> Iterator[Scores]:  # noqa: ARG002
+        slot.tokens.extend(tokens)
+        yield self._scores(np.array([slot.length - 1]))
+
+    def score(self, slots: Sequence[Slot], trees: Sequence[TokenTree], want: Want, known: int = 0) -> list[Scores]:  # noqa: ARG002
+        for slot, tree in zip(slots, trees, strict=True):
+            slot.tree = tree
+        self.clock.pass_by(self.costs.seconds(max(map(len, trees))) + self.machine.host)
+        return [self._scores(s.length + t.depths.astype(np.int64)) for s, t in zip(slots, trees, strict=True)]
+
+    def _scores(self, positions: np.ndarray) -> Scores:
+        scores = Scores(torch.empty(len(positions), 0), {}, positions)
+        after = np.array([self._whole[min(p + 1, len(self._whole) - 1)] for p in positions])
+        scores.take(after, np.ones(len(positions), np.float32))
+        return scores
+
+
+class RecordedHead(Drafter):
+    """Says what a head said."""
+
+    generates = True
+
+    def __init__(self, target: Player, name: str) -> None:
+        super().__init__(target, None, None)
+        self.name = name
+
+    def begin(self, request: Request) -> DraftSession:  # noqa: ARG002
+        return RecordedSession(self)
+
+
+class RecordedSession(DraftSession):
+    def __init__(self, head: RecordedHead) -> None:
+        self.head, self.target = head, head.target
+        self.read, self.caught_up = 0, False
+
+    def observe(self, seen: Seen) -> None:
+        self.read = seen.position + len(seen.tokens)
+
+    def propose(self, root: int, budget: Budget) -> Proposal:
+        target: Any = self.target
+        text, name = target.text, self.head.name
+        if not self.caught_up:
+            target.clock.pass_by(target.machine.reading.get(name, 0.0) * len(text.prompt))
+            self.caught_up = True
+        target.clock.pass_by(target.machine.drafts[name])
+        at = self.read - len(text.prompt)
+        if not 0 <= at < len(text.drafts[name]):
+            return Proposal(TokenTree.root(root))
+        tokens, parents, p = text.drafts[name][at]
+        return Proposal(budget.limit(TokenTree.build(tokens, parents, source=name, raw=p)))
+
+
+class PlayedAuto(auto.AutoDrafter):
+    def make_parts(self) -> dict[str, Drafter]:
+        target: Any = self.target
+        own = {name: drafters.make(name, target, None) for name in ("suffix", "prediction")}
+        parts = {name: timed(part, target.clock, target.machine.drafts.get(name, 0.0)) for name, part in own.items()}
+        return {"suffix": parts["suffix"], **{name: RecordedHead(target, name) for name in HEADS}, **parts}
+
+
+def contestant(name: str, machine: Machine, clock: Clock) -> Engine:
+    target = Player(machine, clock)
+    if name in HEADS:
+        return Engine(target, RecordedHead(target, name), name)
+    if name == "auto":
+        return Engine(target, timed(PlayedAuto(target, None, auto.AutoOptions()), clock, machine.joint), name)
+    return Engine(target, timed(drafters.make(name, target, None), clock, machine.drafts.get(name, 0.0)), name)
+
+
+def timed(drafter: Any, clock: Clock, seconds: float) -> Any:
+    """Whose drafts take so long."""
+    inner = drafter.propose
+
+    def propose(*given: Any) -> Any:
+        clock.pass_by(seconds)
+        return inner(*given)
+
+    drafter.propose = propose
+    return drafter
+
+
+def answer(runner: Any, text: Text, nodes: int) -> float:
+    """Seconds behind the first token."""
+    runner.target.play(text)
+    emitted: list[int] = []
+
+    def stop(token: int) -> str | None:
+        emitted.append(token)
+        return "stop" if len(emitted) == len(text.answer) else None
+
+    request = Request(text.prompt, len(text.answer) + 1, accept=Recited(), stop=stop, max_draft=nodes)
+    *_, sequence = runner.run([request])
+    return float(sequence.stats.seconds - sequence.stats.first_token_seconds)
+
+
+def play(given: argparse.Namespace) -> dict[str, Any]:
+    texts = [Text(*json.loads(line)) for line in given.work.read_text(encoding="utf-8").splitlines()]
+    report: dict[str, Any] = {"benchmark": "budget", "texts": len(texts)}
+    for label, machine in MACHINES.items():
+        taken: dict[str, np.ndarray] = {}
+        tell(label)
+        for name in ("none", "auto", *machine.singles):
+            clock = Clock()
+            engine.perf_counter = auto.perf_counter = clock  # type: ignore[assignment, attr-defined]
+            auto.costs_of = lambda target: Costs(target.machine.steps, target.machine.padded)  # type: ignore[assignment, attr-defined]
+            drafter, _, nodes = name.partition(":")
+            runner, most = contestant(drafter, machine, clock), int(nodes or (31 if machine.padded else 16))
+            for text in texts[:WARM]:
+                answer(runner, text, most)
+            rounds = given.rounds if name == "auto" else 1
+            taken[name] = np.median([[answer(runner, text, most) for text in texts] for _ in range(rounds)], 0)
+            if name != "none":
+                report.setdefault(label, {})[name] = shown(name, taken["none"], taken[name], texts)
+            if name == "auto":
+                for source in runner.drafter.pilot.sources.values():  # type: ignore[attr-defined]
+                    levels = " ".join("-" if a is None else f"{a:.2f}" for a in source.advantages)
+                    drafts = f"{source.drafts} drafts of {source.seconds * 1e3:.3f} ms"
+                    tell(f"      {source.name:12} {drafts}, worth {levels}")
+    return report
+
+
+def shown(name: str, plain: np.ndarray, spent: np.ndarray, texts: Sequence[Text]) -> dict[str, float]:
+    kinds = np.array([text.category for text in texts])
+    by_kind = {kind: plain[kinds == kind].sum() / spent[kinds == kind].sum() for kind in dict.fromkeys(kinds.tolist())}
+    lowest = min(by_kind, key=lambda kind: by_kind[kind])
+    tell(f"  {name:12} {plain.sum() / spent.sum():.3f} × plain, lowest {by_kind[lowest]:.2f} ({lowest})")
+    return {"all": round(plain.sum() / spent.sum(), 3), **{kind: round(r, 3) for kind, r in by_kind.items()}}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("parts", nargs="*", choices=["record", "play", []], default=[])
+    parser.add_argument("--work", type=Path, required=True, help="the file of recorded texts")
+    parser.add_argument("--model", help="default: the embedded one")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--prompts", nargs="*", default=[], help="files; default: the built-in ones")
+    parser.add_argument("--limit", type=int, default=26, help="prompts of each file, dealt out to its categories")
+    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--rounds", type=int, default=3, help="how often `auto` goes through all texts")
+    given = parser.parse_args()
+    if "record" in given.parts or not given.work.exists():
+        record(given)
+    if "play" in given.parts or not given.parts:
+        print(json.dumps(play(given)))
+
+
+if __name__ == "__main__":
+    main()

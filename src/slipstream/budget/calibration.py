@@ -3,8 +3,8 @@
 A source's raw score of a node, its own belief between 0 and 1, and the node's depth fall into a bin; a bin counts how
 often such nodes were right, given that their parents were. So a share of matches, a head's softmax and a similarity
 become comparable. Every proposed node is labelled by the text that followed, verified or not. Beforehand a source is
-believed nearly what it says, but that weighs no more than a few labels. Counts decay: what a source was worth on another
-kind of text is forgotten.
+believed nearly what it says, but that weighs no more than a few labels. Counts decay: what a source was worth on
+another kind of text is forgotten.
 """
 
 from __future__ import annotations

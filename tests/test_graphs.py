@@ -17,7 +17,7 @@ from slipstream.target.cache import KeyValuePool, Shape
 from slipstream.target.choose import _probe, open_target
 from slipstream.target.graphs import GraphTarget, bucket
 from slipstream.target.masks import mask_kinds
-from slipstream.target.standins import Norm, StandIns, Whole
+from slipstream.target.standins import Angles, Norm, StandIns, Whole
 from slipstream.target.trees import TreeTarget
 from slipstream.tree import TokenTree
 
@@ -161,6 +161,26 @@ def test_layers_that_read_one_input_are_one_product(tiny):
     assert type(attention.q_proj) is torch.nn.Linear
     assert len(calls) == 5 * model.config.num_hidden_layers  # asked five times, and computed twice
     assert all(whole.made is None for whole in stand_ins.wholes())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_angles_come_from_a_table_bit_for_bit(tiny, dtype):
+    rotary = tiny("llama").model.rotary_emb
+    angles = Angles.like(rotary)
+    x, positions = torch.zeros(1, dtype=dtype), torch.tensor([[40, 3], [0, 63]])
+    for reached in (False, True):
+        if reached:
+            angles.reach(64, x)
+        for one, other in zip(angles(x, positions), rotary(x, positions), strict=True):
+            assert torch.equal(one, other)
+    assert angles.table.shape == (64, 2, rotary.inv_freq.numel() * 2)
+
+
+def test_angles_that_a_text_changes_are_left_alone(tiny):
+    rotary = copy.deepcopy(tiny("llama").model.rotary_emb)
+    rotary.rope_type = "dynamic"
+    assert Angles.like(rotary) is None
+    assert Angles.like(tiny("llama").model.norm) is None
 
 
 USUAL = {"llama": 3, "qwen2": 3, "qwen2-sliding": 3, "mistral": 3, "smollm3": 2, "granite": 3}  # of three layers

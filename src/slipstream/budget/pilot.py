@@ -222,16 +222,15 @@ class Pilot:
         known, whole = source.drafts >= ENOUGH, step + source.seconds
         lost = source.seconds  # all of it, as long as nothing is verified, or little is known
         if known and not self.resting:
-            lost = min(lost, max(LEAST, -usual) * whole) + self._best_but(source) * whole
+            lost = min(lost, max(LEAST, -usual) * whole) + self._best_but(source, step) * whole
         source.wait = round((lost + source.reading) / ((PROBING if known else FIRST_PROBES) * step))
         source.wait = min(source.wait, FIRST_WAIT << 2 * min(source.drafts, SETTLED))
 
-    def _best_but(self, source: Source) -> float:
-        """The advantage of the best other dear source where this one was asked; nothing, if none has any."""
-        dear = DEAR * self.costs.seconds(1)
-        if source.seconds <= dear:
+    def _best_but(self, source: Source, step: float) -> float:
+        """The advantage of the best dear source that could have been asked instead; nothing, if none has any."""
+        if source.seconds <= DEAR * step:
             return 0.0
-        others = (s for s in self.sources.values() if s is not source and s.seconds > dear)
+        others = (s for s in self.sources.values() if s is not source and s.seconds > DEAR * step)
         return max([0.0, *(found for s in others if (found := s.advantages[source.level]) is not None)])
 
     def decline(self, batch: int) -> None:

@@ -154,7 +154,7 @@ class Norm(nn.Module):
 
 
 class Angles(nn.Module):
-    """Cosines and sines of positions, all of them computed beforehand by the model's own code."""
+    """Cosines and sines of positions, computed beforehand by the model's own code as far as `reach` said."""
 
     def __init__(self, layer: Any) -> None:
         super().__init__()
@@ -175,11 +175,15 @@ class Angles(nn.Module):
         except (TypeError, ValueError):
             return None  # it is called otherwise
         cosines, sines = found(frequencies, some)
+        found.table = found.table[:0]
         return found if torch.equal(cosines, one) and torch.equal(sines, other) else None
 
     def reach(self, positions: int, given: torch.Tensor) -> None:
         cosines, sines = self.layer(given, torch.arange(positions, device=given.device)[None])
         self.table = torch.stack([cosines[0], sines[0]], 1)
 
-    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, ...]:  # noqa: ARG002
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if x.dtype != self.table.dtype or not len(self.table):
+            found: tuple[torch.Tensor, ...] = self.layer(x, position_ids)
+            return found
         return self.table[position_ids].unbind(-2)

@@ -155,7 +155,7 @@ def live(given: argparse.Namespace) -> dict[str, Any]:
         most[name] = int(nodes) if nodes else None
     longest = max((p.turns[0] for p in asked), key=len)
     for name, llm in llms.items():  # code is loaded, caches grow, steps are captured
-        for prompt in (longest, asked[0].turns[0]):
+        for prompt in (longest, *(p.turns[0] for p in asked[: given.warm])):
             llm.generate(prompt, max_new_tokens=given.tokens, max_draft=most[name], ignore_eos=True)
     # (prompts, repeats) seconds per token behind the first
     taken = {name: np.zeros((len(asked), given.repeats)) for name in llms}
@@ -236,6 +236,9 @@ def main() -> None:
     parser.add_argument("--device", default=None)
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument(
+        "--warm", type=int, default=1, help="prompts that everybody answers beforehand, and the longest"
+    )
     parser.add_argument("--singles", default="pld,suffix", help="drafters to compare with, separated by commas")
     given = parser.parse_args()
     report: dict[str, Any] = {"benchmark": "auto"}

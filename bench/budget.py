@@ -21,12 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from slipstream import LLM, drafters, engine
 from slipstream.bench.contestants import Decoding, Ours
-from slipstream.bench.measure import prepare
-from slipstream.bench.replay import Recited, Recording, ReplayTarget, TextTarget
+from slipstream.bench.measure import Item, prepare
+from slipstream.bench.replay import Recited, Recording, ReplayTarget
 from slipstream.bench.replay import record as recording_of
 from slipstream.bench.workloads import builtin, read, select
 from slipstream.budget import Budget
@@ -163,36 +162,23 @@ class Clock:
         self.now += seconds * float(np.exp(self.noise.normal(0, NOISE)))
 
 
-class Player(TextTarget):
-    """Says what was recorded, in the time that the machine takes."""
+class Player(ReplayTarget):
+    """Recites, in the time that the machine takes."""
 
-    vocabulary, context = 1 << 16, 1 << 20
-
-    def __init__(self, machine: Machine, clock: Clock) -> None:
+    def __init__(self, texts: Sequence[Text], machine: Machine, clock: Clock) -> None:
+        items = [Item(str(i), text.category, text.prompt, text.answer) for i, text in enumerate(texts)]
+        super().__init__(Recording(items, machine.steps, Decoding(), 1 << 16, 1 << 20, "", {}, machine.padded))
         self.machine, self.clock = machine, clock
-        self.costs = Costs(machine.steps, machine.padded)
+        self.texts, self.text = texts, texts[0]
         self.widths = tuple(machine.steps) if machine.padded else ()
-        self.text: Text
-        self._whole: list[int] = []
 
-    def play(self, text: Text) -> None:
-        self.text, self._whole = text, text.prompt + text.answer
+    def play(self, number: int) -> Item:
+        self.text = self.texts[number]
+        return super().play(number)
 
-    def prefill(self, slot: Slot, tokens: Sequence[int], want: Want) -> Iterator[Scores]:  # noqa: ARG002
-        slot.tokens.extend(tokens)
-        yield self._scores(np.array([slot.length - 1]))
-
-    def score(self, slots: Sequence[Slot], trees: Sequence[TokenTree], want: Want, known: int = 0) -> list[Scores]:  # noqa: ARG002
-        for slot, tree in zip(slots, trees, strict=True):
-            slot.tree = tree
-        self.clock.pass_by(self.costs.seconds(max(map(len, trees))) + self.machine.host)
-        return [self._scores(s.length + t.depths.astype(np.int64)) for s, t in zip(slots, trees, strict=True)]
-
-    def _scores(self, positions: np.ndarray) -> Scores:
-        scores = Scores(torch.empty(len(positions), 0), {}, positions)
-        after = np.array([self._whole[min(p + 1, len(self._whole) - 1)] for p in positions])
-        scores.take(after, np.ones(len(positions), np.float32))
-        return scores
+    def score(self, slots: Sequence[Slot], trees: Sequence[TokenTree], want: Want, known: int = 0) -> list[Scores]:
+        self.clock.pass_by(self._recording.seconds(max(map(len, trees))) + self.machine.host)
+        return super().score(slots, trees, want, known)
 
 
 class RecordedHead(Drafter):
@@ -238,8 +224,8 @@ class PlayedAuto(auto.AutoDrafter):
         return {"suffix": parts["suffix"], **{name: RecordedHead(target, name) for name in HEADS}, **parts}
 
 
-def contestant(name: str, machine: Machine, clock: Clock) -> Engine:
-    target = Player(machine, clock)
+def contestant(name: str, texts: Sequence[Text], machine: Machine, clock: Clock) -> Engine:
+    target = Player(texts, machine, clock)
     if name in HEADS:
         return Engine(target, RecordedHead(target, name), name)
     if name == "auto":
@@ -259,16 +245,15 @@ def timed(drafter: Any, clock: Clock, seconds: float) -> Any:
     return drafter
 
 
-def answer(runner: Any, text: Text, nodes: int) -> float:
+def answer(runner: Any, number: int, nodes: int) -> float:
     """Seconds behind the first token."""
-    runner.target.play(text)
-    emitted: list[int] = []
+    item, emitted = runner.target.play(number), list[int]()
 
     def stop(token: int) -> str | None:
         emitted.append(token)
-        return "stop" if len(emitted) == len(text.answer) else None
+        return "stop" if len(emitted) == len(item.plain) else None
 
-    request = Request(text.prompt, len(text.answer) + 1, accept=Recited(), stop=stop, max_draft=nodes)
+    request = Request(item.tokens, len(item.plain) + 1, accept=Recited(), stop=stop, max_draft=nodes)
     *_, sequence = runner.run([request])
     return float(sequence.stats.seconds - sequence.stats.first_token_seconds)
 
@@ -284,11 +269,11 @@ def play(given: argparse.Namespace) -> dict[str, Any]:
             engine.perf_counter = auto.perf_counter = clock  # type: ignore[assignment, attr-defined]
             auto.costs_of = lambda target: Costs(target.machine.steps, target.machine.padded)  # type: ignore[assignment, attr-defined]
             drafter, _, nodes = name.partition(":")
-            runner, most = contestant(drafter, machine, clock), int(nodes or (31 if machine.padded else 16))
-            for text in texts[:WARM]:
-                answer(runner, text, most)
+            runner, most = contestant(drafter, texts, machine, clock), int(nodes or (31 if machine.padded else 16))
+            for number in range(min(WARM, len(texts))):
+                answer(runner, number, most)
             rounds = given.rounds if name == "auto" else 1
-            taken[name] = np.median([[answer(runner, text, most) for text in texts] for _ in range(rounds)], 0)
+            taken[name] = np.median([[answer(runner, i, most) for i in range(len(texts))] for _ in range(rounds)], 0)
             if name != "none":
                 report.setdefault(label, {})[name] = shown(name, taken["none"], taken[name], texts)
             if name == "auto":

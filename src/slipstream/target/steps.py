@@ -128,7 +128,7 @@ class FixedStep:
         """Everything a step does, as the device sees it."""
         self._device.copy_(self._host, non_blocking=True)
         i = self.inputs
-        ids, positions = self._device[: 2 * i.ids.numel()].long().view(2, *i.ids.shape)
+        ids, positions = self._device[: 2 * i.ids.numel()].long().view(2, *i.ids.shape)  # they come first
         for keys, values in self.target.pool.stores():  # all layers of one shape
             move_keys(keys, values, i.rows, i.sources, i.places, i.moves)
         out = self.target.model(

@@ -7,12 +7,15 @@ import pytest
 import torch
 
 from families import FAMILIES, tiny_model
+from slipstream.accept import Match, verify
+from slipstream.budget import Budget
 from slipstream.drafters import make
 from slipstream.engine import Engine
 from slipstream.errors import ModelError
+from slipstream.heads import HEADS
 from slipstream.request import Request
 from slipstream.sampling import Sampler, Sampling
-from slipstream.target import Want
+from slipstream.target import Scores, Want
 from slipstream.target.cache import KeyValuePool, Shape
 from slipstream.target.choose import _probe, open_target
 from slipstream.target.graphs import GraphTarget, bucket
@@ -142,6 +145,82 @@ def test_a_draw_reads_no_logits(tiny, monkeypatch):
     sampler = Sampler(Sampling(temperature=1.0), [5, 6, 7, 8])
     (scores,) = target.score([slot], [TokenTree.root(8)], Want(samplers=(sampler,)))
     assert 0 <= scores.token(0, sampler) < target.vocabulary
+
+
+def random_tree(rng, count):
+    """Few different tokens, so that siblings are equal now and then."""
+    return TokenTree.build(rng.integers(0, 2, count), [-1, *(int(rng.integers(0, i)) for i in range(1, count))])
+
+
+@pytest.mark.parametrize("room", [1, 3, 8])
+def test_a_step_knows_how_far_its_tree_will_be_accepted(room, tiny):
+    """The walk on the device and the host's own come to the same."""
+    target, rng = graphs(tiny("llama")), np.random.default_rng(room)
+    (slot,) = read(target, [[5, 6, 7]])
+    step, longest = target.step(1, 8, (), "best"), 0
+    for _ in range(40):
+        tree = random_tree(rng, int(rng.integers(1, 9)))
+        target._fill(step.host, [slot], [tree])
+        step._device.copy_(step._host)
+        step.chosen = torch.from_numpy(rng.integers(0, 2, (2, 1, 8)).astype(np.int32))
+        scores = Scores(torch.empty(8, 0), {}, np.zeros(8, np.int64))
+        scores.take(step.chosen[0, 0].numpy(), np.zeros(8, np.float32))
+        verdict = verify(Match(), tree, scores, GREEDY, lambda _: False)
+        kept = verdict.path[-room:]
+        following = step.chosen[0, 0, kept].tolist()
+        longest = max(longest, len(verdict.path))
+        blank = [0] * (room - len(kept))
+        assert step.walk(room).tolist() == [[len(kept), *blank, *following, *blank, *kept]]
+        assert following[-1] == verdict.bonus
+    assert longest > 3
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.8}], ids=["greedy", "drawn"])
+@pytest.mark.parametrize("kind", ["redrafter", "eagle3", "medusa"])
+def test_a_draft_that_was_started_behind_its_step_is_the_one_made_after_it(kind, options, tiny, monkeypatch):
+    model = tiny("llama")
+    target, head = graphs(model), HEADS[kind].fresh(model)
+
+    def drafts(ahead):
+        drafter = make(kind, target, None, drafter_path=head)
+        drafter.fixed = True  # as on a GPU
+        if not ahead:
+            drafter.behind = lambda *_: None
+        trees, late = [], []
+        fetch = drafter.captured.fetch
+        monkeypatch.setattr(drafter.captured, "fetch", lambda *a, **k: late.append(bool(k)) or fetch(*a, **k))
+        request = Request(
+            tokens=[5, 6, 7, 8], max_new_tokens=30, sampling=Sampling(**options), max_draft=7,
+            watch=lambda step: trees.append((step.tree.tokens.tolist(), step.tree.parents.tolist())),
+        )  # fmt: skip
+        (*_, last) = Engine(target, drafter).run([request])
+        return last.tokens, trees, late
+
+    said, trees, late = drafts(ahead=True)
+    same, again, later = drafts(ahead=False)
+    assert (said, trees) == (same, again)
+    assert len(later) > 2  # one after the prompt, one after each step
+    assert late == later[:1]
+    assert late == [False]
+
+
+def test_a_draft_that_was_started_for_another_token_is_made_again(tiny):
+    """What the host decides may be something else than what the device took for granted."""
+    model = tiny("llama")
+    target = graphs(model)
+    drafter = make("redrafter", target, None, drafter_path=HEADS["redrafter"].fresh(model))
+    sequence = Engine(target, drafter).start(Request(tokens=[5, 6, 7], max_new_tokens=20))
+    engine = Engine(target, drafter)
+    engine.step([sequence])
+    session = sequence.session
+    assert session.ahead is not None
+    other = (sequence.root + 1) % target.vocabulary
+    found = drafter.propose([session], [other], [Budget(7, 5)])[0].tree
+    session.ahead = None
+    fresh = drafter.propose([session], [other], [Budget(7, 5)])[0].tree
+    assert found.tokens.tolist() == fresh.tokens.tolist()
+    session.keep()
+    assert session.ahead is None
 
 
 def test_layers_that_read_one_input_are_one_product(tiny):

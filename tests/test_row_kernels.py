@@ -11,8 +11,10 @@ if not (torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET")):
 
 from slipstream.target.linear import parts, skinny_linear
 from slipstream.target.norm import normalise
+from slipstream.target.ops import walk
 from slipstream.target.pieces import gated
 from slipstream.target.top import best_of_rows, top_rows
+from slipstream.target.walk import walk_down
 from slipstream.target.write import move_cache
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -108,3 +110,23 @@ def test_the_best_token_of_equals_the_first(vocabulary):
     assert (int(tokens[0, 1]), int(tokens[1, 0]), int(tokens[1, 1])) == (7, 0, vocabulary - 2)
     torch.testing.assert_close(values, x.amax(-1).float(), rtol=0, atol=0, equal_nan=True)
     assert torch.equal(x.gather(-1, tokens.long()[..., None])[0, :, 0].float(), values[0])
+
+
+@pytest.mark.parametrize(("n", "room"), [(1, 1), (8, 1), (16, 7), (128, 7), (128, 100)])
+def test_a_walk_ends_where_plain_torch_ends_it(n, room):
+    """Random trees of few tokens, equal siblings among them, and one that is all padding."""
+    generator = torch.Generator().manual_seed(n)
+    sequences, lengths = 5, torch.tensor([0, 3, 40, 7, 9], dtype=torch.int32)
+    ids, chosen = (torch.randint(0, 2, (2, sequences, n), generator=generator, dtype=torch.int32) for _ in range(2))
+    ids = ids[0]
+    depths, paths = torch.zeros_like(ids), torch.zeros((sequences, n, n), dtype=torch.int32)
+    for s in range(sequences):
+        paths[s, 0, 0] = lengths[s]
+        for j in range(1, n):
+            above = int(torch.randint(max(0, j - 4), j, (), generator=generator))
+            depth = depths[s, j] = depths[s, above] + 1
+            paths[s, j, :depth] = paths[s, above, :depth]
+            paths[s, j, depth] = lengths[s] + j
+    depths[4, 1:] = -1
+    found = walk_down(*(t.to(DEVICE) for t in (ids, depths, paths, lengths, chosen)), room)
+    assert torch.equal(found.cpu(), walk(ids, depths, paths, lengths, chosen, room))

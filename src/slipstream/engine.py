@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from time import perf_counter
 
 import torch
@@ -115,7 +116,8 @@ class Engine:
         choice = self.drafter.choice
         drafted = perf_counter()
         rows = 1 + max(s.request.max_draft for s in running) if self.drafter.pads else 1
-        want = Want(self.drafter.layers, rows, tuple(chooser(s) for s in running))
+        behind = partial(self.drafter.behind, running[0].session) if len(running) == 1 else None
+        want = Want(self.drafter.layers, rows, tuple(chooser(s) for s in running), behind)
         scores = self.target.score([s.slot for s in running], trees, want)
         scored = perf_counter()
         self.drafter.measured(len(running), max(map(len, trees)), scored - drafted)

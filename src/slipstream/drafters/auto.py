@@ -21,6 +21,7 @@ from slipstream.tree import TokenTree, fuse
 if TYPE_CHECKING:
     from slipstream.budget import Budget
     from slipstream.request import Request
+    from slipstream.target.steps import FixedStep
 
 log = logging.getLogger("slipstream")
 
@@ -107,6 +108,13 @@ class AutoDrafter(JointDrafter):
     def measured(self, batch: int, rows: int, seconds: float) -> None:
         self._step = batch, rows, seconds
 
+    def behind(self, session: DraftSession, step: FixedStep) -> None:
+        """Whoever was asked about this step, and earns it, will probably be asked about the next."""
+        mine = cast(AutoSession, session)
+        for name in mine.latest:
+            if self.pilot.sources[name].pays:
+                self.parts[name].behind(mine.parts[name], step)
+
     def propose(
         self, sessions: Sequence[DraftSession], roots: Sequence[int], budgets: Sequence[Budget]
     ) -> list[Proposal]:
@@ -158,6 +166,7 @@ class AutoSession(JointSession):
     def __init__(self, drafter: AutoDrafter, parts: dict[str, DraftSession]) -> None:
         super().__init__(drafter, parts)
         self.asked: set[str] = set()  # for the step that comes
+        self.latest: set[str] = set()  # and for the one under way
         self.knows: set[str] = set()  # sources that were asked about this text before
         self._judged: list[tuple[TokenTree, int, int]] = []  # drafts, the places of their roots, tokens known since
 
@@ -174,7 +183,7 @@ class AutoSession(JointSession):
                 part.keep()
             else:
                 part.skip()
-        self.asked.clear()
+        self.latest, self.asked = self.asked, set()
 
     def proposed(self, tree: TokenTree) -> None:
         if len(tree) > 1:

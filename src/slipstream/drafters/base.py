@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from slipstream.datastores.live import Said
     from slipstream.request import Request
     from slipstream.target.base import Target
+    from slipstream.target.steps import FixedStep
     from slipstream.tree import TokenTree
 
 
@@ -130,6 +131,9 @@ class Drafter(ABC):
 
     def measured(self, batch: int, rows: int, seconds: float) -> None:  # noqa: B027  (most drafters don't count)
         """A step of the target, of that many sequences and rows for each, took so long."""
+
+    def behind(self, session: DraftSession, step: FixedStep) -> None:  # noqa: B027  (most draft on the host)
+        """A step of this sequence alone runs on the device: what needs nothing else can be started behind it."""
 
     def propose(
         self, sessions: Sequence[DraftSession], roots: Sequence[int], budgets: Sequence[Budget]

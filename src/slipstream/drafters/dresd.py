@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -21,6 +20,7 @@ from slipstream.datastores.dense.remote import RemoteFinder
 from slipstream.datastores.dense.search import Drafts, Vectors
 from slipstream.datastores.drafting import open_store
 from slipstream.drafters.base import Drafter, DraftSession, Proposal, Seen
+from slipstream.drafters.rest import trial_folder
 from slipstream.errors import OptionError
 from slipstream.tree import TokenTree
 
@@ -162,7 +162,7 @@ def embedded_answers(model: Any) -> str:
     from slipstream.datastores.dense.build import Settings, embed
     from slipstream.datastores.store import Document, Store
 
-    folder = tempfile.mkdtemp(prefix="slipstream-trial-")
+    folder = trial_folder()
     prompts = torch.arange(4, 8, device=model.device)[:, None]
     texts = model.generate(prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=32, do_sample=False)
     with Store.create(folder, model.config.get_text_config().vocab_size) as store:

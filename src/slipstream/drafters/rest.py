@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import shutil
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -72,9 +74,16 @@ def store_of_answers(model: Any, count: int = 4, length: int = 32) -> str:
 
     from slipstream.datastores.store import Document, Store
 
-    folder = tempfile.mkdtemp(prefix="slipstream-trial-")
+    folder = trial_folder()
     prompts = torch.arange(4, 4 + count, device=model.device)[:, None]
     texts = model.generate(prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=length, do_sample=False)
     with Store.create(folder, model.config.get_text_config().vocab_size) as store:
         store.extend(Document(text) for text in texts.tolist())
+    return folder
+
+
+def trial_folder() -> str:
+    """A temporary folder, which goes when Python ends."""
+    folder = tempfile.mkdtemp(prefix="slipstream-trial-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder

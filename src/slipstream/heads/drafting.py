@@ -2,6 +2,10 @@
 
 A draft is one function of tensors whose shapes don't depend on the request: the last states and the roots go in, nodes
 come out, in one piece that is copied to the host once. What a request may not have of it is cut off there.
+
+On a GPU a draft is started behind the step whose states it reads: which node the host will accept last, and which token
+comes after it, is computed there too (`ops.walk`). When the host has decided, it compares what it decided with what
+that draft was made of, and drafts again if that is something else.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import numpy as np
 import torch
+from numba import njit
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -27,7 +32,7 @@ from slipstream.heads.files import CONFIG, find_folder, read_config
 from slipstream.sampling import noise_key
 from slipstream.target.capture import capture
 from slipstream.target.graphs import BATCHES, bucket
-from slipstream.target.ops import best_tokens
+from slipstream.target.ops import best_tokens, walk
 from slipstream.target.standins import StandIns
 from slipstream.tree import TokenTree
 
@@ -35,6 +40,7 @@ if TYPE_CHECKING:
     from slipstream.budget import Budget
     from slipstream.request import Request
     from slipstream.target.base import Target
+    from slipstream.target.steps import FixedStep
 
 log = logging.getLogger("slipstream")
 
@@ -65,6 +71,7 @@ class HeadDrafter(Drafter):
     width: int
     length: int
     ordered: bool = False  # whether `best` gives nodes in the order of their paths' probabilities
+    waiting: int = 1  # states that a draft reads at most
 
     def __init__(self, target: Target, tokenizer: Any, options: Any) -> None:
         super().__init__(target, tokenizer, options)
@@ -78,6 +85,7 @@ class HeadDrafter(Drafter):
         self.captured_draws = Captured(
             lambda table, states, *noise: self.draws(*self.inputs(table, states), *noise), self.device, within
         )
+        self.captured_ahead = Captured(self._behind_step, self.device, within)
 
     @classmethod
     def trials(cls, model: Any) -> list[dict[str, Any]]:
@@ -102,13 +110,28 @@ class HeadDrafter(Drafter):
                     proposals[i] = proposal
         return proposals
 
+    @torch.inference_mode()
+    def behind(self, session: DraftSession, step: FixedStep) -> None:
+        mine = cast(HeadSession, session)
+        known = None if mine.draws else mine.known()
+        if known is not None:
+            i, layers = step.inputs, dict.fromkeys(self.layers)
+            still = i.ids, i.depths, i.paths, i.lengths, step.chosen, *(step.hidden[layer][0] for layer in layers)
+            mine.ahead = self.captured_ahead.start(torch.tensor([known], dtype=torch.long), still=still)
+
     # ---- on the device
 
     def inputs(self, table: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
         """What `best` and `draws` read, made of a table (see `given`) and states: the last ones (b, ·), the roots (b,).
 
         states: joined, (b, m, ·); or all of a step as they lie there, layer by layer, (n, H) each."""
-        return self._picked(table[:, :1], states)[:, 0], table[:, 1]
+        return self._picked(table[:, 2:], states)[:, 0], table[:, 1]
+
+    def _behind_step(self, known: Tensor, *of_step: Tensor) -> Tensor:
+        """(b, ·) int32: the table, as the host will make it if it accepts what was chosen, and the nodes."""
+        *tree, chosen = of_step[:5]
+        table = torch.cat((known, walk(tree[0], tree[1], tree[2], tree[3], chosen, self.waiting)), 1)
+        return torch.cat((table.int(), self.best(*self.inputs(table, *of_step[5:])).flatten(1)), 1)
 
     def _picked(self, rows: Tensor, states: tuple[Tensor, ...]) -> Tensor:
         """(b, m, ·) what the head reads. rows (1, m): which of a step's."""
@@ -133,11 +156,11 @@ class HeadDrafter(Drafter):
     # ---- on the host
 
     def given(self, sessions: Sequence[HeadSession], roots: Sequence[int], batch: int, lying: bool) -> Tensor:  # noqa: ARG002
-        """(b, 2) int64, padded to `batch` sequences: where the last state lies in its step, and the root. lying:
-        whether states are read from there."""
-        table = np.zeros((batch, 2), np.int64)
-        table[: len(roots), 0] = [session.place for session in sessions]
+        """(b, 3) int64, padded to `batch` sequences: as `ops.walk` gives it, one state, the root, and where the state
+        lies in its step. lying: whether states are read from there."""
+        table = np.ones((batch, 3), np.int64)
         table[: len(roots), 1] = roots
+        table[: len(roots), 2] = [session.place for session in sessions]
         return torch.from_numpy(table)
 
     def joined(self, sessions: Sequence[HeadSession], table: Tensor) -> Tensor:
@@ -149,18 +172,27 @@ class HeadDrafter(Drafter):
         self, sessions: Sequence[HeadSession], roots: Sequence[int], budgets: Sequence[Budget]
     ) -> list[Proposal]:
         batch = bucket(len(sessions), BATCHES)
-        lying = sessions[0].lying() if batch == 1 and self.device.type == "cuda" else ()
+        lying = sessions[0].lying() if batch == 1 else ()
         table = self.given(sessions, roots, batch, bool(lying))
-        if lying:
+        nodes = self._started(sessions[0], table) if lying else None
+        if nodes is None and lying:
             nodes = self.captured.fetch(table, still=lying).numpy()
-        else:
+        elif nodes is None:
             nodes = self.captured.fetch(table, self.joined(sessions, table)).numpy()
         proposals = []
         for i, (session, root, budget) in enumerate(zip(sessions, roots, budgets, strict=True)):
             session.asked(root)
             tree = budget.limit(unpack(root, nodes[i], self.kind, budget.nodes if self.ordered else None))
-            proposals.append(Proposal(tree, unpack_first(nodes[i])))
+            proposals.append(Proposal(tree, unpack_first(nodes[i]) if self.first else None))
         return proposals
+
+    def _started(self, session: HeadSession, table: Tensor) -> NDArray[np.int32] | None:
+        """(1, 3, n) the nodes of the draft that was started behind the step, if it was made of this table."""
+        if session.ahead is None:
+            return None
+        found, width = session.ahead.wait()[0].numpy(), table.shape[1]
+        same = np.array_equal(found[:width], table[0].numpy())
+        return found[width:].reshape(1, 3, -1) if same else None
 
     def _drawn(
         self, sessions: Sequence[HeadSession], roots: Sequence[int], budgets: Sequence[Budget]
@@ -212,6 +244,7 @@ class HeadSession(DraftSession):
         self.keeps_q = self.draws and request.accept.name != "match"
         self.read = 0  # tokens of the text, the root not counted
         self.hidden = Hidden()  # what the head reads: the last row seen
+        self.ahead: Pending | None = None  # a draft that was started behind the step whose states were seen last
 
     def observe(self, seen: Seen) -> None:
         self.read = seen.position + len(seen.tokens)
@@ -237,17 +270,43 @@ class HeadSession(DraftSession):
         """All states of the step, layer by layer, (n, H) each, if a capture may read them where they lie."""
         return tuple(self.hidden.tensors.values()) if self.hidden.lasting else ()
 
+    def known(self) -> list[int] | None:
+        """What the table of the next draft begins with, if the step under way says the rest."""
+        return []
+
+    def keep(self) -> None:
+        self.ahead = None
+
     def asked(self, root: int) -> None:
         """A draft after this root was made."""
 
     def propose(self, root: int, budget: Budget) -> Proposal:
         return self.drafter.propose([self], [root], [budget])[0]
 
+    def close(self) -> None:
+        """Nobody will want the draft behind the last step, but until it has ended its capture must not go away."""
+        if self.ahead is not None:
+            self.ahead.wait()
+        self.ahead = None
+
     def keys(self, depths: int) -> list[int]:
         """The noise of the tokens after the root, by depth."""
         stream = "draft" if self.keeps_q else ""
         r = self.request
         return [noise_key(r.seed, r.sample, self.read + depth, stream) for depth in range(1, depths + 1)]
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A result on its way to the host."""
+
+    result: Tensor  # on the host
+    ended: Any = None  # the event after which it is there; None: it is
+
+    def wait(self) -> Tensor:
+        if self.ended is not None:
+            self.ended.synchronize()
+        return self.result
 
 
 @dataclass(frozen=True)
@@ -258,7 +317,7 @@ class Fetch:
     table: Tensor  # on the host
     own: list[Tensor]
     still: tuple[Tensor, ...]
-    result: Tensor  # on the host
+    pending: Pending
 
 
 class Captured:
@@ -304,24 +363,29 @@ class Captured:
         """The result, which must be one tensor, on the host, until the next call. table: on the host, goes up and the
         result comes down within the launch. still: tensors that are read where they are; others have captures of their
         own."""
+        return self.start(table, *inputs, still=still).wait()
+
+    @torch.inference_mode()
+    def start(self, table: Tensor, *inputs: Tensor, still: tuple[Tensor, ...] = ()) -> Pending:
+        """`fetch`, not waited for."""
         if not self._captures:
             result: Tensor = self._function(table.to(self._device), *inputs, *still)
-            return result.cpu()
+            return Pending(result.cpu())
         key = ("fetch", table.shape, *((x.shape, x.dtype) for x in inputs), *(x.data_ptr() for x in still))
         if key not in self._fetches:
             if len(self._fetches) >= FETCHES:
-                self._fetches.clear()
+                self.clear()
             fetch = self._capture_fetch(table, inputs, still)
             if fetch is None:
-                return self.fetch(table, *inputs, still=still)
+                return self.start(table, *inputs, still=still)
             self._fetches[key] = fetch
         fetch = self._fetches[key]
         fetch.table.copy_(table)
         for mine, given in zip(fetch.own, inputs, strict=True):
             mine.copy_(given, non_blocking=True)
         fetch.graph.replay()
-        torch.cuda.current_stream(self._device).synchronize()
-        return fetch.result
+        fetch.pending.ended.record()
+        return fetch.pending
 
     def _capture_fetch(self, table: Tensor, inputs: tuple[Tensor, ...], still: tuple[Tensor, ...]) -> Fetch | None:
         host = table.clone().pin_memory()
@@ -336,10 +400,12 @@ class Captured:
             result.copy_(self._function(device, *own, *still), non_blocking=True)
 
         captured = self._capture(own, work)
-        return None if captured is None else Fetch(captured[0], host, own, still, result)
+        return None if captured is None else Fetch(captured[0], host, own, still, Pending(result, torch.cuda.Event()))
 
     def clear(self) -> None:
-        """Forget what was captured."""
+        """Forget what was captured, once it has ended."""
+        for fetch in self._fetches.values():
+            fetch.pending.wait()
         self._graphs.clear()
         self._fetches.clear()
         self._memory = None
@@ -405,14 +471,22 @@ def pack(tokens: Tensor, parents: Tensor, probability: Tensor) -> Tensor:
 
 def unpack(root: int, nodes: NDArray[np.int32], source: str, most: int | None = None) -> TokenTree:
     """(3, n) of one sequence as a tree: of the nodes, which stand in order of their probability, `most` at most."""
-    count = int((nodes[1] >= 0).sum())
-    tokens, parents, probability = nodes[:, : count if most is None else min(most, count)]
-    return TokenTree.build(
-        np.concatenate([[root], tokens]),
-        np.concatenate([[-1], parents]),
-        source=source,
-        raw=np.concatenate([[1.0], probability.view(np.float32)]),
-    )
+    tokens, parents, raw, score = _unpack(root, nodes, nodes.shape[1] if most is None else most)
+    return TokenTree(tokens, parents, raw, score, (source,))
+
+
+@njit(cache=True, nogil=True)
+def _unpack(root, nodes, most):  # type: ignore[no-untyped-def]
+    count = 0
+    while count < min(most, nodes.shape[1]) and nodes[1, count] >= 0:
+        count += 1
+    tokens, parents = np.empty(1 + count, np.int32), np.empty(1 + count, np.int32)
+    score, raw = np.empty(1 + count, np.float32), np.empty((1 + count, 1), np.float32)
+    tokens[0], parents[0], score[0], raw[0, 0] = root, -1, 1.0, np.nan  # nobody proposed the root
+    tokens[1:], parents[1:] = nodes[0, :count], nodes[1, :count]
+    score[1:] = nodes[2, :count].view(np.float32)
+    raw[1:, 0] = score[1:]
+    return tokens, parents, raw, score
 
 
 def pack_chains(tokens: Tensor, probability: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.drafters.base import Hidden, Seen
+from slipstream.drafters.base import DraftSession, Hidden, Seen
 from slipstream.errors import OptionError
 from slipstream.heads.beams import Carry, ChainDrafter
 from slipstream.heads.decoder import FeatureHead
@@ -27,6 +27,7 @@ from slipstream.target.ops import best_tokens
 if TYPE_CHECKING:
     from slipstream.request import Request
     from slipstream.target.base import Target
+    from slipstream.target.steps import FixedStep
 
 
 AT_ONCE = 1024  # states that wait for a draft; more are read before it
@@ -119,14 +120,18 @@ class FeatureDrafter(ChainDrafter):
         self._make_room(batch, int(table[:, 1:3].sum(1).max()))
         return torch.from_numpy(table)
 
+    def behind(self, session: DraftSession, step: FixedStep) -> None:
+        self._make_room(1, cast(FeatureSession, session).length + 1 + self.waiting)
+        super().behind(session, step)
+
     def _make_room(self, batch: int, length: int) -> None:
         drawn = self.width * (self.length - 1)
         self.cache.reserve(length + max(drawn, sum(self.growth.widths)))
         self.cache.prepare(batch, max(self.width, *self.growth.widths, 1), self.length)
         if self._captured_for != self.cache.generation:  # the cache has moved
             self._captured_for = self.cache.generation
-            self.captured.clear()
-            self.captured_draws.clear()
+            for captured in (self.captured, self.captured_draws, self.captured_ahead):
+                captured.clear()
 
     # ---- drafting
 
@@ -240,15 +245,21 @@ class FeatureSession(HeadSession):
         one = self.pieces[0]
         return tuple(one.tensors.values()) if len(self.pieces) == 1 and one.lasting else ()
 
+    def known(self) -> list[int] | None:
+        """Its row, and the keys there once the draft's root is part of the text; if it has read all before that."""
+        return None if self.root is None or self.prompt is not None else [self.row, self.length + 1]
+
     def asked(self, root: int) -> None:
         self.forget()
         self.root, self.begun = root, True
 
     def keep(self) -> None:
+        super().keep()
         if self.root is None:  # no draft has read them
             self.pieces = [piece.copy() if piece.lasting else piece for piece in self.pieces]
 
     def skip(self) -> None:
+        super().keep()
         if self.root is None:
             self._let_go()
 
@@ -264,6 +275,7 @@ class FeatureSession(HeadSession):
         self.pieces, self.following = [self.pieces[-1].end(1)], []
 
     def close(self) -> None:
+        super().close()
         if self.row:
             self.drafter.cache.close(self.row)
         self.row = 0

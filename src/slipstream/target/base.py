@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,9 @@ class Want:
     # Who chooses the token after each sequence's nodes. Where it can, the forward chooses along with them, and logits
     # stay on the device; None: this sequence's logits are read.
     samplers: tuple[Sampler | None, ...] = ()
+    # What reads nothing but what the forward leaves on the device can be started before the forward has ended: a target
+    # that runs ahead of the host calls this then, with the step under way.
+    behind: Callable[[Any], None] | None = None
 
     @property
     def argmax(self) -> bool:

@@ -131,15 +131,20 @@ class KeyValuePool(Cache):
             pair.append(new)
         return pair[0], pair[1]
 
-    def _too_large(self, rows: int, capacity: int, device: torch.device) -> str:
-        per_token = sum(
+    @property
+    def per_token(self) -> int:
+        """Bytes."""
+        return sum(
             len(members) * s.heads * (s.key_dim + s.value_dim) * s.dtype.itemsize
             for s, members in self._members.items()
         )
+
+    def _too_large(self, rows: int, capacity: int, device: torch.device) -> str:
         free = f", and {torch.cuda.mem_get_info(device)[0] / 2**30:.2f} GiB are free" if device.type == "cuda" else ""
+        size = rows * capacity * self.per_token
         return (
-            f"the cache does not fit on {device}: {rows} sequences × {capacity} tokens × {per_token} bytes are "
-            f"{rows * capacity * per_token / 2**30:.2f} GiB, beside the {self.bytes / 2**30:.2f} GiB it has now{free}. "
+            f"the cache does not fit on {device}: {rows} sequences × {capacity} tokens × {self.per_token} bytes are "
+            f"{size / 2**30:.2f} GiB, beside the {self.bytes / 2**30:.2f} GiB it has now{free}. "
             "Run fewer sequences at a time (max_batch), shorten the prompts, or use a smaller dtype"
         )
 

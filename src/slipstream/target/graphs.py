@@ -35,7 +35,10 @@ BATCHES = (1, 2, 4, 8, 16, 32, 64)
 READING = (32, 128)  # rows of the steps that read prompts: few, since each is captured
 ORDINARY = 25e-3  # seconds that an ordinary forward takes to launch, whatever it reads, as measured on an H200
 ONE, EACH = 1e-3, 0.4e-12  # and those of a step that reads prompts: for itself, and for each byte of weights
-FIRST_CAPACITY = 1024  # every growth captures anew, and capacity that isn't used costs nothing but memory
+# Every growth captures anew, and capacity that isn't used costs nothing but memory: as much at first as would leave
+# most of the device's to others if so many sequences ran.
+FIRST_CAPACITY = 1024  # at least
+FIRST_SHARE, SEQUENCES = 0.25, 64
 
 
 def bucket(n: int, sizes: Sequence[int]) -> int:
@@ -81,11 +84,18 @@ class GraphTarget(TreeTarget):
         self._alike: dict[tuple[int, int], bool] = {}  # by batch and rows
         self._sample: torch.Tensor | None = None  # logits that every shape of step should give its sample text
         self._spare = self.open()  # where the padding of a batch writes
-        self.pool.reserve(len(self._slots), min(FIRST_CAPACITY, self.context))
+        self.pool.reserve(len(self._slots), min(self._first_capacity(), self.context))
 
     @property
     def pool(self) -> KeyValuePool:
         return self._pool
+
+    def _first_capacity(self) -> int:
+        if self.device.type != "cuda":
+            return FIRST_CAPACITY
+        memory = torch.cuda.get_device_properties(self.device).total_memory
+        fits = int(FIRST_SHARE * memory) // (SEQUENCES * self.pool.per_token)
+        return max(FIRST_CAPACITY, 1 << fits.bit_length() - 1)
 
     @contextmanager
     def fixed(self, step: FixedStep) -> Iterator[None]:
@@ -143,7 +153,7 @@ class GraphTarget(TreeTarget):
             slot.tree = tree
         self._fill(step.host, slots, trees)
         self._tell(step, slots, trees, samplers)
-        step()
+        step(want.behind if samplers else None)  # whoever decides on the host knows what follows only then
         return step
 
     def _followed(self, samplers: Sequence[Sampler | None], count: int) -> Sequence[Sampler | None]:

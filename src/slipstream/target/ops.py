@@ -153,6 +153,35 @@ def best(logits: torch.Tensor) -> torch.Tensor:
     return torch.stack([token.int(), logits.gather(-1, token[..., None])[..., 0].float().view(torch.int32)])
 
 
+def walk(
+    ids: torch.Tensor,  # (b, n) int32
+    depths: torch.Tensor,  # (b, n) int32, negative for padding
+    paths: torch.Tensor,  # (b, n, n) int32, the columns of each node's ancestors, by depth
+    lengths: torch.Tensor,  # (b,) int32, the column of the root
+    chosen: torch.Tensor,  # (2, b, n) int32, as `best` gives it
+    room: int,
+) -> torch.Tensor:
+    """How far the tokens chosen after each node were drafted: (b, 1 + 2·room) int64. How many nodes that are, of which
+    the last `room` count; the tokens after them; and the nodes themselves. Both stand at the end of their room."""
+    if ids.device.type == "cuda":
+        from slipstream.target.walk import walk_down
+
+        return walk_down(ids, depths, paths, lengths, chosen, room)
+    table = torch.zeros((len(ids), 1 + 2 * room), dtype=torch.long)
+    for s, line in enumerate(table):
+        path, depth = [0], 1
+        while len(path) == depth:
+            column, token = int(lengths[s]) + path[-1], chosen[0, s, path[-1]]
+            below = (depths[s] == depth) & (paths[s, :, depth - 1] == column) & (ids[s] == token)
+            path += below.nonzero()[:1, 0].tolist()  # of equal siblings the first
+            depth += 1
+        kept = path[-room:]
+        line[0] = len(kept)
+        line[1 + room - len(kept) : 1 + room] = chosen[0, s, kept]
+        line[1 + 2 * room - len(kept) :] = torch.tensor(kept)
+    return table
+
+
 @torch.library.custom_op("slipstream::best_tokens", mutates_args=())
 def best_tokens(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The k most probable tokens after each row of logits (…, V), the best first: their log-probabilities (…, k) in

@@ -6,6 +6,7 @@ brought down. One launch instead of a thousand.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -21,7 +22,7 @@ from slipstream.notices import doing
 from slipstream.target.capture import capture
 from slipstream.target.compiled import compiled_layers
 from slipstream.target.draw import Draws, History, draw
-from slipstream.target.ops import attend, best, move_keys, write_keys
+from slipstream.target.ops import attend, best, move_keys, walk, write_keys
 
 if TYPE_CHECKING:
     from slipstream.target.graphs import GraphTarget
@@ -115,6 +116,7 @@ class FixedStep:
         self._cache = Cache(layers=[GraphLayer(k, v, self.inputs) for k, v in pool.tensors()])
         self._mask = torch.zeros((batch, 1, rows, 1), dtype=target.dtype, device=device)  # nobody looks at it
         self._graph: Any = None
+        self._ended: Any = torch.cuda.Event() if cuda else None
         nothing = torch.empty(0, device=device)
         self.scratch: Any = SimpleNamespace(stats=nothing, sums=nothing)
         if cuda:
@@ -142,7 +144,13 @@ class FixedStep:
         self.logits = out.logits  # (b, n, V)
         self.by_sequence = list(out.logits)
         self.hidden = {layer: out.hidden_states[layer] for layer in self.layers}
-        self.answer.copy_(self._choose(), non_blocking=True)
+        self.chosen = self._choose()
+        self.answer.copy_(self.chosen, non_blocking=True)
+
+    def walk(self, room: int) -> torch.Tensor:
+        """(b, 1 + 2·room) int64, on the device: see `ops.walk`. What the host will accept, if its rule is to match."""
+        i = self.inputs
+        return walk(i.ids, i.depths, i.paths, i.lengths, self.chosen, room)
 
     def _choose(self) -> torch.Tensor:
         """(2, b, n) int32: the token after each row, and the bits of the logit it won with."""
@@ -174,13 +182,18 @@ class FixedStep:
             return nullcontext()
         return compiled_layers(self.target.model, self._cache, self.target.compile)
 
-    def __call__(self) -> None:
+    def __call__(self, behind: Callable[[FixedStep], None] | None = None) -> None:
+        """behind: called as soon as the device has its work."""
         if self._graph is None:
             with self.target.fixed(self), self._compiled():
                 self.run()
         else:
             self._graph.replay()
-            torch.cuda.current_stream().synchronize()
+            self._ended.record()
+        if behind is not None:
+            behind(self)
+        if self._graph is not None:
+            self._ended.synchronize()
 
 
 under_way: FixedStep | None = None  # whose inputs the attention of the forward under way reads

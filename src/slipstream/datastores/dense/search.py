@@ -25,6 +25,8 @@ from slipstream.datastores.store import DEFAULT, Store
 from slipstream.errors import DamagedError, StoreError
 
 Query = NDArray[np.float32]  # (D,) of unit length
+AHEAD = 32  # rows: a scan asks for them before it needs them, since it is faster than memory answers
+LINE = 64  # bytes that come at a time
 MORE = 4  # times as many are asked of a graph: some may be gone, and what it calls nearest is nearly so
 
 
@@ -183,6 +185,25 @@ def _half(_context, _bits):  # type: ignore[no-untyped-def]
     return types.float32(types.uint16), build
 
 
+@intrinsic
+def _expect(_context, vectors, _row):  # type: ignore[no-untyped-def]
+    """A row of a matrix will be read soon. It may lie behind the end."""
+
+    def build(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        matrix = context.make_array(signature.args[0])(context, builder, arguments[0])
+        long, integer, pointer = cgutils.ir.IntType(64), cgutils.ir.IntType(32), cgutils.voidptr_t
+        stride, _ = cgutils.unpack_tuple(builder, matrix.strides, 2)
+        start = builder.add(builder.ptrtoint(matrix.data, long), builder.mul(arguments[1], stride))
+        kind = cgutils.ir.FunctionType(cgutils.ir.VoidType(), [pointer, integer, integer, integer])
+        prefetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        read, keep, data = integer(0), integer(3), integer(1)
+        with cgutils.for_range_slice(builder, long(0), stride, long(LINE), intp=long) as (offset, _):
+            builder.call(prefetch, [builder.inttoptr(builder.add(start, offset), pointer), read, keep, data])
+        return context.get_dummy_value()
+
+    return types.void(vectors, types.int64), build
+
+
 @njit(cache=True, nogil=True, fastmath={"reassoc", "contract"})
 def _similarity(vectors, query, row):  # type: ignore[no-untyped-def]
     total = np.float32(0)
@@ -204,6 +225,7 @@ def _insert(value, number, row, similarity, part, rows):  # type: ignore[no-unty
 @njit(cache=True, nogil=True)
 def _scan(vectors, query, first, last, document, alive, number, similarity, part, rows):  # type: ignore[no-untyped-def]
     for row in range(first, last):
+        _expect(vectors, row + AHEAD)
         value = _similarity(vectors, query, row)
         if value > similarity[-1] and alive[document[row]]:
             _insert(value, number, row, similarity, part, rows)

@@ -181,6 +181,8 @@ def live(given: argparse.Namespace) -> dict[str, Any]:
         }
         shown = "  ".join(f"{n} {r[0]:.3f} ({r[1]:.3f}-{r[2]:.3f})" for n, r in told[category].items())
         tell(f"{category:24} {rows.sum():3} prompts  {shown}")
+    for source in llms["auto"].engine.drafter.pilot.sources.values():
+        tell(f"      {source}")
     of = len(asked) * given.repeats
     slower = [c for c, found in told.items() if found["auto"][2] < 1]
     return {

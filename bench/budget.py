@@ -18,7 +18,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -34,7 +34,7 @@ from slipstream.drafters import auto
 from slipstream.drafters.base import Drafter, DraftSession, Hidden, Proposal, Seen
 from slipstream.engine import Engine
 from slipstream.request import Request
-from slipstream.target import Scores, Slot, Want, load_model
+from slipstream.target import Scores, Slot, Want, capture, load_model
 from slipstream.tree import TokenTree
 
 NOISE = 0.04  # of a time's logarithm
@@ -48,8 +48,10 @@ class Machine:
     steps: dict[int, float]  # by rows
     drafts: dict[str, float]
     reading: dict[str, float]  # of each token of a prompt, the first time that a head is asked about it
-    joint: float  # what `auto` takes besides, of every step
-    host: float  # and what everybody does
+    # Of drafts that were started behind the step before: what the device takes from the step's end on, and the host.
+    behind: dict[str, tuple[float, float]] = field(default_factory=dict)
+    joint: float = 1e-4  # what `auto` takes besides, of every step
+    host: float = 1e-4  # and what everybody does
     padded: bool = False
     singles: Sequence[str] = ()  # to compare with
 
@@ -59,22 +61,19 @@ MACHINES = {
         {1: 0.0325, 2: 0.0365, 4: 0.048, 8: 0.060, 16: 0.064, 32: 0.080, 64: 0.124},
         {"suffix": 5e-5, "pld": 4e-5, "eagle3": 0.018, "redrafter": 0.016},
         {"eagle3": 1.2e-4},
-        joint=1e-4,
-        host=1e-4,
         singles=("suffix:1", "pld:2", "eagle3:2"),
     ),
     "two CPU cores, bfloat16": Machine(
         {1: 0.033, 2: 0.038, 4: 0.039, 8: 0.040, 16: 0.043, 32: 0.054, 64: 0.064},
         {"suffix": 5e-5, "pld": 4e-5, "eagle3": 0.013, "redrafter": 0.011},
         {"eagle3": 5e-5},
-        joint=1e-4,
-        host=1e-4,
         singles=("suffix:15", "pld:7", "eagle3:15"),
     ),
     "H200": Machine(
         {1: 7.6e-4, 8: 8e-4, 16: 8.5e-4, 32: 9.8e-4, 64: 1.3e-3, 128: 1.7e-3},
         {"suffix": 3e-5, "pld": 3e-5, "eagle3": 3.5e-4, "redrafter": 3e-4},
         {"eagle3": 2e-6},
+        {"eagle3": (1.8e-4, 9e-5), "redrafter": (1.4e-4, 9e-5)},
         joint=8e-5,
         host=5e-5,
         padded=True,
@@ -84,6 +83,7 @@ MACHINES = {
         {1: 7.8e-4, 8: 8.2e-4, 16: 8.9e-4, 32: 1.02e-3, 64: 1.3e-3, 128: 1.7e-3},
         {"suffix": 5e-5, "pld": 4e-5, "eagle3": 5.8e-4, "redrafter": 4.9e-4},
         {"eagle3": 3e-6},
+        {"eagle3": (1.8e-4, 1.6e-4), "redrafter": (1.4e-4, 1.6e-4)},
         joint=1.2e-4,
         host=6e-5,
         padded=True,
@@ -169,6 +169,7 @@ class Player(ReplayTarget):
         items = [Item(str(i), text.category, text.prompt, text.answer) for i, text in enumerate(texts)]
         super().__init__(Recording(items, machine.steps, Decoding(), 1 << 16, 1 << 20, "", {}, machine.padded))
         self.machine, self.clock = machine, clock
+        self.busy = 0.0  # until when the device drafts
         self.texts, self.text = texts, texts[0]
         self.widths = tuple(machine.steps) if machine.padded else ()
 
@@ -177,7 +178,10 @@ class Player(ReplayTarget):
         return super().play(number)
 
     def score(self, slots: Sequence[Slot], trees: Sequence[TokenTree], want: Want, known: int = 0) -> list[Scores]:
-        self.clock.pass_by(self._recording.seconds(max(map(len, trees))) + self.machine.host)
+        self.clock.pass_by(self._recording.seconds(max(map(len, trees))))
+        if want.behind is not None and self.machine.behind:
+            want.behind(None)
+        self.clock.pass_by(self.machine.host)
         return super().score(slots, trees, want, known)
 
 
@@ -193,14 +197,34 @@ class RecordedHead(Drafter):
     def begin(self, request: Request) -> DraftSession:  # noqa: ARG002
         return RecordedSession(self)
 
+    def behind(self, session: DraftSession, step: Any) -> None:  # noqa: ARG002
+        target, mine = cast(Any, self.target), cast(RecordedSession, session)
+        target.busy = max(target.busy, target.clock.now) + target.machine.behind[self.name][0]
+        mine.ready = target.busy
+
 
 class RecordedSession(DraftSession):
     def __init__(self, head: RecordedHead) -> None:
         self.head, self.target = head, head.target
         self.read, self.caught_up = 0, False
+        self.ready: float | None = None  # when the draft that was started behind the last step is there
 
     def observe(self, seen: Seen) -> None:
         self.read = seen.position + len(seen.tokens)
+
+    @property
+    def late(self) -> bool:
+        target: Any = self.target
+        return bool(target.machine.behind) and self.ready is None
+
+    def keep(self) -> None:
+        """If nobody wanted it, the next step waits for it."""
+        self.wait()
+
+    def wait(self) -> None:
+        target: Any = self.target
+        target.clock.now = max(target.clock.now, self.ready or 0.0)
+        self.ready = None
 
     def propose(self, root: int, budget: Budget) -> Proposal:
         target: Any = self.target
@@ -208,7 +232,11 @@ class RecordedSession(DraftSession):
         if not self.caught_up:
             target.clock.pass_by(target.machine.reading.get(name, 0.0) * len(text.prompt))
             self.caught_up = True
-        target.clock.pass_by(target.machine.drafts[name])
+        if self.ready is None:
+            target.clock.pass_by(target.machine.drafts[name])
+        else:
+            self.wait()
+            target.clock.pass_by(target.machine.behind[name][1])
         at = self.read - len(text.prompt)
         if not 0 <= at < len(text.drafts[name]):
             return Proposal(TokenTree.root(root))
@@ -266,7 +294,7 @@ def play(given: argparse.Namespace) -> dict[str, Any]:
         tell(label)
         for name in ("none", "auto", *machine.singles):
             clock = Clock()
-            engine.perf_counter = auto.perf_counter = clock  # type: ignore[assignment, attr-defined]
+            engine.perf_counter = capture.perf_counter = clock  # type: ignore[assignment, attr-defined]
             auto.costs_of = lambda target: Costs(target.machine.steps, target.machine.padded)  # type: ignore[assignment, attr-defined]
             drafter, _, nodes = name.partition(":")
             runner, most = contestant(drafter, texts, machine, clock), int(nodes or (31 if machine.padded else 16))
@@ -278,9 +306,7 @@ def play(given: argparse.Namespace) -> dict[str, Any]:
                 report.setdefault(label, {})[name] = shown(name, taken["none"], taken[name], texts)
             if name == "auto":
                 for source in runner.drafter.pilot.sources.values():  # type: ignore[attr-defined]
-                    levels = " ".join("-" if a is None else f"{a:.2f}" for a in source.advantages)
-                    drafts = f"{source.drafts} drafts of {source.seconds * 1e3:.3f} ms"
-                    tell(f"      {source.name:12} {drafts}, worth {levels}")
+                    tell(f"      {source}")
     return report
 
 

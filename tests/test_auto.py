@@ -1,13 +1,16 @@
 """auto: its texts are plain decoding's (the laws see to that); here, that it asks, learns and refrains."""
 
 import json
+from time import sleep
 
 import pytest
 
 from slipstream import LLM
 from slipstream.budget.costs import Costs, costs_of, measure
 from slipstream.errors import DrafterError, OptionError
+from slipstream.request import Request
 from slipstream.target import open_target
+from slipstream.target.capture import preparing
 from slipstream.trace.explain import explain
 
 FREE = {1: 0.010, 64: 0.0101}
@@ -23,7 +26,7 @@ def steps(monkeypatch):
         monkeypatch.setattr("slipstream.drafters.auto.costs_of", lambda _: Costs(seconds))
         expected = Costs.seconds
         monkeypatch.setattr("slipstream.budget.costs.Costs.observe", lambda s, rows, batch, _: expected(s, rows, batch))
-        monkeypatch.setattr("slipstream.drafters.auto.perf_counter", lambda: 0.0)
+        monkeypatch.setattr("slipstream.drafters.auto.Stopwatch.seconds", lambda _: 0.0)
 
     return curve
 
@@ -63,6 +66,48 @@ def test_hidden_states_reach_whoever_wants_them(steps, tiny):
     result = llm.generate([REPEATING, [40], REPEATING[:7]], max_new_tokens=60)
     assert result[0].tokens == plain.tokens
     assert result[0].stats.by_source["medusa"]["proposed"] > 0
+
+
+def test_what_is_prepared_once_is_nobodys_fault(tiny, monkeypatch):
+    """As on a GPU, where the first step and the first draft of a shape are captured."""
+    llm = LLM(tiny("llama"), drafter="auto", drafters="suffix")
+    drafter, target = llm.engine.drafter, llm.target
+    told, score, part = [], target.score, drafter.parts["suffix"]
+    propose, measured = part.propose, drafter.measured
+
+    def prepared(work):
+        def first(*given):
+            with preparing, preparing:
+                sleep(0.02)
+            return work(*given)
+
+        return first
+
+    monkeypatch.setattr(target, "score", prepared(score))
+    monkeypatch.setattr(part, "propose", prepared(propose))
+    monkeypatch.setattr(drafter, "measured", lambda *what: told.append(what[2]) or measured(*what))
+    llm.generate(REPEATING, max_new_tokens=40)
+    assert drafter.pilot.sources["suffix"].drafts >= 2
+    assert drafter.pilot.sources["suffix"].seconds < 0.02
+    assert max(told) < 0.02
+
+
+def test_heads_that_earn_it_draft_behind_steps(steps, tiny, monkeypatch):
+    """And nobody else does."""
+    steps(FREE)
+    model = tiny("llama")
+    llm = LLM(model, drafter="auto", drafters="suffix")
+    drafter, called = llm.engine.drafter, []
+    for name, part in drafter.parts.items():
+        monkeypatch.setattr(part, "behind", lambda session, step, name=name: called.append((name, session, step)))
+    session = drafter.begin(Request(tokens=[1, 2, 3], max_new_tokens=5))
+    for pays, asked, expected in [(True, {"suffix"}, 1), (False, {"suffix"}, 0), (True, set(), 0)]:
+        called.clear()
+        monkeypatch.setattr("slipstream.budget.pilot.Source.continues", pays)
+        session.asked = set(asked)
+        session.keep()
+        drafter.behind(session, "the step")
+        assert called == [("suffix", session.parts["suffix"], "the step")] * expected
 
 
 def test_costs_are_measured_once(tiny, tmp_path, monkeypatch):

@@ -325,6 +325,8 @@ def test_reading_a_text_is_not_what_a_draft_takes():
     assert source.wait > 100  # but it is paid for before the next probe
     pilot.count({"a": 0.002})
     assert source.reading == 0
+    assert pilot.count({"a": 0.001}, new={"a"}) == {"a": pytest.approx(0.001)}
+    assert source.seconds == pytest.approx(0.001)  # with reading included: it takes no more than that
 
 
 def test_probes_do_not_keep_it_resting():

@@ -24,6 +24,7 @@ from slipstream.request import Request
 from slipstream.sampling import Sampler
 from slipstream.stats import Stats
 from slipstream.target.base import Scores, Slot, Target, Want
+from slipstream.target.capture import Stopwatch
 from slipstream.tree import TokenTree
 
 
@@ -114,13 +115,13 @@ class Engine:
         for sequence in running:
             sequence.session.keep()
         choice = self.drafter.choice
-        drafted = perf_counter()
+        drafted, taken = perf_counter(), Stopwatch()
         rows = 1 + max(s.request.max_draft for s in running) if self.drafter.pads else 1
         behind = partial(self.drafter.behind, running[0].session) if len(running) == 1 else None
         want = Want(self.drafter.layers, rows, tuple(chooser(s) for s in running), behind)
         scores = self.target.score([s.slot for s in running], trees, want)
         scored = perf_counter()
-        self.drafter.measured(len(running), max(map(len, trees)), scored - drafted)
+        self.drafter.measured(len(running), max(map(len, trees)), taken.seconds())
         verdicts = []
         for sequence, tree, score in zip(running, trees, scores, strict=True):
             verdict = verify(sequence.request.accept, tree, score, sequence.sampler, sequence.over)

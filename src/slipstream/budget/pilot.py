@@ -39,7 +39,7 @@ FIRST_PROBES = 0.015  # and that they may take while it is not known
 FREE = 2  # drafts of a source that are not counted: they load its code
 SETTLED = 8  # drafts until which the fastest says what one takes
 FIRST_WAIT = 8  # plain steps: a source waits four times as many at most after its first draft, 16 times after two, …
-DEAR = 0.15  # of a plain step's time: of sources that take more one is asked, by what the others expect
+DEAR = 0.15  # of a plain step's time: of sources that take more, and of heads, one is asked, by what others expect
 LEVELS = (1.25, 1.6, 2.2, 3.5)  # tokens per sequence that they expect, from one level to the next
 
 
@@ -49,15 +49,25 @@ class Source:
 
     name: str
     calibration: Calibration
+    head: bool = False  # of these one is asked at most, since two would say much the same
     drafts: int = 0
     seconds: float = 0.0  # of one of them
-    reading: float = 0.0  # seconds that the last one took besides, as the first of a text
+    reading: float = 0.0  # seconds that the last one took besides, as the first of a text or because it began late,
+    delay: float = 0.0  # and those that beginning late usually takes
     # In the rate of tokens, by which asking it is better than not: by level of what others expect, and the first for a
     # cheap one. None: it was not asked there yet.
     advantages: list[float | None] = field(default_factory=lambda: [None] * (1 + len(LEVELS)))
     asked: list[int] = field(default_factory=lambda: [0] * (1 + len(LEVELS)))  # how often, by level
     level: int = 0  # where it was asked last
     wait: int = 0  # steps before it is probed again
+
+    def dear(self, step: float) -> bool:
+        """Whether it has to be worth what it takes at every level. step: seconds of a plain one."""
+        return self.head or self.seconds > DEAR * step
+
+    def __str__(self) -> str:
+        levels = " ".join("-" if a is None else f"{a:.2f}" for a in self.advantages)
+        return f"{self.name:12} {self.drafts} drafts of {self.seconds * 1e3:.3f} ms, worth {levels}"
 
     def renew(self) -> None:
         """Ask it again, whatever it was worth before."""
@@ -67,6 +77,11 @@ class Source:
     def pays(self) -> bool:
         """Whether asking it is better than not at any level."""
         return any(a is not None and a > 0 for a in self.advantages)
+
+    @property
+    def continues(self) -> bool:
+        """Whether it will probably be asked about the next step too."""
+        return self.pays or self.drafts <= FREE
 
     def learn(self, advantage: float) -> float:
         """It was asked at its level, and worth so much. Returns what it usually is there."""
@@ -97,11 +112,15 @@ class Choice:
 
 
 class Pilot:
-    def __init__(self, costs: Costs, sources: Sequence[str], trees: bool = True) -> None:
-        """trees: whether a step can verify branches; else each draft's best chain counts."""
+    def __init__(
+        self, costs: Costs, sources: Sequence[str], trees: bool = True, heads: Container[str] = frozenset()
+    ) -> None:
+        """trees: whether a step can verify branches; else each draft's best chain counts. heads: which of the sources
+        are models of their own."""
         self.costs, self.trees = costs, trees
         self._counts = blank(len(sources))  # of all calibrations
-        self.sources = {name: Source(name, Calibration(self._counts[i])) for i, name in enumerate(sources)}
+        calibrations = {name: Calibration(self._counts[i]) for i, name in enumerate(sources)}
+        self.sources = {name: Source(name, learnt, name in heads) for name, learnt in calibrations.items()}
         self._columns: dict[tuple[str, ...], NDArray[np.int64]] = {}
         self._account = 0.0  # plain steps gained over plain decoding
         self._seen = _Look([], [])  # the latest ones
@@ -118,29 +137,33 @@ class Pilot:
         """Whether speculation has lost so much that nothing may be verified; probes go on."""
         return self._account < -STAKE
 
-    def asks(self, names: Iterable[str], batch: int, expected: Callable[[], float]) -> Iterator[str]:
+    def asks(
+        self, names: Iterable[str], batch: int, expected: Callable[[], float], late: Container[str] = frozenset()
+    ) -> Iterator[str]:
         """Whom to ask now of these sources, one after the other: each cheap one that earns its time, then the best of
         the dear ones if it does; and now and then another, to see whether it would. expected: tokens per sequence from
-        what was drafted so far, as `expects` tells it."""
-        limit, dear = DEAR * self.costs.seconds(1, batch), list[Source]()
+        what was drafted so far, as `expects` tells it. late: whose draft could have been started before, and was not.
+        """
+        step, dear = self.costs.seconds(1, batch), list[Source]()
         for source in map(self.sources.__getitem__, names):
             source.level, source.wait = 0, max(0, source.wait - 1)
-            if source.seconds > limit:
+            if source.dear(step):
                 dear.append(source)
             elif not source.wait or (source.advantage() > 0 and not self.resting):
                 yield source.name
         if any(not source.wait or source.pays for source in dear):
-            chosen = self._best_of(dear, bisect(LEVELS, expected()))
+            delays = {source.name: source.delay / step for source in dear if source.name in late}
+            chosen = self._best_of(dear, bisect(LEVELS, expected()), delays)
             if chosen is not None:
                 yield chosen.name
 
-    def _best_of(self, dear: list[Source], level: int) -> Source | None:
-        """One at most, since two would say much the same."""
+    def _best_of(self, dear: list[Source], level: int, delays: dict[str, float]) -> Source | None:
+        """One at most. delays: by how much they must be better than others."""
         for source in dear:
             source.level = level
-        if due := [source for source in dear if not source.wait]:
-            return min(due, key=lambda source: source.drafts)
-        best = max(dear, key=Source.advantage)
+        if due := [source for source in dear if not source.wait]:  # first drafts one after the other: see `continues`
+            return min(due, key=lambda source: (not 0 < source.drafts <= FREE, source.drafts))
+        best = max(dear, key=lambda source: source.advantage() - delays.get(source.name, 0.0))
         return best if best.advantage() > 0 and not self.resting else None
 
     def expects(self, trees: Sequence[TokenTree], limits: Sequence[int]) -> float:
@@ -154,17 +177,23 @@ class Pilot:
             seen.expected = float(tokens[0, width]) / len(trees)
         return seen.expected
 
-    def count(self, drafting: dict[str, float], new: Container[str] = ()) -> dict[str, float]:
+    def count(
+        self, drafting: dict[str, float], new: Container[str] = (), late: Container[str] = ()
+    ) -> dict[str, float]:
         """The seconds that drafting took, less what is nobody's fault: a source's first drafts load and compile code,
-        and one that takes many times as long as usual was interrupted. new: sources that had to read the text first."""
+        and one that takes many times as long as usual was interrupted. new: sources that had to read the text first;
+        late: those that had to begin late."""
         counted = {}
         for name, seconds in drafting.items():
             source = self.sources[name]
             usual, source.reading = source.seconds, 0.0
             if source.drafts < FREE:
                 source.seconds, seconds = seconds if source.drafts else 0.0, 0.0
-            elif name in new:
-                source.reading, seconds = max(0.0, seconds - usual), min(seconds, usual)
+            elif name in new or name in late:
+                source.reading, source.seconds = max(0.0, seconds - usual), min(seconds, usual)
+                seconds = source.seconds
+                if name not in new:
+                    source.delay += (0.2 if source.delay else 1.0) * (source.reading - source.delay)
             elif source.drafts < SETTLED:
                 source.seconds = seconds = min(seconds, usual)
             else:
@@ -228,9 +257,9 @@ class Pilot:
 
     def _best_but(self, source: Source, step: float) -> float:
         """The advantage of the best dear source that could have been asked instead; nothing, if none has any."""
-        if source.seconds <= DEAR * step:
+        if not source.dear(step):
             return 0.0
-        others = (s for s in self.sources.values() if s is not source and s.seconds > DEAR * step)
+        others = (s for s in self.sources.values() if s is not source and s.dear(step))
         return max([0.0, *(found for s in others if (found := s.advantages[source.level]) is not None)])
 
     def decline(self, batch: int) -> None:

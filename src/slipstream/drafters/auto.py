@@ -6,7 +6,6 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from time import perf_counter
 from typing import TYPE_CHECKING, Any, cast
 
 from slipstream import drafters as registry
@@ -16,6 +15,7 @@ from slipstream.budget.pilot import Choice, Pilot
 from slipstream.datastores.dense import manifest as dense
 from slipstream.drafters.base import Drafter, DraftSession, Proposal, Seen
 from slipstream.errors import DamagedError, DrafterError, OptionError, StoreError
+from slipstream.target.capture import Stopwatch
 from slipstream.tree import TokenTree, fuse
 
 if TYPE_CHECKING:
@@ -55,7 +55,8 @@ class AutoDrafter(JointDrafter):
 
     def __init__(self, target: Any, tokenizer: Any, options: AutoOptions) -> None:
         super().__init__(target, tokenizer, options)
-        self.pilot = Pilot(costs_of(target), list(self.parts), target.trees)
+        heads = {name for name, part in self.parts.items() if part.generates}
+        self.pilot = Pilot(costs_of(target), list(self.parts), target.trees, heads)
         for name in self._trusted():
             self.pilot.sources[name].calibration.trust(TRUST)
         self._step: tuple[int, int, float] | None = None  # batch, rows, seconds of the step that was verified last
@@ -109,10 +110,10 @@ class AutoDrafter(JointDrafter):
         self._step = batch, rows, seconds
 
     def behind(self, session: DraftSession, step: FixedStep) -> None:
-        """Whoever was asked about this step, and earns it, will probably be asked about the next."""
+        """Whoever was asked about this step will probably be asked about the next."""
         mine = cast(AutoSession, session)
         for name in mine.latest:
-            if self.pilot.sources[name].pays:
+            if self.pilot.sources[name].continues:
                 self.parts[name].behind(mine.parts[name], step)
 
     def propose(
@@ -126,24 +127,26 @@ class AutoDrafter(JointDrafter):
         limits, drafting, new = [b.nodes for b in budgets], dict[str, float](), set[str]()
         # Of each source: the sequences that it may draft for.
         able = {name: [i for i, b in enumerate(budgets) if b.nodes and name in mine[i].parts] for name in self.parts}
-        names = (name for name, who in able.items() if who)
-        for name in self.pilot.asks(names, len(roots), lambda: self.pilot.expects(trees, limits)):
-            clock, who = perf_counter(), able[name]
+        names = [name for name, who in able.items() if who]
+        late = {name for name in names if len(mine) == 1 and mine[0].parts[name].late}
+        for name in self.pilot.asks(names, len(roots), lambda: self.pilot.expects(trees, limits), late):
+            who = able[name]
+            if any(name not in mine[i].knows for i in who):
+                new.add(name)
+            taken = Stopwatch()
             found = self.parts[name].propose(
                 [mine[i].parts[name] for i in who], [roots[i] for i in who], [budgets[i] for i in who]
             )
-            drafting[name] = perf_counter() - clock
+            drafting[name] = taken.seconds()
             for i, proposal in zip(who, found, strict=True):
-                if name not in mine[i].knows:
-                    mine[i].knows.add(name)
-                    new.add(name)
+                mine[i].knows.add(name)
                 mine[i].asked.add(name)
                 draft = proposal.tree.cut(budgets[i].depth)
                 trees[i] = fuse([trees[i], draft]) if len(trees[i]) > 1 else draft
         if not drafting:
             self.pilot.decline(len(roots))
             return [Proposal(tree) for tree in trees]
-        drafting = self.pilot.count(drafting, new)
+        drafting = self.pilot.count(drafting, new, late)
         self._drafting = sum(drafting.values()) + sum(self.pilot.sources[name].reading for name in drafting)
         for session, tree in zip(mine, trees, strict=True):
             session.proposed(tree)

@@ -145,6 +145,11 @@ class Drafter(ABC):
 class DraftSession(ABC):
     """One sequence's state."""
 
+    @property
+    def late(self) -> bool:
+        """Whether its next draft could have been started behind the last step (`Drafter.behind`), and was not."""
+        return False
+
     def observe(self, seen: Seen) -> None:  # noqa: B027  (a drafter may have nothing to learn)
         """The text grew."""
 

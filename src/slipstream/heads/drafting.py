@@ -30,7 +30,7 @@ from slipstream.heads import HEADS, Head, load_head
 from slipstream.heads.base import Lender
 from slipstream.heads.files import CONFIG, find_folder, read_config
 from slipstream.sampling import noise_key
-from slipstream.target.capture import capture
+from slipstream.target.capture import capture, preparing
 from slipstream.target.graphs import BATCHES, bucket
 from slipstream.target.ops import best_tokens, walk
 from slipstream.target.standins import StandIns
@@ -270,6 +270,10 @@ class HeadSession(DraftSession):
         """All states of the step, layer by layer, (n, H) each, if a capture may read them where they lie."""
         return tuple(self.hidden.tensors.values()) if self.hidden.lasting else ()
 
+    @property
+    def late(self) -> bool:
+        return self.ready and self.ahead is None and bool(self.lying())
+
     def known(self) -> list[int] | None:
         """What the table of the next draft begins with, if the step under way says the rest."""
         return []
@@ -348,7 +352,8 @@ class Captured:
         shapes = tuple((x.shape, x.dtype) for x in inputs)
         if shapes not in self._graphs:
             own = [torch.empty(x.shape, dtype=x.dtype, device=self._device).copy_(x) for x in inputs]
-            captured = self._capture(own, self._function)
+            with preparing:
+                captured = self._capture(own, self._function)
             if captured is None:
                 return self._function(*own)
             self._graphs[shapes] = captured
@@ -375,7 +380,8 @@ class Captured:
         if key not in self._fetches:
             if len(self._fetches) >= FETCHES:
                 self.clear()
-            fetch = self._capture_fetch(table, inputs, still)
+            with preparing:
+                fetch = self._capture_fetch(table, inputs, still)
             if fetch is None:
                 return self.start(table, *inputs, still=still)
             self._fetches[key] = fetch

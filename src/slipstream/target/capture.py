@@ -1,13 +1,45 @@
-"""Capturing work as a CUDA graph."""
+"""Capturing work as a CUDA graph, and how much time that took: it is nobody's fault whose work is captured."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from time import perf_counter
 from typing import Any
 
 import torch
+
+
+class Preparing:
+    """Entered around what is done once, for the first of many alike."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0  # spent there so far
+        self._depth, self._since = 0, 0.0
+
+    def __enter__(self) -> None:
+        if not self._depth:
+            self._since = perf_counter()
+        self._depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._depth -= 1
+        if not self._depth:
+            self.seconds += perf_counter() - self._since
+
+
+preparing = Preparing()
+
+
+class Stopwatch:
+    """Seconds since it was made, without those of `preparing`."""
+
+    def __init__(self) -> None:
+        self._start = perf_counter() - preparing.seconds
+
+    def seconds(self) -> float:
+        return perf_counter() - preparing.seconds - self._start
 
 
 def capture(run: Callable[[], Any], memory: Any) -> tuple[torch.cuda.CUDAGraph, Any]:

@@ -21,6 +21,7 @@ from slipstream.sampling import Sampler
 from slipstream.target import steps
 from slipstream.target.base import Scores, Slot, Want
 from slipstream.target.cache import KeyValuePool
+from slipstream.target.capture import preparing
 from slipstream.target.draw import drawable, needs_history, noise_keys
 from slipstream.target.layers import in_place, usual_layers
 from slipstream.target.standins import StandIns
@@ -175,22 +176,25 @@ class GraphTarget(TreeTarget):
         """Whether steps of this shape give a text the bits that other shapes give it. Tried once per shape, on a
         sample text; the first shape sets the example."""
         if (batch, rows) not in self._alike:
-            slot, tree = self.open(), TokenTree.chain(1, [2, 3, 4][: rows - 1])
-            for _ in self.prefill(slot, [1 + 389 * i % (self.vocabulary - 1) for i in range(40)], Want()):
-                pass
-            self.pool.reserve(len(self._slots), slot.length + rows)
-            step = self.step(batch, rows, (), BEST)
-            self._fill(step.host, [slot], [tree])
-            step()
-            self.close(slot)
-            found = step.logits[0, : len(tree)].clone()
-            if self._sample is None or len(self._sample) < len(found):
-                same = self._sample is None or torch.equal(self._sample, found[: len(self._sample)])
-                self._sample = found if same else self._sample
-            else:
-                same = torch.equal(self._sample[: len(found)], found)
-            self._alike[batch, rows] = same
+            with preparing:
+                self._alike[batch, rows] = self._try(batch, rows)
         return self._alike[batch, rows]
+
+    def _try(self, batch: int, rows: int) -> bool:
+        slot, tree = self.open(), TokenTree.chain(1, [2, 3, 4][: rows - 1])
+        for _ in self.prefill(slot, [1 + 389 * i % (self.vocabulary - 1) for i in range(40)], Want()):
+            pass
+        self.pool.reserve(len(self._slots), slot.length + rows)
+        step = self.step(batch, rows, (), BEST)
+        self._fill(step.host, [slot], [tree])
+        step()
+        self.close(slot)
+        found = step.logits[0, : len(tree)].clone()
+        if self._sample is not None and len(self._sample) >= len(found):
+            return torch.equal(self._sample[: len(found)], found)
+        same = self._sample is None or torch.equal(self._sample, found[: len(self._sample)])
+        self._sample = found if same else self._sample
+        return same
 
     def step(self, batch: int, rows: int, layers: tuple[int, ...], chosen: str) -> FixedStep:
         if self._drawn != (self.pool.rows, self.pool.capacity):  # the cache has moved

@@ -19,7 +19,7 @@ from transformers import AttentionInterface
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from slipstream.notices import doing
-from slipstream.target.capture import capture
+from slipstream.target.capture import capture, preparing
 from slipstream.target.compiled import compiled_layers
 from slipstream.target.draw import Draws, History, draw
 from slipstream.target.ops import attend, best, move_keys, walk, write_keys
@@ -174,7 +174,7 @@ class FixedStep:
     def _capture(self) -> None:
         batch, rows = self.inputs.ids.shape
         made = "compiling" if self.target.compile else "capturing"
-        with doing(f"{made} a step of {batch} × {rows} rows"), self.target.fixed(self), self._compiled():
+        with preparing, doing(f"{made} a step of {batch} × {rows} rows"), self.target.fixed(self), self._compiled():
             self._graph, _ = capture(self.run, self.target.memory)
 
     def _compiled(self) -> AbstractContextManager[None]:

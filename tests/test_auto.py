@@ -103,7 +103,7 @@ def test_heads_that_earn_it_draft_behind_steps(steps, tiny, monkeypatch):
     session = drafter.begin(Request(tokens=[1, 2, 3], max_new_tokens=5))
     for pays, asked, expected in [(True, {"suffix"}, 1), (False, {"suffix"}, 0), (True, set(), 0)]:
         called.clear()
-        monkeypatch.setattr("slipstream.budget.pilot.Source.continues", pays)
+        monkeypatch.setattr("slipstream.budget.pilot.Pilot.continues", lambda *_, pays=pays: pays)
         session.asked = set(asked)
         session.keep()
         drafter.behind(session, "the step")

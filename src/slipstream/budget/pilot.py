@@ -40,6 +40,9 @@ FREE = 2  # drafts of a source that are not counted: they load its code
 SETTLED = 8  # drafts until which the fastest says what one takes
 FIRST_WAIT = 8  # plain steps: a source waits four times as many at most after its first draft, 16 times after two, …
 DEAR = 0.15  # of a plain step's time: of sources that take more, and of heads, one is asked, by what others expect
+# Where late drafts take longer, a few are a probe, since only the first of them is late; and that begins with a text,
+# which a head has to know, or where one is so many tokens long.
+TRIAL, LONG = 4, 256
 LEVELS = (1.25, 1.6, 2.2, 3.5)  # tokens per sequence that they expect, from one level to the next
 
 
@@ -77,11 +80,6 @@ class Source:
     def pays(self) -> bool:
         """Whether asking it is better than not at any level."""
         return any(a is not None and a > 0 for a in self.advantages)
-
-    @property
-    def continues(self) -> bool:
-        """Whether it will probably be asked about the next step too."""
-        return self.pays or self.drafts <= FREE
 
     def learn(self, advantage: float) -> float:
         """It was asked at its level, and worth so much. Returns what it usually is there."""
@@ -123,6 +121,8 @@ class Pilot:
         self.sources = {name: Source(name, learnt, name in heads) for name, learnt in calibrations.items()}
         self._columns: dict[tuple[str, ...], NDArray[np.int64]] = {}
         self._account = 0.0  # plain steps gained over plain decoding
+        self._tried: Source | None = None  # who is probed,
+        self._left = 0  # and the drafts that are left of that
         self._seen = _Look([], [])  # the latest ones
         self.last: Choice | None = None
 
@@ -138,12 +138,17 @@ class Pilot:
         return self._account < -STAKE
 
     def asks(
-        self, names: Iterable[str], batch: int, expected: Callable[[], float], late: Container[str] = frozenset()
+        self,
+        names: Iterable[str],
+        batch: int,
+        expected: Callable[[], float],
+        said: int = 0,
+        late: Container[str] = frozenset(),
     ) -> Iterator[str]:
         """Whom to ask now of these sources, one after the other: each cheap one that earns its time, then the best of
         the dear ones if it does; and now and then another, to see whether it would. expected: tokens per sequence from
-        what was drafted so far, as `expects` tells it. late: whose draft could have been started before, and was not.
-        """
+        what was drafted so far, as `expects` tells it. said: tokens of the shortest text. late: whose draft could have
+        been started before, and was not."""
         step, dear = self.costs.seconds(1, batch), list[Source]()
         for source in map(self.sources.__getitem__, names):
             source.level, source.wait = 0, max(0, source.wait - 1)
@@ -151,20 +156,32 @@ class Pilot:
                 dear.append(source)
             elif not source.wait or (source.advantage() > 0 and not self.resting):
                 yield source.name
-        if any(not source.wait or source.pays for source in dear):
+        if any(not source.wait or source.pays or source is self._tried for source in dear):
             delays = {source.name: source.delay / step for source in dear if source.name in late}
-            chosen = self._best_of(dear, bisect(LEVELS, expected()), delays)
+            chosen = self._best_of(dear, bisect(LEVELS, expected()), delays, not 0 < said < LONG)
             if chosen is not None:
                 yield chosen.name
 
-    def _best_of(self, dear: list[Source], level: int, delays: dict[str, float]) -> Source | None:
-        """One at most. delays: by how much they must be better than others."""
+    def _best_of(self, dear: list[Source], level: int, delays: dict[str, float], probes: bool) -> Source | None:
+        """One at most. delays: by how much they must be better than others. probes: whether late ones may be probed."""
         for source in dear:
             source.level = level
-        if due := [source for source in dear if not source.wait]:  # first drafts one after the other: see `continues`
-            return min(due, key=lambda source: (not 0 < source.drafts <= FREE, source.drafts))
+        due = [source for source in dear if not source.wait and (probes or not source.delay)]
+        if self._left and self._tried in dear:
+            self._left -= 1
+            return self._tried
+        self._tried = None
+        if due:
+            chosen = min(due, key=lambda source: source.drafts)
+            if chosen.delay or not chosen.drafts:
+                self._tried, self._left = chosen, TRIAL - 1
+            return chosen
         best = max(dear, key=lambda source: source.advantage() - delays.get(source.name, 0.0))
         return best if best.advantage() > 0 and not self.resting else None
+
+    def continues(self, name: str) -> bool:
+        """Whether a source that was asked will probably be asked about the next step too."""
+        return self.sources[name].pays or (self._left > 0 and self.sources[name] is self._tried)
 
     def expects(self, trees: Sequence[TokenTree], limits: Sequence[int]) -> float:
         """Tokens per sequence, from these drafts as far as they are worth verifying."""
@@ -252,6 +269,7 @@ class Pilot:
         lost = source.seconds  # all of it, as long as nothing is verified, or little is known
         if known and not self.resting:
             lost = min(lost, max(LEAST, -usual) * whole) + self._best_but(source, step) * whole
+        lost *= TRIAL if source.delay else 1
         source.wait = round((lost + source.reading) / ((PROBING if known else FIRST_PROBES) * step))
         source.wait = min(source.wait, FIRST_WAIT << 2 * min(source.drafts, SETTLED))
 

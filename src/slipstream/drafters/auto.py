@@ -113,7 +113,7 @@ class AutoDrafter(JointDrafter):
         """Whoever was asked about this step will probably be asked about the next."""
         mine = cast(AutoSession, session)
         for name in mine.latest:
-            if self.pilot.sources[name].continues:
+            if self.pilot.continues(name):
                 self.parts[name].behind(mine.parts[name], step)
 
     def propose(
@@ -129,7 +129,8 @@ class AutoDrafter(JointDrafter):
         able = {name: [i for i, b in enumerate(budgets) if b.nodes and name in mine[i].parts] for name in self.parts}
         names = [name for name, who in able.items() if who]
         late = {name for name in names if len(mine) == 1 and mine[0].parts[name].late}
-        for name in self.pilot.asks(names, len(roots), lambda: self.pilot.expects(trees, limits), late):
+        said = min(session.said for session in mine)
+        for name in self.pilot.asks(names, len(roots), lambda: self.pilot.expects(trees, limits), said, late):
             who = able[name]
             if any(name not in mine[i].knows for i in who):
                 new.add(name)
@@ -172,6 +173,11 @@ class AutoSession(JointSession):
         self.latest: set[str] = set()  # and for the one under way
         self.knows: set[str] = set()  # sources that were asked about this text before
         self._judged: list[tuple[TokenTree, int, int]] = []  # drafts, the places of their roots, tokens known since
+
+    @property
+    def said(self) -> int:
+        """Tokens since the first root."""
+        return len(self._said)
 
     def observe(self, seen: Seen) -> None:
         if self.begun:

@@ -22,7 +22,7 @@ from slipstream.errors import DamagedError
 # Chosen by measuring: see docs/log.md.
 LARGE = 1 << 15  # vectors of a group that gets a graph
 LINKS, MADE = 16, 256  # links of a vector; vectors looked at to place one,
-LOOKED = (128, 192, 256, 384, 512)  # and to find some: the first number that finds enough
+LOOKED = (128, 192, 256, 384)  # and to find some: the first number that finds enough
 FOUND = 0.995  # of the ten nearest, which is enough: those of a text that the store has nothing of are harder to find
 TRIED = 100  # vectors that this is tried with, before they are stored themselves
 

@@ -4,6 +4,10 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from slipstream.target.choose import _probe
+from slipstream.target.graphs import GraphTarget
+from slipstream.target.masks import mask_kinds
+
 VOCABULARY = 64
 _SMALL = {
     "vocab_size": VOCABULARY,
@@ -86,3 +90,9 @@ def tiny_model(family: str, seed: int = 0, dtype: torch.dtype = torch.float32, *
             if parameter.ndim >= 2:
                 parameter.normal_(0, 0.3 if parameter.shape[0] != VOCABULARY else 0.5)
     return model
+
+
+def graphs(model):
+    """A target of fixed steps, as on a GPU, without capture."""
+    vocabulary, shapes = _probe(model)
+    return GraphTarget(model, shapes, mask_kinds(model.config.get_text_config()), vocabulary)

@@ -5,6 +5,7 @@ from time import sleep
 
 import pytest
 
+from families import graphs
 from slipstream import LLM
 from slipstream.budget.costs import Costs, costs_of, measure
 from slipstream.errors import DrafterError, OptionError
@@ -108,6 +109,29 @@ def test_heads_that_earn_it_draft_behind_steps(steps, tiny, monkeypatch):
         session.keep()
         drafter.behind(session, "the step")
         assert called == [("suffix", session.parts["suffix"], "the step")] * expected
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_drafts_are_judged_by_what_followed_their_roots(captured, steps, tiny, monkeypatch):
+    """Before the next draft, or while a target that runs ahead works on the step."""
+    steps(FREE)
+    model = tiny("llama")
+    llm = LLM(model, drafter="auto", drafters="pld,suffix")
+    if captured:
+        llm.engine.target = llm.engine.drafter.target = graphs(model)
+    pilot, told = llm.engine.drafter.pilot, []
+    learn, charge, charged = pilot.learn, pilot.charge, []
+    monkeypatch.setattr(pilot, "learn", lambda tree, *what: told.append((tree, *what)) or learn(tree, *what))
+    monkeypatch.setattr(pilot, "charge", lambda *what: charged.append(what) or charge(*what))
+    result = llm.generate(REPEATING, max_new_tokens=120)
+    text = [*REPEATING, *result.tokens]
+    runs = {
+        tuple(text[i:j]) for i in range(len(REPEATING), len(text)) for j in range(i + 1, min(i + 60, len(text)) + 1)
+    }
+    assert len(told) > 10
+    assert all((int(tree.tokens[0]), *followed) in runs for tree, followed, *_ in told)
+    assert len(charged) >= result.stats.steps - 3
+    assert sum(tokens for _, _, tokens, *_ in charged) >= len(result.tokens) - 40
 
 
 def test_costs_are_measured_once(tiny, tmp_path, monkeypatch):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from families import FAMILIES, tiny_model
+from families import FAMILIES, graphs, tiny_model
 from slipstream.accept import Match, verify
 from slipstream.budget import Budget
 from slipstream.drafters import make
@@ -17,9 +17,8 @@ from slipstream.request import Request
 from slipstream.sampling import Sampler, Sampling
 from slipstream.target import Scores, Want
 from slipstream.target.cache import KeyValuePool, Shape
-from slipstream.target.choose import _probe, open_target
-from slipstream.target.graphs import GraphTarget, bucket
-from slipstream.target.masks import mask_kinds
+from slipstream.target.choose import open_target
+from slipstream.target.graphs import bucket
 from slipstream.target.standins import Angles, Norm, StandIns, Whole
 from slipstream.target.trees import TreeTarget
 from slipstream.tree import TokenTree
@@ -28,11 +27,6 @@ from slipstream.tree import TokenTree
 OTHERS = {"bloom", "falcon", "gpt_oss"}
 
 GREEDY = Sampler(Sampling(), [])
-
-
-def graphs(model):
-    vocabulary, shapes = _probe(model)
-    return GraphTarget(model, shapes, mask_kinds(model.config.get_text_config()), vocabulary)
 
 
 def read(target, texts):
@@ -202,6 +196,19 @@ def test_a_draft_that_was_started_behind_its_step_is_the_one_made_after_it(kind,
     assert len(later) > 2  # one after the prompt, one after each step
     assert late == later[:1]
     assert late == [False]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_generator_drafts_behind_steps_where_drafting_overlaps(overlap, tiny, monkeypatch):
+    model = tiny("llama")
+    target, head = graphs(model), HEADS["redrafter"].fresh(model)
+    options = {"generator": "redrafter", "drafter_path": head, "retrievers": "pld", "overlap": overlap}
+    drafter, late = make("rasd", target, None, **options), []
+    fetch = drafter.generator.captured.fetch
+    monkeypatch.setattr(drafter.generator.captured, "fetch", lambda *a, **k: late.append(1) or fetch(*a, **k))
+    (*_, last) = Engine(target, drafter).run([Request(tokens=[5, 6, 7, 8], max_new_tokens=20)])
+    assert last.stats.steps > 3
+    assert (len(late) == 1) == overlap
 
 
 def test_a_draft_that_was_started_for_another_token_is_made_again(tiny):

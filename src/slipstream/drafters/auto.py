@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -62,6 +63,7 @@ class AutoDrafter(JointDrafter):
         self._step: tuple[int, int, float] | None = None  # batch, rows, seconds of the step that was verified last
         self._drafting = 0.0  # seconds that its drafts took
         self.emitted = 0  # and tokens that it gave
+        self._unlearnt: Callable[[], None] | None = None  # what the last steps say, if nobody had time for it yet
 
     def _trusted(self) -> set[str]:
         return {name for name, part in self.parts.items() if part.generates or name == "prediction"}
@@ -115,14 +117,19 @@ class AutoDrafter(JointDrafter):
         for name in mine.latest:
             if self.pilot.continues(name):
                 self.parts[name].behind(mine.parts[name], step)
+        self._learn()  # while the device works
 
     def propose(
         self, sessions: Sequence[DraftSession], roots: Sequence[int], budgets: Sequence[Budget]
     ) -> list[Proposal]:
         mine = cast(Sequence[AutoSession], sessions)
-        self._settle()
-        for session, root in zip(mine, roots, strict=True):
-            session.label(root)
+        self._learn()
+        self._unlearnt = partial(self._look_back, mine, roots, self._step, self._drafting, self.emitted)
+        self._step, self._drafting, self.emitted = None, 0.0, 0
+        for session in mine:
+            session.begun = True
+        if len(mine) > 1 or not self.target.ahead:
+            self._learn()
         trees = [TokenTree.root(root) for root in roots]
         limits, drafting, new = [b.nodes for b in budgets], dict[str, float](), set[str]()
         # Of each source: the sequences that it may draft for.
@@ -154,12 +161,25 @@ class AutoDrafter(JointDrafter):
         kept = self.pilot.choose(trees, limits, drafting)
         return [Proposal(tree) for tree in kept]
 
-    def _settle(self) -> None:
-        """What the last step cost and gained."""
-        if self._step is not None:
-            batch, rows, seconds = self._step
-            self.pilot.charge(rows, batch, self.emitted, seconds, self._drafting)
-        self._step, self._drafting, self.emitted = None, 0.0, 0
+    def _learn(self) -> None:
+        work, self._unlearnt = self._unlearnt, None
+        if work is not None:
+            work()
+
+    def _look_back(
+        self,
+        sessions: Sequence[AutoSession],
+        roots: Sequence[int],
+        step: tuple[int, int, float] | None,
+        drafting: float,
+        emitted: int,
+    ) -> None:
+        """What the last step cost and gained, and what the text says about drafts."""
+        if step is not None:
+            batch, rows, seconds = step
+            self.pilot.charge(rows, batch, emitted, seconds, drafting)
+        for session, root in zip(sessions, roots, strict=True):
+            session.label(root)
 
 
 class AutoSession(JointSession):
@@ -199,11 +219,10 @@ class AutoSession(JointSession):
             self._judged.append((tree, len(self._said), 0))
 
     def label(self, root: int) -> None:
-        self.begun = True
         still = []
         for tree, place, known in self._judged:
-            followed = [*self._said[place + 1 :], root]
-            if self.drafter.pilot.learn(tree, followed, known):
+            followed = [*self._said[place:], root][1:]  # nothing, if the tree is about this root
+            if not followed or self.drafter.pilot.learn(tree, followed, known):
                 still.append((tree, place, len(followed)))
         self._judged = still
 

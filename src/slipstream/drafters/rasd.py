@@ -21,6 +21,7 @@ from slipstream.tree import TokenTree, fuse
 
 if TYPE_CHECKING:
     from slipstream.target.base import Target
+    from slipstream.target.steps import FixedStep
 
 WIDER = 4  # times a step's nodes that retrievers may propose: many of them are pruned, or the generator has them too
 
@@ -105,6 +106,11 @@ class RasdDrafter(JointDrafter):
     def learn(self, tree: TokenTree, followed: Sequence[int]) -> None:
         for column, name in enumerate(tree.sources):
             self.calibrations[name].learn(tree, column, followed)
+
+    def behind(self, session: DraftSession, step: FixedStep) -> None:
+        """The generator is always asked; what else is drafted from needs the host."""
+        if self.options.overlap:
+            self.generator.behind(cast(JointSession, session).parts[self.options.generator], step)
 
     def propose(
         self, sessions: Sequence[DraftSession], roots: Sequence[int], budgets: Sequence[Budget]

@@ -95,7 +95,6 @@ class HeadDrafter(Drafter):
     def begin(self, request: Request) -> HeadSession:
         return HeadSession(self, request)
 
-    @torch.inference_mode()
     def propose(
         self, sessions: Sequence[DraftSession], roots: Sequence[int], budgets: Sequence[Budget]
     ) -> list[Proposal]:
@@ -129,9 +128,9 @@ class HeadDrafter(Drafter):
 
     def _behind_step(self, known: Tensor, *of_step: Tensor) -> Tensor:
         """(b, ·) int32: the table, as the host will make it if it accepts what was chosen, and the nodes."""
-        *tree, chosen = of_step[:5]
-        table = torch.cat((known, walk(tree[0], tree[1], tree[2], tree[3], chosen, self.waiting)), 1)
-        return torch.cat((table.int(), self.best(*self.inputs(table, *of_step[5:])).flatten(1)), 1)
+        ids, depths, paths, lengths, chosen, *states = of_step
+        table = torch.cat((known, walk(ids, depths, paths, lengths, chosen, self.waiting)), 1)
+        return torch.cat((table.int(), self.best(*self.inputs(table, *states)).flatten(1)), 1)
 
     def _picked(self, rows: Tensor, states: tuple[Tensor, ...]) -> Tensor:
         """(b, m, ·) what the head reads. rows (1, m): which of a step's."""
@@ -163,6 +162,7 @@ class HeadDrafter(Drafter):
         table[: len(roots), 2] = [session.place for session in sessions]
         return torch.from_numpy(table)
 
+    @torch.inference_mode()
     def joined(self, sessions: Sequence[HeadSession], table: Tensor) -> Tensor:
         """(b, m, ·) the states that `inputs` hands on, for a table that does not say where they lie."""
         states = [session.state for session in sessions]
@@ -194,6 +194,7 @@ class HeadDrafter(Drafter):
         same = np.array_equal(found[:width], table[0].numpy())
         return found[width:].reshape(1, 3, -1) if same else None
 
+    @torch.inference_mode()
     def _drawn(
         self, sessions: Sequence[HeadSession], roots: Sequence[int], budgets: Sequence[Budget]
     ) -> list[Proposal]:

@@ -96,6 +96,7 @@ class FeatureDrafter(ChainDrafter):
         m = (table.shape[1] - 3) // 2
         return table[:, : 3 + m], self._picked(table[:, 3 + m :], states)
 
+    @torch.inference_mode()
     def joined(self, sessions: Sequence[HeadSession], table: Tensor) -> Tensor:
         m = (table.shape[1] - 3) // 2
         return self._states(cast(Sequence[FeatureSession], sessions))[table[:, 3 + m :].to(self.device)]

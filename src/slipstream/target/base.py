@@ -90,6 +90,7 @@ class Target(ABC):
     chains: bool = True  # False: only the root can be scored
     exact: bool = True  # False: too little precision for a text never to depend on what was drafted
     exact_together: bool = True  # the same for sequences that run as a batch, whose members come and go
+    ahead: bool = False  # whether it calls `Want.behind`, where it chooses tokens itself
     widths: tuple[int, ...] = ()  # a step is padded to one of these numbers of rows; empty: it is not
     notes: tuple[str, ...] = ()  # what a user should know about this model
 

@@ -63,6 +63,7 @@ class GraphTarget(TreeTarget):
     """A TreeTarget whose steps are replayed."""
 
     widths = ROWS
+    ahead = True
 
     def __init__(self, *given: Any, compile: str = "", **options: Any) -> None:
         """compile: a backend of torch.compile for the decoder layers; empty: none."""

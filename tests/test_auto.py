@@ -111,6 +111,21 @@ def test_heads_that_earn_it_draft_behind_steps(steps, tiny, monkeypatch):
         assert called == [("suffix", session.parts["suffix"], "the step")] * expected
 
 
+@pytest.mark.parametrize(("accept", "expected"), [("match", True), ("rejection", False)])
+def test_a_draft_is_late_only_if_it_could_have_been_started(accept, expected, tiny, monkeypatch):
+    """A rule that decides on the host leaves nothing to start."""
+    model = tiny("llama")
+    llm = LLM(model, drafter="auto", drafters="pld,suffix")
+    llm.engine.target = llm.engine.drafter.target = graphs(model)
+    seen, pilot = [], llm.engine.drafter.pilot
+    asks = pilot.asks
+    monkeypatch.setattr(pilot, "asks", lambda *given: (given[0] and seen.append(given[-1])) or asks(*given))
+    monkeypatch.setattr("slipstream.drafters.base.DraftSession.late", True)
+    llm.generate(REPEATING, max_new_tokens=12, accept=accept, temperature=0.8)
+    assert not seen[0]  # the prompt's last step started nothing
+    assert all(bool(late) == expected for late in seen[1:])
+
+
 @pytest.mark.parametrize("captured", [False, True])
 def test_drafts_are_judged_by_what_followed_their_roots(captured, steps, tiny, monkeypatch):
     """Before the next draft, or while a target that runs ahead works on the step."""

@@ -114,6 +114,7 @@ class AutoDrafter(JointDrafter):
     def behind(self, session: DraftSession, step: FixedStep) -> None:
         """Whoever was asked about this step will probably be asked about the next."""
         mine = cast(AutoSession, session)
+        mine.ahead = True
         for name in mine.latest:
             if self.pilot.continues(name):
                 self.parts[name].behind(mine.parts[name], step)
@@ -126,8 +127,6 @@ class AutoDrafter(JointDrafter):
         self._learn()
         self._unlearnt = partial(self._look_back, mine, roots, self._step, self._drafting, self.emitted)
         self._step, self._drafting, self.emitted = None, 0.0, 0
-        for session in mine:
-            session.begun = True
         if len(mine) > 1 or not self.target.ahead:
             self._learn()
         trees = [TokenTree.root(root) for root in roots]
@@ -135,7 +134,7 @@ class AutoDrafter(JointDrafter):
         # Of each source: the sequences that it may draft for.
         able = {name: [i for i, b in enumerate(budgets) if b.nodes and name in mine[i].parts] for name in self.parts}
         names = [name for name, who in able.items() if who]
-        late = {name for name in names if len(mine) == 1 and mine[0].parts[name].late}
+        late = {name for name in names if mine[0].ahead and mine[0].parts[name].late}
         said = min(session.said for session in mine)
         for name in self.pilot.asks(names, len(roots), lambda: self.pilot.expects(trees, limits), said, late):
             who = able[name]
@@ -151,6 +150,8 @@ class AutoDrafter(JointDrafter):
                 mine[i].asked.add(name)
                 draft = proposal.tree.cut(budgets[i].depth)
                 trees[i] = fuse([trees[i], draft]) if len(trees[i]) > 1 else draft
+        for session in mine:
+            session.begun, session.ahead = True, False
         if not drafting:
             self.pilot.decline(len(roots))
             return [Proposal(tree) for tree in trees]
@@ -191,6 +192,7 @@ class AutoSession(JointSession):
         super().__init__(drafter, parts)
         self.asked: set[str] = set()  # for the step that comes
         self.latest: set[str] = set()  # and for the one under way
+        self.ahead = False  # whether drafts could be started behind that
         self.knows: set[str] = set()  # sources that were asked about this text before
         self._judged: list[tuple[TokenTree, int, int]] = []  # drafts, the places of their roots, tokens known since
 

@@ -141,6 +141,7 @@ def texts(given: argparse.Namespace) -> dict[str, Any]:
         contestants["suffix+store"] = ("suffix", {"store": given.store})
     for name, folder in (word.split("=", 1) for word in given.heads):
         contestants[name] = (name, {"drafter_path": folder})
+    contestants["auto"] = ("auto", {"store": given.store} if given.store else {})
     if given.only:
         contestants = {name: made for name, made in contestants.items() if name in ("none", *given.only)}
     told: dict[str, Any] = {"prompts": len(prompts), "compiled": given.compile}

@@ -61,7 +61,7 @@ def path_of(part: Path, token: int) -> Path:
 def graph_of(vectors: Half) -> tuple[NDArray[np.uint8], int]:
     """A graph of (n, D), which has them too, and how many must be looked at to find enough of the nearest: groups
     differ in that."""
-    vectors, index = np.ascontiguousarray(vectors), _empty(vectors.shape[1])
+    vectors, index = np.ascontiguousarray(vectors), empty(vectors.shape[1])
     tried = np.unique(np.linspace(0, len(vectors) - 1, TRIED).astype(np.int64))
     first = np.delete(np.arange(len(vectors)), tried)
     looked = LOOKED[0]
@@ -89,7 +89,7 @@ class Graph:
 
     def __init__(self, data: NDArray[np.uint8], dims: int, looked: int = LOOKED[0]) -> None:
         self._data = data  # the index points into it
-        self._index = _empty(dims)
+        self._index = empty(dims)
         self._index.view(self._data)
         self._index.expansion_search = looked
 
@@ -121,6 +121,7 @@ class Graphs:
         return self._open[token]
 
 
-def _empty(dims: int) -> Any:
+def empty(dims: int, made: int = MADE) -> Any:
+    """A graph of vectors that are still to come."""
     usearch = importlib.import_module("usearch.index")
-    return usearch.Index(ndim=dims, metric="ip", dtype="f16", connectivity=LINKS, expansion_add=MADE)
+    return usearch.Index(ndim=dims, metric="ip", dtype="f16", connectivity=LINKS, expansion_add=made)

@@ -40,6 +40,7 @@ FREE = 2  # drafts of a source that are not counted: they load its code
 SETTLED = 8  # drafts until which the fastest says what one takes
 FIRST_WAIT = 8  # plain steps: a source waits four times as many at most after its first draft, 16 times after two, …
 DEAR = 0.15  # of a plain step's time: of sources that take more, and of heads, one is asked, by what others expect
+MARGIN = 0.03  # of the rate: by so much a dear one must be expected to raise it, since what is expected is hoped for
 # Where late drafts take longer, a few are a probe, since only the first of them is late; and that begins with a text,
 # which a head has to know, or where one is so many tokens long.
 TRIAL, LONG = 4, 256
@@ -177,7 +178,7 @@ class Pilot:
                 self._tried, self._left = chosen, TRIAL - 1
             return chosen
         best = max(dear, key=lambda source: source.advantage() - delays.get(source.name, 0.0))
-        return best if best.advantage() > 0 and not self.resting else None
+        return best if best.advantage() > MARGIN and not self.resting else None
 
     def continues(self, name: str) -> bool:
         """Whether a source that was asked will probably be asked about the next step too."""

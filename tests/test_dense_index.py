@@ -63,6 +63,7 @@ def test_large_groups_get_graphs_that_find_nearly_all(linked):
 def test_a_graph_looks_as_far_as_its_vectors_need(monkeypatch):
     """Vectors in all directions have no neighbourhoods, and more of them must be looked at than of clusters."""
     monkeypatch.setattr(index, "LOOKED", (12, 24, 48, 96, 192, 384))
+    monkeypatch.setattr(index, "FOUND", 0.98)
     rng = np.random.default_rng(0)
     centres = rng.standard_normal((20, 48))
     far = {}
@@ -75,7 +76,7 @@ def test_a_graph_looks_as_far_as_its_vectors_need(monkeypatch):
         similar = asked @ stored.astype(np.float32).T
         tenth = np.sort(similar, 1)[:, -10]
         right = [(similar[i, graph.near(query, 10)] >= tenth[i]).mean() for i, query in enumerate(asked)]
-        assert np.mean(right) > 0.97, name
+        assert np.mean(right) > 0.96, name
     assert far["clusters"] < far["anywhere"] < index.LOOKED[-1]
 
 

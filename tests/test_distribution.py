@@ -195,7 +195,7 @@ def test_keeping_q_after_pruning_would_be_wrong():
 # ---- counting on a real (tiny) model
 
 CELLS = 27  # texts of three tokens over a vocabulary of three
-LEVEL, POWER, DISTANCE = 0.01, 0.99, 0.02
+LEVEL, POWER, DISTANCE = 0.01, 0.99, 0.025
 
 
 class Remembered(TextTarget):

@@ -167,12 +167,11 @@ class Pilot:
         """One at most. delays: by how much they must be better than others. probes: whether late ones may be probed."""
         for source in dear:
             source.level = level
-        due = [source for source in dear if not source.wait and (probes or not source.delay)]
         if self._left and self._tried in dear:
             self._left -= 1
             return self._tried
         self._tried = None
-        if due:
+        if due := [source for source in dear if not source.wait and (probes or not source.delay)]:
             chosen = min(due, key=lambda source: source.drafts)
             if chosen.delay or not chosen.drafts:
                 self._tried, self._left = chosen, TRIAL - 1

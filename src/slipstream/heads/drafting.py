@@ -100,8 +100,8 @@ class HeadDrafter(Drafter):
     ) -> list[Proposal]:
         mine = cast(Sequence[HeadSession], sessions)
         proposals = [Proposal(TokenTree.root(root)) for root in roots]
+        able = [i for i, b in enumerate(budgets) if b.nodes > 0 and b.depth > 0 and mine[i].ready]
         for drawn, grow in ((False, self._guessed), (True, self._drawn)):
-            able = [i for i, b in enumerate(budgets) if b.nodes > 0 and b.depth > 0 and mine[i].ready]
             group = [i for i in able if mine[i].draws == drawn]
             if group:
                 found = grow([mine[i] for i in group], [roots[i] for i in group], [budgets[i] for i in group])

@@ -5,7 +5,8 @@ overhead  microseconds of the budget per step for a tree of 64 nodes that two so
 settings  how many nodes each single drafter should draft at most here, by replay: drafts are made and timed, steps take
           what the target takes for so many rows
 live      `none`, `auto` and single drafters take turns on the same prompts; for each category the ratio of seconds per
-          token to plain decoding's, of each prompt's median repeat, with a bootstrapped 95% interval over both
+          token to plain decoding's, of each prompt's median repeat, with a bootstrapped 95% interval over both. An
+          answer during which something was captured, as happens once for a process, is given again
 
 A single drafter is a name, or NAME:NODES for at most so many nodes a step. Behind `settings`, `live` takes the two that
 did best there. Tables go to stderr, one JSON line last.
@@ -16,9 +17,9 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -26,6 +27,7 @@ import numpy as np
 import torch
 import transformers
 
+from gpu import settled, tell
 from slipstream import LLM
 from slipstream.bench.contestants import Decoding, Ours
 from slipstream.bench.measure import prepare
@@ -39,10 +41,6 @@ from slipstream.target import load_model
 from slipstream.tree import TokenTree, fuse
 
 RESAMPLES = 2000
-
-
-def tell(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 # ---- overhead
@@ -159,13 +157,15 @@ def live(given: argparse.Namespace) -> dict[str, Any]:
             llm.generate(prompt, max_new_tokens=given.tokens, max_draft=most[name], ignore_eos=True)
     # (prompts, repeats) seconds per token behind the first
     taken = {name: np.zeros((len(asked), given.repeats)) for name in llms}
-    same = dict.fromkeys(llms, 0)
+    same, captures = dict.fromkeys(llms, 0), dict.fromkeys(llms, 0.0)
     for repeat in range(given.repeats):
         for i, prompt in enumerate(asked):
             said: dict[str, list[int]] = {}
             turn = list(llms)[(repeat + i) % len(llms) :] + list(llms)[: (repeat + i) % len(llms)]
             for name in turn:
-                result = llms[name].generate(prompt.turns[0], max_new_tokens=given.tokens, max_draft=most[name])
+                options = {"max_new_tokens": given.tokens, "max_draft": most[name]}
+                result, captured = settled(partial(llms[name].generate, prompt.turns[0], **options))
+                captures[name] += captured
                 seconds = result.stats.seconds - result.stats.first_token_seconds
                 taken[name][i, repeat] = seconds / max(1, len(result.tokens) - 1)
                 said[name] = result.tokens
@@ -183,11 +183,13 @@ def live(given: argparse.Namespace) -> dict[str, Any]:
         tell(f"{category:24} {rows.sum():3} prompts  {shown}")
     for source in llms["auto"].engine.drafter.pilot.sources.values():
         tell(f"      {source}")
+    tell("seconds of captures: " + "  ".join(f"{name} {spent:.2f}" for name, spent in captures.items()))
     of = len(asked) * given.repeats
     slower = [c for c, found in told.items() if found["auto"][2] < 1]
     return {
         "times_plain": told,
         "ms_per_token": {name: (1e3 * spent).round(3).tolist() for name, spent in taken.items()},
+        "capture_seconds": {name: round(spent, 3) for name, spent in captures.items()},
         "auto_slower_in": slower,  # categories whose whole interval lies below 1
         "same_text_as_plain": {name: f"{count}/{of}" for name, count in same.items()},
         "prompts": len(asked),

@@ -46,7 +46,7 @@ from slipstream.datastores.dense.device import Loaded, nearest, nearest_plainly,
 from slipstream.datastores.dense.reading import Reader
 from slipstream.datastores.dense.search import Found, Vectors, View
 from slipstream.datastores.store import Document, Store
-from slipstream.heads.drafting import Captured
+from slipstream.target.captured import Captured
 from slipstream.target.loading import load_model
 from slipstream.text import encode
 

@@ -5,7 +5,8 @@ model, and everybody says the same. The document is source code of the standard 
 would. Edits are insertions, deletions and replacements at random places; what is new comes from elsewhere in the
 library.
 
-Plain decoding, `auto` without the prediction and `auto` with it take turns. A table goes to stderr, one JSON line last.
+Plain decoding, `auto` without the prediction and `auto` with it take turns. A text during which something was
+captured, as happens once for a process, is written again. A table goes to stderr, one JSON line last.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ import random
 import statistics
 import sys
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 import transformers
 
+from gpu import settled
 from slipstream import LLM
 from slipstream.accept import Rule
 from slipstream.sampling import Sampler
@@ -104,7 +107,7 @@ def main() -> None:
     for seed in given.seeds:
         text = edited(document, elsewhere, given.edits, given.length, seed)
         for name in CONTESTANTS:
-            result = run(name, text)
+            result, captured = settled(partial(run, name, text))
             assert result.tokens == text
             stats = result.stats
             seconds = stats.seconds - stats.first_token_seconds
@@ -117,6 +120,7 @@ def main() -> None:
                     "times_plain": round(rate / plain, 2),
                     "draft_ms": round(1e3 * stats.draft_seconds / stats.steps, 3),
                     "host_ms": round(1e3 * stats.host_seconds / stats.steps, 3),
+                    "capture_ms": round(1e3 * captured, 1),
                 }
             )
             shown = "  ".join(f"{k} {v}" for k, v in told[name][-1].items())

@@ -29,6 +29,7 @@ from slipstream import LLM
 from slipstream.bench.workloads import builtin, read, select
 from slipstream.sampling import Sampler, Sampling
 from slipstream.target import Target, Want, load_model, open_target
+from slipstream.target.capture import preparing
 from slipstream.target.steps import BEST
 from slipstream.text import encode
 from slipstream.tree import TokenTree
@@ -39,6 +40,16 @@ GREEDY = Sampler(Sampling(), [])
 
 def tell(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
+
+
+def settled(run: Callable[[], Any]) -> tuple[Any, float]:
+    """What `run` gives when nothing is captured meanwhile, as happens once for a process, and the seconds of captures
+    in runs before that."""
+    start = preparing.seconds
+    while True:
+        before, result = preparing.seconds, run()
+        if preparing.seconds == before:
+            return result, before - start
 
 
 def step_times(target: Target, context: int, rows: tuple[int, ...] = ROWS, repeats: int = 40) -> dict[int, float]:

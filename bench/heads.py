@@ -51,7 +51,8 @@ class Bench:
     def measure(self, llm: LLM, **options: Any) -> dict[str, float]:
         """One prompt after the other."""
         clock = perf_counter()
-        llm.generate(self.prompts[0], max_new_tokens=self.given.tokens, **options)  # captures, compiles
+        for prompt in self.prompts:  # captures, compiles: prompts of every length
+            llm.generate(prompt, max_new_tokens=16, **options)
         first = perf_counter() - clock
         results = [llm.generate(p, max_new_tokens=self.given.tokens, **options) for p in self.prompts]
         steps = sum(r.stats.steps for r in results)
@@ -124,7 +125,7 @@ def batch(bench: Bench) -> None:
 def typical(bench: Bench) -> None:
     for kind, name, folder in bench.of_kind("redrafter"):
         llm = bench.llm(kind, drafter_path=folder, mode="sample")
-        for temperature in (0.1, 0.5, 0.9):
+        for temperature in (0.1, 0.3, 0.5, 0.7, 0.9):
             for rule in ("rejection", "typical"):
                 found = bench.measure(llm, temperature=temperature, seed=1, accept=rule)
                 bench.tell(f"{name} {rule} {temperature}", found)

@@ -13,6 +13,7 @@ from slipstream import LLM, drafters
 from slipstream.errors import ModelError
 from slipstream.sampling import Sampler, Sampling
 from slipstream.target import Want, open_target
+from slipstream.target.captured import Captured
 from slipstream.target.graphs import BATCHES, ROWS, GraphTarget
 from slipstream.tree import TokenTree
 
@@ -72,6 +73,17 @@ def test_every_drafter_works_there(name, dtype, tiny):
             expected = [texts(plain, [p], **options)[0] for p in PROMPTS]
             assert [texts(llm, [p], **options)[0] for p in PROMPTS] == expected
             assert texts(llm, **options) == expected
+
+
+def test_a_capture_writes_into_nobody_elses_memory():
+    captured = Captured(lambda table, given: table + given, torch.device("cuda"))
+    table, given = torch.tensor([[1, 2, 3]]), torch.ones((1, 3), dtype=torch.long, device="cuda")
+    captured.fetch(table, given)
+    captured.fetch(table, still=(given,))
+    others = [torch.zeros(3, dtype=torch.long, device="cuda") for _ in range(64)]  # small ones fill every gap
+    assert captured.fetch(10 * table, given).tolist() == [[11, 21, 31]]
+    assert captured.fetch(10 * table, still=(given,)).tolist() == [[11, 21, 31]]
+    assert not any(other.any() for other in others)
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["captured", "compiled"])

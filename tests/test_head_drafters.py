@@ -17,11 +17,12 @@ from slipstream.drafters.base import Hidden, Proposal, Seen
 from slipstream.errors import DrafterError, OptionError
 from slipstream.heads import HEADS, drafting, save_head
 from slipstream.heads.beams import draw, overlay, prefix_match
-from slipstream.heads.drafting import Captured, unpack
+from slipstream.heads.drafting import unpack
 from slipstream.heads.ranks import assumed, check_tree, measure, save_tree, tune
 from slipstream.request import Request
 from slipstream.sampling import Sampler, Sampling, gumbel, noise_key
 from slipstream.target import open_target
+from slipstream.target.captured import Captured
 from slipstream.tree import TokenTree
 from slipstream.tree import prefix_match as host_prefix_match
 

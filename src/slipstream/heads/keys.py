@@ -18,7 +18,7 @@ from slipstream.target.ops import attend, write_keys
 if TYPE_CHECKING:
     from slipstream.heads.decoder import LayerConfig
 
-FIRST_CAPACITY = 4096  # every growth captures anew, and capacity that isn't used costs nothing but memory
+FIRST_CAPACITY = 8192  # every growth captures anew, and capacity that isn't used costs nothing but memory
 
 
 class KeyCache:

@@ -104,7 +104,8 @@ class KeyValuePool(Cache):
         """Make room, by doubling, and keep what is there."""
         if rows <= self.rows and length <= self.capacity:
             return
-        rows = max(self.rows, 1 << (rows - 1).bit_length())
+        # A power of two and one more, which captured steps keep for padding: 64 sequences need no room for 128.
+        rows = max(self.rows, rows, 1 + (1 << max(0, rows - 2).bit_length()))
         capacity = max(self.capacity, FIRST_CAPACITY)
         while capacity < length:
             capacity *= 2

@@ -18,7 +18,7 @@ from slipstream.datastores.dense.finding import Asked, Finder
 from slipstream.datastores.dense.live import MOST
 from slipstream.datastores.dense.search import Drafts, Found, Vectors, View
 from slipstream.datastores.dense.transform import Transform
-from slipstream.heads.drafting import Captured
+from slipstream.target.captured import Captured
 from slipstream.target.graphs import BATCHES, bucket
 
 NONE = -(1 << 63)  # no row

@@ -105,7 +105,7 @@ class KeyValuePool(Cache):
         if rows <= self.rows and length <= self.capacity:
             return
         # A power of two and one more, which captured steps keep for padding: 64 sequences need no room for 128.
-        rows = max(self.rows, rows, 1 + (1 << max(0, rows - 2).bit_length()))
+        rows = max(self.rows, 1 if rows == 1 else 1 + (1 << (rows - 2).bit_length()))
         capacity = max(self.capacity, FIRST_CAPACITY)
         while capacity < length:
             capacity *= 2

@@ -149,6 +149,22 @@ def test_drafts_are_judged_by_what_followed_their_roots(captured, steps, tiny, m
     assert sum(tokens for _, _, tokens, *_ in charged) >= len(result.tokens) - 40
 
 
+def test_every_text_has_its_own_luck(steps, tiny, monkeypatch):
+    """What a step's tree promised beyond one token, and what came."""
+    steps(FREE)
+    seen = []
+    monkeypatch.setattr("slipstream.drafters.auto.Luck.see", lambda luck, *what: seen.append((luck, *what)))
+    llm, first = answer(tiny("llama"))
+    known = len(seen)
+    assert sum(came for _, _, came in seen) == first.stats.accepted
+    assert any(promised > 1 for _, promised, _ in seen)
+    assert all(promised > 0 for _, promised, came in seen if came)
+    llm.generate([REPEATING, REPEATING[::-1]], max_new_tokens=40)
+    assert len({id(luck) for luck, *_ in seen[:known]}) == 1
+    assert len({id(luck) for luck, *_ in seen[known:]}) == 2
+    assert all(promised > 0 for _, promised, came in seen if came)
+
+
 def test_costs_are_measured_once(tiny, tmp_path, monkeypatch):
     monkeypatch.setenv("SLIPSTREAM_CACHE", str(tmp_path))
     target = open_target(tiny("llama"))

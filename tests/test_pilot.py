@@ -7,7 +7,7 @@ import pytest
 
 from slipstream.budget.calibration import Calibration
 from slipstream.budget.costs import Costs
-from slipstream.budget.pilot import Pilot
+from slipstream.budget.pilot import Luck, Pilot
 from slipstream.tree import TokenTree, fuse
 
 # Milliseconds of a step by rows: two CPU cores in float32 and bfloat16, and a GPU, where rows cost next to nothing.
@@ -348,6 +348,36 @@ def test_a_level_that_is_new_is_judged_by_the_next_one():
     for source.level in range(5):
         found.append(source.advantage())
     assert found == [0.5, 0.5, 0.5, -0.5, -0.5]
+
+
+def test_luck_is_what_came_of_what_was_promised():
+    luck = Luck()
+    assert luck.share == 1
+    for _ in range(3):
+        luck.see(2.0, 0.0)
+    unlucky = luck.share
+    assert unlucky < 0.5
+    for _ in range(50):
+        luck.see(1.0, 1.0)
+    assert unlucky < luck.share < 1
+    for _ in range(50):
+        luck.see(1.0, 3.0)
+    assert luck.share == 1  # a text that gives more than was promised is promised no more than others
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_less_is_verified_of_a_text_without_luck(batch):
+    pilot = Pilot(Costs({1: 1.0, 64: 20.0}), ["a"])
+    tree = TokenTree.chain(0, range(1, 9), source="a", raw=[0.9] * 8)
+    for i in range(100):
+        pilot.learn(tree, [1, 2, 3, 4, 5, 6, 7, 8] if i % 10 else [9])
+
+    def nodes(share):
+        return len(pilot.choose([tree] * batch, [8] * batch, {"a": 1e-6}, [share] * batch)[0]) - 1
+
+    found = [nodes(share) for share in (1.0, 0.5, 0.1)]
+    assert found[0] >= found[1] >= found[2] == 0 < found[0]
+    assert len(pilot.choose([tree] * batch, [8] * batch, {"a": 1e-6})[0]) - 1 == found[0]
 
 
 def test_a_draft_is_labelled_as_far_as_the_text_goes():

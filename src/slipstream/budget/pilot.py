@@ -34,7 +34,7 @@ FORGOTTEN = 0.0015  # of the account, at each step
 LATEST = 0.05  # weight of the latest look at whether a source earns what it takes
 LEAST = 0.02  # of the rate: a probe is taken to lose that at least
 ENOUGH = 20  # drafts by which a source is known
-PROBING = 0.005  # the share of all time that probes of one source may lose
+PROBING, HEADS_PROBING = 0.005, 0.0025  # the share of all time that probes of one source, or head, may lose
 FIRST_PROBES = 0.015  # and that they may take while it is not known
 FREE = 2  # drafts of a source that are not counted: they load its code
 SETTLED = 8  # drafts until which the fastest says what one takes
@@ -44,6 +44,9 @@ MARGIN = 0.03  # of the rate: by so much a dear one must be expected to raise it
 # Where late drafts take longer, a few are a probe, since only the first of them is late; and that begins with a text,
 # which a head has to know, or where one is so many tokens long.
 TRIAL, LONG = 4, 256
+BEFORE = 3.0  # tokens that every text is taken to have promised and given before it begins
+KEPT = 0.99  # of what was promised and came, with each step
+MOST = 1.0  # a text that gives more than was promised is not believed to go on so
 LEVELS = (1.25, 1.6, 2.2, 3.5)  # tokens per sequence that they expect, from one level to the next
 
 
@@ -96,6 +99,24 @@ class Source:
             if found is not None:
                 return found
         return 0.0
+
+
+@dataclass
+class Luck:
+    """How much of what drafts promised about a text came true: what is right on the whole may be wrong for one text."""
+
+    promised: float = 0.0  # tokens beyond plain decoding's, of late
+    came: float = 0.0
+
+    def see(self, promised: float, came: float) -> None:
+        """Of one step."""
+        self.promised = KEPT * self.promised + promised
+        self.came = KEPT * self.came + came
+
+    @property
+    def share(self) -> float:
+        """To be expected of the next promise."""
+        return min(MOST, (BEFORE + self.came) / (BEFORE + self.promised))
 
 
 @dataclass(frozen=True)
@@ -220,9 +241,15 @@ class Pilot:
             counted[name] = seconds
         return counted
 
-    def choose(self, trees: Sequence[TokenTree], limits: Sequence[int], drafting: dict[str, float]) -> list[TokenTree]:
+    def choose(
+        self,
+        trees: Sequence[TokenTree],
+        limits: Sequence[int],
+        drafting: dict[str, float],
+        luck: Sequence[float] = (),
+    ) -> list[TokenTree]:
         """What of these drafts, one per sequence, is worth verifying; at most `limits` nodes of each. drafting: seconds
-        that each source which was asked took for them all, as `count` counts them."""
+        that each source which was asked took for them all, as `count` counts them. luck: of each, see `Luck`."""
         batch, spent = len(trees), sum(drafting.values())
         step = self.costs.seconds(1, batch)
         plain, resting = batch / step, self.resting
@@ -231,6 +258,8 @@ class Pilot:
         took = np.array([spent, *(spent - seconds for seconds in drafting.values())])
         seconds = self.costs.upto(tokens.shape[1], batch)
         width, rates = _best(tokens, seconds, took, plain)
+        if luck and min(luck) < 1:
+            width, _ = _best(_tokens(grown, (), luck), seconds, took, plain)
         with_all, *without = rates.tolist()
         for name, rate in zip(drafting, without, strict=True):
             self._judge(self.sources[name], with_all / max(plain, rate) - 1, step)
@@ -268,9 +297,10 @@ class Pilot:
         known, whole = source.drafts >= ENOUGH, step + source.seconds
         lost = source.seconds  # all of it, as long as nothing is verified, or little is known
         if known and not self.resting:
-            lost = min(lost, max(LEAST, -usual) * whole) + self._best_but(source, step) * whole
+            lost = min(lost, max(LEAST, -min(usual, advantage)) * whole) + self._best_but(source, step) * whole
         lost *= TRIAL if source.delay else 1
-        source.wait = round((lost + source.reading) / ((PROBING if known else FIRST_PROBES) * step))
+        share = FIRST_PROBES if not known else HEADS_PROBING if source.head else PROBING
+        source.wait = round((lost + source.reading) / (share * step))
         source.wait = min(source.wait, FIRST_WAIT << 2 * min(source.drafts, SETTLED))
 
     def _best_but(self, source: Source, step: float) -> float:
@@ -332,18 +362,19 @@ class _Grown(NamedTuple):
         return TokenTree(tokens, parents, raw, score, whole.sources)
 
 
-def _tokens(grown: Sequence[_Grown], names: Sequence[str]) -> NDArray[np.float64]:
+def _tokens(grown: Sequence[_Grown], names: Sequence[str], luck: Sequence[float] = ()) -> NDArray[np.float64]:
     """(1 + names, width) expected of all sequences together if each gets at most 0, 1, … nodes: with everything, and
     without each of the sources. A step is as wide as the widest of its trees, so whoever gains less may as well have as
-    many nodes as the others."""
-    if len(grown) == 1 and grown[0].sources == tuple(names):
-        return grown[0].worth
-    tokens = np.zeros((1 + len(names), max(g.worth.shape[1] for g in grown)))
-    for g in grown:
+    many nodes as the others. luck: of each, how much of what drafts promise comes; none: all of it."""
+    if len(grown) == 1 and (not names or grown[0].sources == tuple(names)):
+        worth = grown[0].worth[: 1 + len(names)]
+        return 1 + luck[0] * (worth - 1) if luck else worth
+    tokens = np.full((1 + len(names), max(g.worth.shape[1] for g in grown)), float(len(grown)))
+    for g, share in zip(grown, luck or [1.0] * len(grown), strict=True):
         width = g.worth.shape[1]
         for row, worth in enumerate([g.worth[0], *map(g.without, names)]):
-            tokens[row, :width] += worth
-            tokens[row, width:] += worth[-1]
+            tokens[row, :width] += share * (worth - 1)
+            tokens[row, width:] += share * (worth[-1] - 1)
     return tokens
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 from slipstream import drafters as registry
 from slipstream.budget.costs import costs_of
 from slipstream.budget.drafting import JointDrafter, JointSession
-from slipstream.budget.pilot import Choice, Pilot
+from slipstream.budget.pilot import Choice, Luck, Pilot
 from slipstream.datastores.dense import manifest as dense
 from slipstream.drafters.base import Drafter, DraftSession, Proposal, Seen
 from slipstream.errors import DamagedError, DrafterError, OptionError, StoreError
@@ -151,7 +151,7 @@ class AutoDrafter(JointDrafter):
                 draft = proposal.tree.cut(budgets[i].depth)
                 trees[i] = fuse([trees[i], draft]) if len(trees[i]) > 1 else draft
         for session in mine:
-            session.begun, session.ahead = True, False
+            session.begun, session.ahead, session.promised = True, False, 0.0
         if not drafting:
             self.pilot.decline(len(roots))
             return [Proposal(tree) for tree in trees]
@@ -159,7 +159,9 @@ class AutoDrafter(JointDrafter):
         self._drafting = sum(drafting.values()) + sum(self.pilot.sources[name].reading for name in drafting)
         for session, tree in zip(mine, trees, strict=True):
             session.proposed(tree)
-        kept = self.pilot.choose(trees, limits, drafting)
+        kept = self.pilot.choose(trees, limits, drafting, [session.luck.share for session in mine])
+        for session, tree in zip(mine, kept, strict=True):
+            session.promised = float(tree.value.sum()) - 1
         return [Proposal(tree) for tree in kept]
 
     def _learn(self) -> None:
@@ -194,6 +196,8 @@ class AutoSession(JointSession):
         self.latest: set[str] = set()  # and for the one under way
         self.ahead = False  # whether drafts could be started behind that
         self.knows: set[str] = set()  # sources that were asked about this text before
+        self.luck = Luck()
+        self.promised = 0.0  # tokens that the step's tree is expected to give beyond one
         self._judged: list[tuple[TokenTree, int, int]] = []  # drafts, the places of their roots, tokens known since
 
     @property
@@ -204,6 +208,7 @@ class AutoSession(JointSession):
     def observe(self, seen: Seen) -> None:
         if self.begun:
             self.drafter.emitted += len(seen.tokens)
+            self.luck.see(self.promised, len(seen.tokens) - 1)
         super().observe(seen)
 
     def keep(self) -> None:

@@ -46,7 +46,6 @@ MARGIN = 0.03  # of the rate: by so much a dear one must be expected to raise it
 TRIAL, LONG = 4, 256
 BEFORE = 3.0  # tokens that every text is taken to have promised and given before it begins
 KEPT = 0.99  # of what was promised and came, with each step
-MOST = 1.0  # a text that gives more than was promised is not believed to go on so
 LEVELS = (1.25, 1.6, 2.2, 3.5)  # tokens per sequence that they expect, from one level to the next
 
 
@@ -115,8 +114,8 @@ class Luck:
 
     @property
     def share(self) -> float:
-        """To be expected of the next promise."""
-        return min(MOST, (BEFORE + self.came) / (BEFORE + self.promised))
+        """To be expected of the next promise. A text that gave more than was promised is not believed to go on so."""
+        return min(1.0, (BEFORE + self.came) / (BEFORE + self.promised))
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from gpu import tell
 from slipstream import LLM, drafters, engine
 from slipstream.bench.contestants import Decoding, Ours
 from slipstream.bench.measure import Item, prepare
@@ -91,10 +91,6 @@ MACHINES = {
     ),
 }
 HEADS = ("eagle3", "redrafter")
-
-
-def tell(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ class Machine:
     reading: dict[str, float]  # of each token of a prompt, the first time that a head is asked about it
     # Of drafts that were started behind the step before: what the device takes from the step's end on, and the host.
     behind: dict[str, tuple[float, float]] = field(default_factory=dict)
-    joint: float = 1e-4  # what `auto` takes besides, of every step
+    joint: float = 1e-4  # what `auto` takes to make something of drafts
     host: float = 1e-4  # and what everybody does
     padded: bool = False
     singles: Sequence[str] = ()  # to compare with
@@ -253,20 +253,22 @@ def contestant(name: str, texts: Sequence[Text], machine: Machine, clock: Clock)
     if name in HEADS:
         return Engine(target, RecordedHead(target, name), name)
     if name == "auto":
-        return Engine(target, timed(PlayedAuto(target, None, auto.AutoOptions()), clock, machine.joint), name)
+        drafter = PlayedAuto(target, None, auto.AutoOptions())
+        timed(drafter.pilot, clock, machine.joint, "choose")
+        return Engine(target, drafter, name)
     return Engine(target, timed(drafters.make(name, target, None), clock, machine.drafts.get(name, 0.0)), name)
 
 
-def timed(drafter: Any, clock: Clock, seconds: float) -> Any:
-    """Whose drafts take so long."""
-    inner = drafter.propose
+def timed(whose: Any, clock: Clock, seconds: float, what: str = "propose") -> Any:
+    """Whose drafts, or something else, take so long."""
+    inner = getattr(whose, what)
 
-    def propose(*given: Any) -> Any:
+    def passing(*given: Any) -> Any:
         clock.pass_by(seconds)
         return inner(*given)
 
-    drafter.propose = propose
-    return drafter
+    setattr(whose, what, passing)
+    return whose
 
 
 def answer(runner: Any, number: int, nodes: int) -> float:

@@ -6,7 +6,8 @@ steps     a Llama of 7B shape with random weights, bfloat16, 512 tokens of conte
 texts     the embedded model in bfloat16: tokens per second and texts that differ, plain and with each drafter
 peers     transformers' own generate and prompt lookup on some of the prompts: tokens per second, and how many texts its
           prompt lookup changes
-batch     tokens per second of 1, 4, 16 and 64 sequences
+batch     tokens per second of 1, 4, 16 and 64 sequences, drafters in turn, without what captures take; the median of
+          five calls, and each of them
 long      a step at 8,192 tokens of context against one at 512, and the memory of the cache
 
 Each part prints a table to stderr and one JSON line.
@@ -29,12 +30,13 @@ from slipstream import LLM
 from slipstream.bench.workloads import builtin, read, select
 from slipstream.sampling import Sampler, Sampling
 from slipstream.target import Target, Want, load_model, open_target
-from slipstream.target.capture import preparing
+from slipstream.target.capture import Stopwatch, preparing
 from slipstream.target.steps import BEST
 from slipstream.text import encode
 from slipstream.tree import TokenTree
 
 ROWS = (1, 8, 16, 32, 64, 128)
+BATCH_REPEATS = 5
 GREEDY = Sampler(Sampling(), [])
 
 
@@ -211,17 +213,21 @@ def summary(results: list[Any]) -> dict[str, float]:
 def batch(given: argparse.Namespace) -> dict[str, Any]:
     model, tokenizer = load_model(given.model, dtype="bfloat16", device="cuda")
     prompts = [p.turns[0] for p in select(read(given.prompts) if given.prompts else builtin(), None, 64)]
+    drafters = [name for name in ("none", "pld", "suffix", "eagle3", "auto") if name in (given.only or [name])]
     told: dict[str, Any] = {}
     for size in (1, 4, 16, 64):
-        for drafter in ("none", "pld", "suffix", "auto"):
-            llm = LLM(model, tokenizer, drafter, max_batch=size, compile=given.compile)
-            asked = (prompts * (1 + size // len(prompts)))[:size]
-            for _ in range(2):  # the first time, every shape that comes up is captured
-                clock = perf_counter()
+        llms = {name: LLM(model, tokenizer, name, max_batch=size, compile=given.compile) for name in drafters}
+        asked = (prompts * (1 + size // len(prompts)))[:size]
+        rates: dict[str, list[float]] = {name: [] for name in llms}
+        for _ in range(1 + BATCH_REPEATS):  # the first time, code is loaded
+            for name, llm in llms.items():
+                taken = Stopwatch()
                 results = llm.generate(asked, max_new_tokens=128, ignore_eos=True)
-                rate = sum(len(r.tokens) for r in results) / (perf_counter() - clock)
-            told[f"{drafter} {size}"] = round(rate, 1)
-            tell(f"{drafter:6} {size:3} sequences {rate:9.1f} tokens/s")
+                rates[name].append(sum(len(r.tokens) for r in results) / taken.seconds())
+        for name, found in rates.items():
+            told[f"{name} {size}"] = [round(rate, 1) for rate in found[1:]]
+            middle = statistics.median(found[1:])
+            tell(f"{name:6} {size:3} sequences {middle:9.1f} tokens/s " + " ".join(f"{rate:.0f}" for rate in found[1:]))
     return told
 
 

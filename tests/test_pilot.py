@@ -225,26 +225,35 @@ def test_costs_follow_what_steps_take():
     costs.observe(1, 1, 1.0)
     for _ in range(200):
         costs.observe(4, 1, 3.0)
+        costs.observe(1, 1, 1.0)
     assert costs.seconds(4) == pytest.approx(3.0, rel=0.02)
-    assert costs.seconds(1) == pytest.approx(1.0)
-    assert costs.observe(1, 1, 100.0) == pytest.approx(1.0)  # somebody else's business
-    assert costs.seconds(1) == pytest.approx(1.0)
-    assert costs.seconds(1, batch=8) == pytest.approx(2.0)
+    assert costs.seconds(1) == pytest.approx(1.0, rel=0.001)
+    assert costs.observe(1, 1, 100.0) == costs.seconds(1)  # somebody else's business
+    assert costs.seconds(1) == pytest.approx(1.0, rel=0.001)
     with pytest.raises(ValueError, match="the time of one row"):
         Costs({2: 1.0})
 
 
-def test_plain_steps_say_how_fast_the_machine_is():
+@pytest.mark.parametrize("rows", [1, 16])
+def test_any_step_says_how_fast_the_machine_is(rows):
     """It was busy when its costs were measured: steps that were never seen cost less than that too."""
-    costs = Costs({1: 2.0, 4: 4.0, 16: 6.0})
-    costs.observe(16, 1, 3.0)  # until a plain step was seen, any will do
-    assert costs.seconds(4) == pytest.approx(2 * costs.seconds(1))
-    assert costs.seconds(1) < 2.0
+    before = {1: 2.0, 4: 4.0, 16: 6.0}
+    costs = Costs(before)
     for _ in range(20):
-        costs.observe(1, 1, 1.0)
-    assert [costs.seconds(rows) for rows in (1, 4, 16)] == pytest.approx([1.0, 2.0, 3.0], rel=0.06)
-    costs.observe(16, 1, 6.0)
-    assert costs.seconds(4) == pytest.approx(2.0, rel=0.06)
+        costs.observe(rows, 1, before[rows] / 2)
+    assert [costs.seconds(rows) for rows in before] == pytest.approx([1.0, 2.0, 3.0], rel=0.06)
+    costs.observe(rows, 1, before[rows])  # once: hardly anything
+    assert costs.seconds(4) == pytest.approx(2.0, rel=0.1)
+
+
+def test_a_slow_first_step_is_not_how_fast_the_machine_is():
+    """As when code is loaded, or brought onto a device."""
+    costs = Costs({1: 1.0, 8: 1.1, 16: 1.2})
+    costs.observe(1, 1, 2.9)
+    assert costs.seconds(16) < 1.2 * 1.3
+    for _ in range(20):
+        costs.observe(16, 1, 1.2)
+    assert [costs.seconds(rows) for rows in (1, 8, 16)] == pytest.approx([1.0, 1.1, 1.2], rel=0.15)
 
 
 def test_costs_that_changed_for_good_are_believed_in_the_end():
@@ -322,6 +331,7 @@ def test_reading_a_text_is_not_what_a_draft_takes():
     source = pilot.sources["a"]
     assert (source.seconds, source.reading) == (pytest.approx(0.002), pytest.approx(0.498))
     pilot.choose([TokenTree.chain(0, [1], source="a", raw=[0.9])], [8], {"a": 0.002})
+    pilot.judge()
     assert source.wait > 100  # but it is paid for before the next probe
     pilot.count({"a": 0.002})
     assert source.reading == 0
@@ -442,7 +452,7 @@ def test_what_lost_too_much_is_watched_but_not_verified():
     tree = TokenTree.chain(0, [1, 2, 3], source="a", raw=[0.9] * 3)
     for _ in range(50):
         pilot.learn(tree, [1, 2, 3])
-    pilot.charge(1, 1, 1, 1.0, 0.0)
+        pilot.charge(1, 1, 1, 1.0, 0.0)
     for _ in range(9):
         assert len(pilot.choose([tree], [8], {"a": 1e-4})[0]) == 4
         pilot.charge(4, 1, 1, 2.5, 0.0)
@@ -478,7 +488,7 @@ def test_no_other_way_to_share_a_steps_rows_gives_more_tokens_per_second(curve, 
             trees.append(TokenTree.build(range(9), parents, source="a", raw=raw))
         kept = pilot.choose(trees, [8, 8, 5], {"a": 0.0})
         assert all(len(tree) - 1 <= limit for tree, limit in zip(kept, [8, 8, 5], strict=True))
-        worths = [pilot._grow(tree, limit).worth[0] for tree, limit in zip(trees, [8, 8, 5], strict=True)]
+        worths = [pilot._grow(tree, limit).worth for tree, limit in zip(trees, [8, 8, 5], strict=True)]
         best = max(
             sum(w[n] for w, n in zip(worths, nodes, strict=True)) / costs.seconds(1 + max(nodes), 3)
             for nodes in itertools.product(*(range(len(w)) for w in worths))

@@ -121,13 +121,13 @@ class Engine:
         want = Want(self.drafter.layers, rows, tuple(chooser(s) for s in running), behind)
         scores = self.target.score([s.slot for s in running], trees, want)
         scored = perf_counter()
-        self.drafter.measured(len(running), max(map(len, trees)), taken.seconds())
         verdicts = []
         for sequence, tree, score in zip(running, trees, scores, strict=True):
             verdict = verify(sequence.request.accept, tree, score, sequence.sampler, sequence.over)
             self.target.commit(sequence.slot, verdict.path)
             self._observe(sequence, tree, score, verdict)
             verdicts.append(verdict)
+        self.drafter.measured(len(running), max(map(len, trees)), taken.seconds())
         if len(running) > 1 and not self.target.exact_together:
             for sequence in running:
                 sequence.stats.exact = False

@@ -183,7 +183,7 @@ class TokenTree:
 
     def cut(self, depth: int) -> TokenTree:
         """Drop what lies deeper than `depth`. It looks at no token, so q stays valid."""
-        if self.depth <= depth:
+        if len(self.tokens) - 1 <= depth or self.depth <= depth:
             return self
         return self._take(self.depths <= depth, keep_q=True)
 

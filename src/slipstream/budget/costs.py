@@ -22,6 +22,8 @@ from slipstream.tree import TokenTree
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 TABLE = 128  # rows that a table has at least
 FOLLOW = 0.05  # how much of what one step took goes into what the next is expected to take
+MOST = 0.5  # more or less than expected, as a share of that, that one step is believed
+LATELY = 1 - 1 / 64  # of how often a number of rows was seen of late, with each step
 WILD = 3.0  # a step that took so many times what was expected says more about the machine than about the step,
 BELIEVED = 8  # until so many in a row say the same
 
@@ -36,7 +38,7 @@ class Costs:
         self._rows = np.array(sorted(seconds), np.float64)
         self._curves: dict[int, NDArray[np.float64]] = {1: np.array([seconds[int(r)] for r in self._rows])}
         self._tables: dict[int, NDArray[np.float64]] = {}  # the same for every number of rows
-        self._plain: dict[int, int] = {}  # steps of one row that were seen, by batch
+        self._seen: dict[int, NDArray[np.float64]] = {}  # by batch: how often each number of rows was, of late
         self._off = 0  # steps in a row that were far from what was expected
 
     def seconds(self, rows: int, batch: int = 1) -> float:
@@ -59,9 +61,10 @@ class Costs:
         self._off = 0 if expected / WILD < seconds < expected * WILD else self._off + 1
         if 0 < self._off < BELIEVED:
             return expected
-        plain, more = self._plain.get(batch, 0), seconds / expected - 1
-        if _follow(self._rows, self._curve(batch), self._tables[batch], rows, self.padded, more, plain):
-            self._plain[batch] = plain + 1
+        if batch not in self._seen:
+            self._seen[batch] = np.zeros(len(self._rows))
+        more = min(MOST, max(-MOST, seconds / expected - 1))
+        _follow(self._rows, self._curve(batch), self._tables[batch], self._seen[batch], rows, self.padded, more)
         return seconds
 
     def _curve(self, batch: int) -> NDArray[np.float64]:
@@ -105,22 +108,19 @@ def _nearest(known, rows, padded):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
-def _follow(known, curve, table, rows, padded, more, plain):  # type: ignore[no-untyped-def]
-    """A step took so much more than expected, as a share of that; `plain` steps were seen before. Returns whether this
-    was one.
+def _follow(known, curve, table, seen, rows, padded, more):  # type: ignore[no-untyped-def]
+    """A step took so much more than expected, as a share of that. seen: how often each known number of rows was.
 
-    What was measured once may have been so on a busier machine, and most numbers of rows are rarely seen. Plain steps
-    say how fast the machine is at all of them, and until there are some, any step does.
+    What was measured once may have been so on a busier machine, and most numbers of rows are rarely seen. So a step
+    also says how fast the machine is at others, the more the less these were seen of late.
     """
     i = _nearest(known, rows, padded)
-    if i == 0:
-        curve *= 1 + max(FOLLOW, 1 / (2 + plain)) * more  # the mean of the first ones
-    elif plain == 0:
-        curve *= 1 + FOLLOW * more
-    else:
-        curve[i] *= 1 + FOLLOW * more
+    weight = max(FOLLOW, 1 / (2 + seen[i]))  # the mean of the first ones
+    for j in range(len(known)):
+        curve[j] *= 1 + weight * more / (1 if j == i else 1 + seen[j])
+    seen *= LATELY
+    seen[i] += 1
     _between(known, curve, table, padded)
-    return i == 0
 
 
 # ---- where they come from

@@ -38,6 +38,7 @@ PROBING, HEADS_PROBING = 0.005, 0.0025  # the share of all time that probes of o
 FIRST_PROBES = 0.015  # and that they may take while it is not known
 FREE = 2  # drafts of a source that are not counted: they load its code
 SETTLED = 8  # drafts until which the fastest says what one takes
+LATELY = 0.2  # weight of what the latest one took, behind that
 FIRST_WAIT = 8  # plain steps: a source waits four times as many at most after its first draft, 16 times after two, …
 DEAR = 0.15  # of a plain step's time: of sources that take more, and of heads, one is asked, by what others expect
 MARGIN = 0.03  # of the rate: by so much a dear one must be expected to raise it, since what is expected is hoped for
@@ -50,14 +51,35 @@ LEVELS = (1.25, 1.6, 2.2, 3.5)  # tokens per sequence that they expect, from one
 
 
 @dataclass
+class Usual:
+    """What something usually takes. Its first times load code, and one that takes many times as long as others was
+    interrupted: that is not its fault."""
+
+    times: int = 0
+    seconds: float = 0.0  # of one of them
+
+    def count(self, seconds: float) -> float:
+        """It took so long. Returns what of that counts."""
+        usual = self.seconds
+        if self.times < FREE:
+            self.seconds, seconds = seconds if self.times else 0.0, 0.0
+        elif self.times < SETTLED:
+            self.seconds = seconds = min(seconds, usual)
+        else:
+            seconds = min(seconds, WILD * usual)
+            self.seconds += LATELY * (seconds - usual)
+        self.times += 1
+        return seconds
+
+
+@dataclass
 class Source:
     """What is known of one drafter."""
 
     name: str
     calibration: Calibration
     head: bool = False  # of these one is asked at most, since two would say much the same
-    drafts: int = 0
-    seconds: float = 0.0  # of one of them
+    drafting: Usual = field(default_factory=Usual)
     reading: float = 0.0  # seconds that the last one took besides, as the first of a text or because it began late,
     delay: float = 0.0  # and those that beginning late usually takes
     # In the rate of tokens, by which asking it is better than not: by level of what others expect, and the first for a
@@ -66,6 +88,15 @@ class Source:
     asked: list[int] = field(default_factory=lambda: [0] * (1 + len(LEVELS)))  # how often, by level
     level: int = 0  # where it was asked last
     wait: int = 0  # steps before it is probed again
+
+    @property
+    def drafts(self) -> int:
+        return self.drafting.times
+
+    @property
+    def seconds(self) -> float:
+        """Of one of them."""
+        return self.drafting.seconds
 
     def dear(self, step: float) -> bool:
         """Whether it has to be worth what it takes at every level. step: seconds of a plain one."""
@@ -118,8 +149,7 @@ class Luck:
         return min(1.0, (BEFORE + self.came) / (BEFORE + self.promised))
 
 
-@dataclass(frozen=True)
-class Choice:
+class Choice(NamedTuple):
     """What was decided about a step, and what was expected of it. Numbers are of all its sequences together."""
 
     asked: tuple[str, ...]  # sources
@@ -141,10 +171,13 @@ class Pilot:
         calibrations = {name: Calibration(self._counts[i]) for i, name in enumerate(sources)}
         self.sources = {name: Source(name, learnt, name in heads) for name, learnt in calibrations.items()}
         self._columns: dict[tuple[str, ...], NDArray[np.int64]] = {}
+        self.joining = Usual()  # what is done with a sequence's drafts: fusing, choosing, learning
         self._account = 0.0  # plain steps gained over plain decoding
         self._tried: Source | None = None  # who is probed,
         self._left = 0  # and the drafts that are left of that
         self._seen = _Look([], [])  # the latest ones
+        self._unjudged: _Asked | None = None
+        self.promised: list[float] = []  # tokens beyond one that the chosen trees are expected to give, of each sequence
         self.last: Choice | None = None
 
     # ---- before a step
@@ -170,6 +203,7 @@ class Pilot:
         the dear ones if it does; and now and then another, to see whether it would. expected: tokens per sequence from
         what was drafted so far, as `expects` tells it. said: tokens of the shortest text. late: whose draft could have
         been started before, and was not."""
+        self.judge()
         step, dear = self.costs.seconds(1, batch), list[Source]()
         for source in map(self.sources.__getitem__, names):
             source.level, source.wait = 0, max(0, source.wait - 1)
@@ -209,36 +243,31 @@ class Pilot:
             return 1.0
         seen = self._look_at(trees, limits)
         if not seen.expected:
-            tokens = _tokens(seen.grown, ())
-            width, _ = _best(tokens, self.costs.upto(tokens.shape[1], len(trees)), np.zeros(len(tokens)), 0.0)
-            seen.expected = float(tokens[0, width]) / len(trees)
+            tokens = _tokens(seen.grown)
+            width = _best(tokens, self.costs.upto(len(tokens), len(trees)), 0.0, 0.0)
+            seen.expected = float(tokens[width]) / len(trees)
         return seen.expected
 
     def count(
         self, drafting: dict[str, float], new: Container[str] = (), late: Container[str] = ()
     ) -> dict[str, float]:
-        """The seconds that drafting took, less what is nobody's fault: a source's first drafts load and compile code,
-        and one that takes many times as long as usual was interrupted. new: sources that had to read the text first;
-        late: those that had to begin late."""
+        """The seconds that drafting took, less what is nobody's fault, see `Usual`. new: sources that had to read the
+        text first; late: those that had to begin late."""
         counted = {}
         for name, seconds in drafting.items():
             source = self.sources[name]
             usual, source.reading = source.seconds, 0.0
-            if source.drafts < FREE:
-                source.seconds, seconds = seconds if source.drafts else 0.0, 0.0
-            elif name in new or name in late:
-                source.reading, source.seconds = max(0.0, seconds - usual), min(seconds, usual)
-                seconds = source.seconds
+            if source.drafts >= FREE and (name in new or name in late):
+                source.reading = max(0.0, seconds - usual)
+                source.drafting.seconds = seconds = min(seconds, usual)
                 if name not in new:
-                    source.delay += (0.2 if source.delay else 1.0) * (source.reading - source.delay)
-            elif source.drafts < SETTLED:
-                source.seconds = seconds = min(seconds, usual)
-            else:
-                seconds = min(seconds, WILD * usual)
-                source.seconds += 0.2 * (seconds - usual)
-            source.drafts += 1
-            counted[name] = seconds
+                    source.delay += (LATELY if source.delay else 1.0) * (source.reading - source.delay)
+            counted[name] = source.drafting.count(seconds)
         return counted
+
+    def joined(self, seconds: float, batch: int) -> None:
+        """Making something of drafts took so long, besides drafting."""
+        self.joining.count(seconds / batch)
 
     def choose(
         self,
@@ -249,25 +278,48 @@ class Pilot:
     ) -> list[TokenTree]:
         """What of these drafts, one per sequence, is worth verifying; at most `limits` nodes of each. drafting: seconds
         that each source which was asked took for them all, as `count` counts them. luck: of each, see `Luck`."""
-        batch, spent = len(trees), sum(drafting.values())
-        step = self.costs.seconds(1, batch)
-        plain, resting = batch / step, self.resting
+        batch, resting = len(trees), self.resting
+        spent, plain = sum(drafting.values()) + self._joining(batch), batch / self.costs.seconds(1, batch)
         grown = self._look_at(trees, limits).grown
-        tokens = _tokens(grown, list(drafting))  # (1 + sources, width)
-        took = np.array([spent, *(spent - seconds for seconds in drafting.values())])
-        seconds = self.costs.upto(tokens.shape[1], batch)
-        width, rates = _best(tokens, seconds, took, plain)
-        if luck and min(luck) < 1:
-            width, _ = _best(_tokens(grown, (), luck), seconds, took, plain)
-        with_all, *without = rates.tolist()
-        for name, rate in zip(drafting, without, strict=True):
-            self._judge(self.sources[name], with_all / max(plain, rate) - 1, step)
-        width = 0 if resting else width
+        tokens = _tokens(grown)
+        hoped = _tokens(grown, luck) if luck and min(luck) < 1 else tokens
+        seconds = self.costs.upto(len(tokens), batch)
+        width = 0 if resting else _best(hoped, seconds, spent, plain)
         kept = [g.tree(tree, width) for g, tree in zip(grown, trees, strict=True)]
-        nodes, expected = sum(map(len, kept)) - batch, float(tokens[0, width])
+        self.promised = [g.promised(width) for g in grown]
+        expected = float(tokens[width])
         rate = expected / (spent + float(seconds[width]))
-        self.last = Choice(tuple(drafting), resting, nodes, expected, rate, plain)
+        self.last = Choice(tuple(drafting), resting, sum(map(len, kept)) - batch, expected, rate, plain)
+        self._unjudged = _Asked(list(trees), limits, grown, drafting)
         return kept
+
+    def judge(self) -> None:
+        """What asking whoever was asked about the last step was worth, against the same step without them. That can
+        wait until the step runs, but not until more is known."""
+        asked, self._unjudged = self._unjudged, None
+        if asked is None:
+            return
+        batch, step = len(asked.trees), self.costs.seconds(1, len(asked.trees))
+        joining = self._joining(batch)  # without anybody there is none of it
+        spent = sum(asked.drafting.values()) + joining
+        with_all = self._rate(asked.grown, spent)
+        for name, seconds in asked.drafting.items():
+            others = [
+                self._grow(tree, limit, name) if name in tree.sources else g
+                for tree, limit, g in zip(asked.trees, asked.limits, asked.grown, strict=True)
+            ]
+            without = max(batch / step, self._rate(others, spent - seconds))
+            alone = len(asked.drafting) == 1
+            self._judge(self.sources[name], with_all / without - 1, step, joining if alone else 0.0)
+
+    def _joining(self, batch: int) -> float:
+        return batch * self.joining.seconds
+
+    def _rate(self, grown: Sequence[_Grown], spent: float) -> float:
+        """Tokens per second at best."""
+        tokens = _tokens(grown)
+        rate: float = _best_rate(tokens, self.costs.upto(len(tokens), len(grown)), spent)
+        return rate
 
     def _look_at(self, trees: Sequence[TokenTree], limits: Sequence[int]) -> _Look:
         """Several ask about the same trees within a step."""
@@ -276,10 +328,10 @@ class Pilot:
             self._seen = _Look(list(trees), grown)
         return self._seen
 
-    def _grow(self, tree: TokenTree, limit: int) -> _Grown:
-        columns = self._columns_of(tree)
-        score, order, worth = _grow(tree.parents, tree.raw, columns, self._counts, limit, self.trees)
-        return _Grown(score, order, worth, tree.sources)
+    def _grow(self, tree: TokenTree, limit: int, without: str = "") -> _Grown:
+        """without: a source that is taken to have said nothing."""
+        left_out = tree.sources.index(without) if without else -1
+        return _Grown(*_grow(tree.parents, tree.raw, self._columns_of(tree), self._counts, limit, self.trees, left_out))
 
     def _columns_of(self, tree: TokenTree) -> NDArray[np.int64]:
         """Which source each column of the tree's raw scores belongs to."""
@@ -289,12 +341,12 @@ class Pilot:
             found = self._columns[tree.sources] = np.array([numbers[name] for name in tree.sources], np.int64)
         return found
 
-    def _judge(self, source: Source, advantage: float, step: float) -> None:
+    def _judge(self, source: Source, advantage: float, step: float, joining: float) -> None:
         """Asking this source changed the rate so much: when to probe it next, unless it is asked anyway. step: seconds
-        of a plain one."""
+        of a plain one; joining: of what is done with drafts because of it."""
         usual = source.learn(advantage) if source.drafts > FREE else source.advantage()
-        known, whole = source.drafts >= ENOUGH, step + source.seconds
-        lost = source.seconds  # all of it, as long as nothing is verified, or little is known
+        lost = source.seconds + joining  # all of it, as long as nothing is verified, or little is known
+        known, whole = source.drafts >= ENOUGH, step + lost
         if known and not self.resting:
             lost = min(lost, max(LEAST, -min(usual, advantage)) * whole) + self._best_but(source, step) * whole
         lost *= TRIAL if source.delay else 1
@@ -319,11 +371,13 @@ class Pilot:
     def learn(self, tree: TokenTree, followed: Sequence[int], known: int = 0) -> bool:
         """The text after the tree's root went on with these tokens, the first `known` of which it was told before.
         tree: everything that was proposed. Returns whether more of the text would say more about it."""
+        self.judge()
         columns, text = self._columns_of(tree), np.array(followed, np.int32)
         return bool(label(tree.parents, tree.tokens, tree.raw, columns, text, known, self._counts))
 
     def charge(self, rows: int, batch: int, tokens: int, verifying: float, drafting: float) -> None:
         """A step of that many rows took so long, and gave so many tokens."""
+        self.judge()
         verifying = self.costs.observe(rows, batch, verifying)
         plain = self.costs.seconds(1, batch)
         # A slow plain step is nobody's loss; and probes while it rests must not keep it from beginning anew.
@@ -346,12 +400,7 @@ class _Grown(NamedTuple):
 
     score: NDArray[np.float32]  # (n,)
     order: NDArray[np.int64]  # (m,) drafted nodes, the most valuable first
-    # (1 + S, m + 1) expected tokens with the first 0, 1, … of them, and in the rows below without each source
-    worth: NDArray[np.float64]
-    sources: tuple[str, ...]
-
-    def without(self, name: str) -> NDArray[np.float64]:
-        return self.worth[1 + self.sources.index(name) if name in self.sources else 0]
+    worth: NDArray[np.float64]  # (m + 1,) expected tokens with the first 0, 1, … of them
 
     def tree(self, whole: TokenTree, nodes: int) -> TokenTree:
         """The best of it. q goes, as in `TokenTree.prune`."""
@@ -360,72 +409,58 @@ class _Grown(NamedTuple):
         tokens, parents, raw, score = _take(whole.tokens, whole.parents, whole.raw, self.score, self.order[:nodes])
         return TokenTree(tokens, parents, raw, score, whole.sources)
 
+    def promised(self, nodes: int) -> float:
+        """Tokens beyond one, by the best so many nodes."""
+        return float(self.worth[min(nodes, len(self.order))]) - 1
 
-def _tokens(grown: Sequence[_Grown], names: Sequence[str], luck: Sequence[float] = ()) -> NDArray[np.float64]:
-    """(1 + names, width) expected of all sequences together if each gets at most 0, 1, … nodes: with everything, and
-    without each of the sources. A step is as wide as the widest of its trees, so whoever gains less may as well have as
-    many nodes as the others. luck: of each, how much of what drafts promise comes; none: all of it."""
-    if len(grown) == 1 and (not names or grown[0].sources == tuple(names)):
-        worth = grown[0].worth[: 1 + len(names)]
-        return 1 + luck[0] * (worth - 1) if luck else worth
-    tokens = np.full((1 + len(names), max(g.worth.shape[1] for g in grown)), float(len(grown)))
+
+class _Asked(NamedTuple):
+    """What was asked about a step, and came of it."""
+
+    trees: list[TokenTree]
+    limits: Sequence[int]
+    grown: list[_Grown]
+    drafting: dict[str, float]  # seconds that each source cost
+
+
+def _tokens(grown: Sequence[_Grown], luck: Sequence[float] = ()) -> NDArray[np.float64]:
+    """(width,) expected of all sequences together if each gets at most 0, 1, … nodes. A step is as wide as the widest of
+    its trees, so whoever gains less may as well have as many nodes as the others. luck: of each, how much of what drafts
+    promise comes; none: all of it."""
+    if len(grown) == 1:
+        return 1 + luck[0] * (grown[0].worth - 1) if luck else grown[0].worth
+    tokens = np.full(max(len(g.worth) for g in grown), float(len(grown)))
     for g, share in zip(grown, luck or [1.0] * len(grown), strict=True):
-        width = g.worth.shape[1]
-        for row, worth in enumerate([g.worth[0], *map(g.without, names)]):
-            tokens[row, :width] += share * (worth - 1)
-            tokens[row, width:] += share * (worth[-1] - 1)
+        tokens[: len(g.worth)] += share * (g.worth - 1)
+        tokens[len(g.worth) :] += share * (g.worth[-1] - 1)
     return tokens
 
 
 @njit(cache=True, nogil=True)
-def _grow(parents, raw, columns, counts, limit, trees):  # type: ignore[no-untyped-def]
-    """Scores, order and worth, as in `_Grown`."""
+def _grow(parents, raw, columns, counts, limit, trees, left_out):  # type: ignore[no-untyped-def]
+    """Scores, order and worth, as in `_Grown`. left_out: a column of raw that does not count."""
     n = len(parents)
-    length = min(limit, n - 1)
-    right = np.zeros((n, len(columns)))  # how probably, by source; 0 where it did not propose the node
-    depth = np.zeros(n, np.int64)
+    score, value, depth = np.ones(n, np.float32), np.ones(n), np.zeros(n, np.int64)
     for i in range(1, n):
         depth[i] = depth[parents[i]] + 1
+        best = 0.0  # that any source says of it
         for column in range(len(columns)):
-            if not np.isnan(raw[i, column]):
-                right[i, column] = belief(counts, columns[column], depth[i], raw[i, column])
-    score, value = np.ones(n, np.float32), np.ones(n)
-    _combine(parents, right, -1, score, value)
-    every = np.arange(1, n)
-    order = _by_value(value, every)[:length].copy() if trees else _best_chain(parents, score, length)
-    worth = np.ones((1 + len(columns), len(order) + 1))
-    _add_up(value, order, worth[0])
-    others = score.copy()
-    for column in range(len(columns) if len(columns) > 1 else 0):  # without its only source a draft is worth nothing
-        _combine(parents, right, column, others, value)
-        again = _by_value(value, every) if trees else _best_chain(parents, others, length)
-        _add_up(value, again, worth[1 + column])
-    return score, order, worth
-
-
-@njit(cache=True, nogil=True)
-def _combine(parents, right, left_out, score, value):  # type: ignore[no-untyped-def]
-    """What nodes are worth by the best that any source, but the one left out, says of them."""
-    for i in range(1, len(parents)):
-        best = 0.0
-        for column in range(right.shape[1]):
-            if column != left_out:
-                best = max(best, right[i, column])
+            if column != left_out and not np.isnan(raw[i, column]):
+                best = max(best, belief(counts, columns[column], depth[i], raw[i, column]))
         score[i] = best
         value[i] = value[parents[i]] * best
-
-
-@njit(cache=True, nogil=True)
-def _add_up(value, order, worth):  # type: ignore[no-untyped-def]
-    """Expected tokens with the first 0, 1, … nodes of an order."""
-    for k in range(1, len(worth)):
-        worth[k] = worth[k - 1] + (value[order[k - 1]] if k <= len(order) else 0.0)
+    length = min(limit, n - 1)
+    order = _by_value(value, np.arange(1, n))[:length].copy() if trees else _best_chain(parents, score, length)
+    worth = np.ones(len(order) + 1)
+    for k in range(len(order)):
+        worth[k + 1] = worth[k] + value[order[k]]
+    return score, order, worth
 
 
 @njit(cache=True, nogil=True)
 def _by_value(value, nodes):  # type: ignore[no-untyped-def]
     """Sort nodes, the most valuable first; of equals the one that came before, so parents stay before their children.
-    By insertion: they are few, and the order without a source is nearly that with it."""
+    By insertion: they are few, and nearly in order."""
     for k in range(1, len(nodes)):
         node = nodes[k]
         while k > 0 and value[nodes[k - 1]] < value[node]:
@@ -451,20 +486,24 @@ def _best_chain(parents, score, length):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
-def _best(tokens, seconds, took, plain):  # type: ignore[no-untyped-def]
-    """How many nodes are best in row 0, and how many tokens per second there are at best in each row. took: (rows,)
-    seconds that drafting took besides. Those are spent: where even the best does not make up for them, nodes still have
-    to give more than plain decoding would in the time that they take."""
-    rates = np.zeros(len(tokens))
-    for row in range(len(tokens)):
-        for nodes in range(tokens.shape[1]):
-            rates[row] = max(rates[row], tokens[row, nodes] / (took[row] + seconds[nodes]))
-    best, most, worth = 0, -np.inf, max(rates[0], plain)
-    for nodes in range(tokens.shape[1]):
-        gain = tokens[0, nodes] - worth * seconds[nodes]
+def _best_rate(tokens, seconds, spent):  # type: ignore[no-untyped-def]
+    """Tokens per second with the best number of nodes, if drafting took so many seconds besides."""
+    rate = 0.0
+    for nodes in range(len(tokens)):
+        rate = max(rate, tokens[nodes] / (spent + seconds[nodes]))
+    return rate
+
+
+@njit(cache=True, nogil=True)
+def _best(tokens, seconds, spent, plain):  # type: ignore[no-untyped-def]
+    """How many nodes are best. What drafting took is spent: where even the best does not make up for it, nodes still
+    have to give more than plain decoding would in the time that they take."""
+    best, most, worth = 0, -np.inf, max(_best_rate(tokens, seconds, spent), plain)
+    for nodes in range(len(tokens)):
+        gain = tokens[nodes] - worth * seconds[nodes]
         if gain > most:
             best, most = nodes, gain
-    return best, rates
+    return best
 
 
 @njit(cache=True, nogil=True)

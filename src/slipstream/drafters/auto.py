@@ -118,36 +118,34 @@ class AutoDrafter(JointDrafter):
         for name in mine.latest:
             if self.pilot.continues(name):
                 self.parts[name].behind(mine.parts[name], step)
-        self._learn()  # while the device works
+        self.pilot.judge()  # while the device works
+        self._learn()
 
     def propose(
         self, sessions: Sequence[DraftSession], roots: Sequence[int], budgets: Sequence[Budget]
     ) -> list[Proposal]:
-        mine = cast(Sequence[AutoSession], sessions)
+        mine, whole = cast(Sequence[AutoSession], sessions), Stopwatch()
         self._learn()
         self._unlearnt = partial(self._look_back, mine, roots, self._step, self._drafting, self.emitted)
         self._step, self._drafting, self.emitted = None, 0.0, 0
         if len(mine) > 1 or not self.target.ahead:
             self._learn()
-        trees = [TokenTree.root(root) for root in roots]
-        limits, drafting, new = [b.nodes for b in budgets], dict[str, float](), set[str]()
-        # Of each source: the sequences that it may draft for.
-        able = {name: [i for i, b in enumerate(budgets) if b.nodes and name in mine[i].parts] for name in self.parts}
-        names = [name for name, who in able.items() if who]
-        late = {name for name in names if mine[0].ahead and mine[0].parts[name].late}
-        said = min(session.said for session in mine)
+        trees, limits = [TokenTree.root(root) for root in roots], [budget.nodes for budget in budgets]
+        drafting, new = dict[str, float](), set[str]()
+        names = [name for name in self.parts if any(b.nodes and name in s.parts for s, b in zip(mine, budgets, strict=True))]
+        late = {name for name in names if mine[0].parts[name].late} if mine[0].ahead else set[str]()
+        said = min([session.said for session in mine])
         for name in self.pilot.asks(names, len(roots), lambda: self.pilot.expects(trees, limits), said, late):
-            who = able[name]
-            if any(name not in mine[i].knows for i in who):
-                new.add(name)
+            who = [i for i, session in enumerate(mine) if limits[i] and name in session.parts]
             taken = Stopwatch()
+            for i in who:
+                if mine[i].show(name):
+                    new.add(name)
             found = self.parts[name].propose(
                 [mine[i].parts[name] for i in who], [roots[i] for i in who], [budgets[i] for i in who]
             )
             drafting[name] = taken.seconds()
             for i, proposal in zip(who, found, strict=True):
-                mine[i].knows.add(name)
-                mine[i].asked.add(name)
                 draft = proposal.tree.cut(budgets[i].depth)
                 trees[i] = fuse([trees[i], draft]) if len(trees[i]) > 1 else draft
         for session in mine:
@@ -155,13 +153,14 @@ class AutoDrafter(JointDrafter):
         if not drafting:
             self.pilot.decline(len(roots))
             return [Proposal(tree) for tree in trees]
+        asking = sum(drafting.values())
         drafting = self.pilot.count(drafting, new, late)
-        self._drafting = sum(drafting.values()) + sum(self.pilot.sources[name].reading for name in drafting)
-        for session, tree in zip(mine, trees, strict=True):
-            session.proposed(tree)
+        self._drafting = sum(drafting.values()) + sum([self.pilot.sources[name].reading for name in drafting])
         kept = self.pilot.choose(trees, limits, drafting, [session.luck.share for session in mine])
-        for session, tree in zip(mine, kept, strict=True):
-            session.promised = float(tree.value.sum()) - 1
+        for session, tree, promised in zip(mine, trees, self.pilot.promised, strict=True):
+            session.promised = promised
+            session.proposed(tree)
+        self.pilot.joined(whole.seconds() - asking, len(roots))
         return [Proposal(tree) for tree in kept]
 
     def _learn(self) -> None:
@@ -195,9 +194,10 @@ class AutoSession(JointSession):
         self.asked: set[str] = set()  # for the step that comes
         self.latest: set[str] = set()  # and for the one under way
         self.ahead = False  # whether drafts could be started behind that
-        self.knows: set[str] = set()  # sources that were asked about this text before
         self.luck = Luck()
         self.promised = 0.0  # tokens that the step's tree is expected to give beyond one
+        self._last: Seen | None = None  # the latest step's tokens and states
+        self._shown: dict[str, int] = {}  # by source: tokens since the first root that it was shown
         self._judged: list[tuple[TokenTree, int, int]] = []  # drafts, the places of their roots, tokens known since
 
     @property
@@ -206,19 +206,38 @@ class AutoSession(JointSession):
         return len(self._said)
 
     def observe(self, seen: Seen) -> None:
-        if self.begun:
-            self.drafter.emitted += len(seen.tokens)
+        """The prompt is for everybody; what follows it waits for whoever is asked."""
+        if not self.begun:
+            super().observe(seen)
+            return
+        self.drafter.emitted += len(seen.tokens)
+        if self.promised:
             self.luck.see(self.promised, len(seen.tokens) - 1)
-        super().observe(seen)
+        self._said += seen.tokens
+        self._last = seen
+
+    def show(self, name: str) -> bool:
+        """One of them is asked: what it has not seen of the text. The states of all but the last step are gone: it knows
+        less then, but hardly guesses worse. Returns whether it was never asked about this text."""
+        part, layers, last, first = self.parts[name], self.drafter.parts[name].layers, self._last, name not in self._shown
+        new = self._said[self._shown.get(name, 0) :]
+        self._shown[name] = len(self._said)
+        self.asked.add(name)
+        if last is not None and new:
+            before, position = len(new) - len(last.tokens), last.position + len(last.tokens) - len(new)
+            if not layers:
+                part.observe(Seen(new, position))
+            else:
+                if before:
+                    part.observe(Seen(new[:before], position))
+                part.observe(Seen(last.tokens, last.position, last.hidden.of(layers)))
+        return first
 
     def keep(self) -> None:
-        """Following the text takes time of its own. A source that was not asked does without the last piece, as if that
-        had never been said: it knows less then, but hardly guesses worse."""
-        for name, part in self.parts.items():
-            if name in self.asked:
-                part.keep()
-            else:
-                part.skip()
+        for name in self.asked:
+            self.parts[name].keep()
+        for name in self.latest - self.asked:
+            self.parts[name].skip()
         self.latest, self.asked = self.asked, set()
 
     def proposed(self, tree: TokenTree) -> None:

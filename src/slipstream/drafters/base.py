@@ -130,7 +130,8 @@ class Drafter(ABC):
         """A request was answered with these tokens."""
 
     def measured(self, batch: int, rows: int, seconds: float) -> None:  # noqa: B027  (most drafters don't count)
-        """A step of the target, of that many sequences and rows for each, took so long."""
+        """A step of that many sequences, and rows for each, took so long behind its drafts: the target's forward, and
+        what came of it."""
 
     def behind(self, session: DraftSession, step: FixedStep) -> None:  # noqa: B027  (most draft on the host)
         """A step of this sequence alone runs on the device: what needs nothing else can be started behind it."""
@@ -147,7 +148,7 @@ class DraftSession(ABC):
 
     @property
     def late(self) -> bool:
-        """Whether its next draft could have been started behind the last step (`Drafter.behind`), and was not."""
+        """Of one that drafts behind steps (`Drafter.behind`): whether nothing was started behind the last one."""
         return False
 
     def observe(self, seen: Seen) -> None:  # noqa: B027  (a drafter may have nothing to learn)

@@ -269,7 +269,7 @@ class HeadSession(DraftSession):
 
     @property
     def late(self) -> bool:
-        return self.ready and self.ahead is None and bool(self.lying())
+        return self.ahead is None
 
     def known(self) -> list[int] | None:
         """What the table of the next draft begins with, if the step under way says the rest."""

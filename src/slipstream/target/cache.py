@@ -104,8 +104,9 @@ class KeyValuePool(Cache):
         """Make room, by doubling, and keep what is there."""
         if rows <= self.rows and length <= self.capacity:
             return
-        # A power of two and one more, which captured steps keep for padding: 64 sequences need no room for 128.
-        rows = max(self.rows, 1 if rows == 1 else 1 + (1 << (rows - 2).bit_length()))
+        # A power of two, one that captured steps keep for padding and one they are tried on: 64 sequences need no room
+        # for 128.
+        rows = max(self.rows, rows if rows < 3 else 2 + (1 << (rows - 3).bit_length()))
         capacity = max(self.capacity, FIRST_CAPACITY)
         while capacity < length:
             capacity *= 2

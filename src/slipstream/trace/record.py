@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import asdict
+
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -104,7 +104,7 @@ class Recorder:
 
 
 def _rounded(choice: Choice) -> dict[str, Any]:
-    found = asdict(choice) | {"asked": list(choice.asked)}
+    found = choice._asdict() | {"asked": list(choice.asked)}
     return {name: round(value, 4) if isinstance(value, float) else value for name, value in found.items()}
 
 

@@ -16,6 +16,7 @@ Each part prints a table to stderr and one JSON line.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import sys
@@ -228,6 +229,8 @@ def batch(given: argparse.Namespace) -> dict[str, Any]:
             told[f"{name} {size}"] = [round(rate, 1) for rate in found[1:]]
             middle = statistics.median(found[1:])
             tell(f"{name:6} {size:3} sequences {middle:9.1f} tokens/s " + " ".join(f"{rate:.0f}" for rate in found[1:]))
+        llms.clear()
+        gc.collect()  # their caches
     return told
 
 

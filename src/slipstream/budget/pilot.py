@@ -177,7 +177,9 @@ class Pilot:
         self._left = 0  # and the drafts that are left of that
         self._seen = _Look([], [])  # the latest ones
         self._unjudged: _Asked | None = None
-        self.promised: list[float] = []  # tokens beyond one that the chosen trees are expected to give, of each sequence
+        self.promised: list[
+            float
+        ] = []  # tokens beyond one that the chosen trees are expected to give, of each sequence
         self.last: Choice | None = None
 
     # ---- before a step
@@ -268,6 +270,10 @@ class Pilot:
     def joined(self, seconds: float, batch: int) -> None:
         """Making something of drafts took so long, besides drafting."""
         self.joining.count(seconds / batch)
+
+    def spent(self, drafting: dict[str, float], batch: int) -> float:
+        """All seconds that a step's drafts cost, those of reading texts included."""
+        return sum([s + self.sources[name].reading for name, s in drafting.items()]) + self._joining(batch)
 
     def choose(
         self,
@@ -424,9 +430,9 @@ class _Asked(NamedTuple):
 
 
 def _tokens(grown: Sequence[_Grown], luck: Sequence[float] = ()) -> NDArray[np.float64]:
-    """(width,) expected of all sequences together if each gets at most 0, 1, … nodes. A step is as wide as the widest of
-    its trees, so whoever gains less may as well have as many nodes as the others. luck: of each, how much of what drafts
-    promise comes; none: all of it."""
+    """(width,) expected of all sequences together if each gets at most 0, 1, … nodes. A step is as wide as the widest
+    of its trees, so whoever gains less may as well have as many nodes as the others. luck: of each, how much of what
+    drafts promise comes; none: all of it."""
     if len(grown) == 1:
         return 1 + luck[0] * (grown[0].worth - 1) if luck else grown[0].worth
     tokens = np.full(max(len(g.worth) for g in grown), float(len(grown)))

@@ -132,7 +132,8 @@ class AutoDrafter(JointDrafter):
             self._learn()
         trees, limits = [TokenTree.root(root) for root in roots], [budget.nodes for budget in budgets]
         drafting, new = dict[str, float](), set[str]()
-        names = [name for name in self.parts if any(b.nodes and name in s.parts for s, b in zip(mine, budgets, strict=True))]
+        able = [session.parts for session, limit in zip(mine, limits, strict=True) if limit]
+        names = [name for name in self.parts if any(name in parts for parts in able)]
         late = {name for name in names if mine[0].parts[name].late} if mine[0].ahead else set[str]()
         said = min([session.said for session in mine])
         for name in self.pilot.asks(names, len(roots), lambda: self.pilot.expects(trees, limits), said, late):
@@ -155,7 +156,7 @@ class AutoDrafter(JointDrafter):
             return [Proposal(tree) for tree in trees]
         asking = sum(drafting.values())
         drafting = self.pilot.count(drafting, new, late)
-        self._drafting = sum(drafting.values()) + sum([self.pilot.sources[name].reading for name in drafting])
+        self._drafting = self.pilot.spent(drafting, len(roots))
         kept = self.pilot.choose(trees, limits, drafting, [session.luck.share for session in mine])
         for session, tree, promised in zip(mine, trees, self.pilot.promised, strict=True):
             session.promised = promised
@@ -206,7 +207,7 @@ class AutoSession(JointSession):
         return len(self._said)
 
     def observe(self, seen: Seen) -> None:
-        """The prompt is for everybody; what follows it waits for whoever is asked."""
+        """The prompt is for everybody, the rest for whoever is asked."""
         if not self.begun:
             super().observe(seen)
             return
@@ -217,19 +218,18 @@ class AutoSession(JointSession):
         self._last = seen
 
     def show(self, name: str) -> bool:
-        """One of them is asked: what it has not seen of the text. The states of all but the last step are gone: it knows
-        less then, but hardly guesses worse. Returns whether it was never asked about this text."""
-        part, layers, last, first = self.parts[name], self.drafter.parts[name].layers, self._last, name not in self._shown
+        """One of them is asked: what it has not seen of the text. The states of all but the last step are gone; without
+        them it knows less, but hardly guesses worse. Returns whether it is asked about this text for the first time."""
+        first, last = name not in self._shown, self._last
         new = self._said[self._shown.get(name, 0) :]
         self._shown[name] = len(self._said)
         self.asked.add(name)
-        if last is not None and new:
-            before, position = len(new) - len(last.tokens), last.position + len(last.tokens) - len(new)
-            if not layers:
-                part.observe(Seen(new, position))
-            else:
-                if before:
-                    part.observe(Seen(new[:before], position))
+        if new and last is not None:
+            part, layers = self.parts[name], self.drafter.parts[name].layers
+            missed = len(new) - len(last.tokens) if layers else len(new)
+            if missed:
+                part.observe(Seen(new[:missed], last.position + len(last.tokens) - len(new)))
+            if layers:
                 part.observe(Seen(last.tokens, last.position, last.hidden.of(layers)))
         return first
 

@@ -111,7 +111,7 @@ class HeadDrafter(Drafter):
         known = None if mine.draws else mine.known()
         if known is not None:
             i, layers = step.inputs, dict.fromkeys(self.layers)
-            still = i.ids, i.depths, i.paths, i.lengths, step.chosen, *(step.hidden[layer][0] for layer in layers)
+            still = i.ids, i.depths, i.paths, i.lengths, step.chosen, *(step.hidden[0][layer] for layer in layers)
             mine.ahead = self.captured_ahead.start(torch.tensor([known], dtype=torch.long), still=still)
 
     # ---- on the device

@@ -123,7 +123,7 @@ class GraphTarget(TreeTarget):
             self.commit(slot, range(len(part)))
             last = slice(len(part) - 1, len(part))
             # Copies: another sequence's prompt may be read before this one's states are looked at.
-            hidden = {layer: h[0, : len(part)].clone() for layer, h in step.hidden.items()}
+            hidden = {layer: h[: len(part)].clone() for layer, h in step.hidden[0].items()}
             scores = Scores(step.by_sequence[0][last], hidden, step.host.positions[0, last].copy())
             if self._followed(want.samplers, 1):
                 scores.take(step.tokens[0, last], step.values[0, last])
@@ -137,8 +137,7 @@ class GraphTarget(TreeTarget):
         chosen, tokens, values = self._followed(want.samplers, len(slots)), step.tokens, step.values
         found = []
         for i in range(len(trees)):
-            hidden = {layer: h[i] for layer, h in step.hidden.items()}
-            scores = Scores(step.by_sequence[i], hidden, step.host.positions[i].copy())
+            scores = Scores(step.by_sequence[i], step.hidden[i], step.host.positions[i].copy())
             scores.replayed = True
             if chosen:
                 scores.take(tokens[i], values[i])

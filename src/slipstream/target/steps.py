@@ -143,7 +143,8 @@ class FixedStep:
         )
         self.logits = out.logits  # (b, n, V)
         self.by_sequence = list(out.logits)
-        self.hidden = {layer: out.hidden_states[layer] for layer in self.layers}
+        states = {layer: out.hidden_states[layer] for layer in self.layers}
+        self.hidden = [{layer: h[k] for layer, h in states.items()} for k in range(len(i.ids))]  # by sequence
         self.chosen = self._choose()
         self.answer.copy_(self.chosen, non_blocking=True)
 

@@ -33,7 +33,8 @@ LOSSES_KEPT = 16.0  # and past losses do not forbid more
 FORGOTTEN = 0.0015  # of the account, at each step
 LATEST = 0.05  # weight of the latest look at whether a source earns what it takes
 LEAST = 0.02  # of the rate: a probe is taken to lose that at least
-ENOUGH = 8  # drafts by which a source is known
+ENOUGH = 8  # drafts by which a source is known,
+HOPELESS = 0.1  # of the rate: or by the first few, if they lose that much
 PROBING, HEADS_PROBING = 0.005, 0.001  # the share of all time that probes of one source, or head, may lose
 FIRST_PROBES = 0.015  # and that they may take while it is not known
 FREE = 2  # drafts of a source that are not counted: they load its code
@@ -352,7 +353,8 @@ class Pilot:
         of a plain one; joining: of what is done with drafts because of it."""
         usual = source.learn(advantage) if source.drafts > FREE else source.advantage()
         lost = source.seconds + joining  # all of it, as long as nothing is verified, or little is known
-        known, whole = source.drafts >= ENOUGH, step + lost
+        known = source.drafts >= ENOUGH or (source.drafts >= 2 * FREE and usual < -HOPELESS)
+        whole = step + lost
         if known and not self.resting:
             lost = min(lost, max(LEAST, -min(usual, advantage)) * whole) + self._best_but(source, step) * whole
         lost *= TRIAL if source.delay else 1

@@ -69,6 +69,39 @@ def test_hidden_states_reach_whoever_wants_them(steps, tiny):
     assert result[0].stats.by_source["medusa"]["proposed"] > 0
 
 
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_source_is_shown_what_it_missed_when_it_is_asked(reads, steps, tiny, monkeypatch):
+    """All tokens in their order; states of the last step alone, the others' are gone by then."""
+    steps(FREE)
+    model = tiny("llama")
+    llm = LLM(model, drafter="auto", drafters="pld,suffix")
+    drafter, shown, turn = llm.engine.drafter, [], iter(range(1000))
+    part = drafter.parts["pld"]
+    part.layers = drafter.layers = (1,) if reads else ()
+    begin = part.begin
+
+    def watched(request):
+        session = begin(request)
+        observe = session.observe
+        monkeypatch.setattr(session, "observe", lambda seen: shown.append(seen) or observe(seen))
+        return session
+
+    monkeypatch.setattr(part, "begin", watched)
+    monkeypatch.setattr(drafter.pilot, "asks", lambda *_: ["pld"] if next(turn) % 3 == 2 else ["suffix"])
+    result = llm.generate(REPEATING, max_new_tokens=60, ignore_eos=True, max_draft=2)
+    text = [*REPEATING, *result.tokens]
+    position = 0
+    for seen in shown:
+        assert seen.position == position
+        assert seen.tokens == text[position : position + len(seen.tokens)]
+        position += len(seen.tokens)
+    assert position > len(text) - 12
+    assert len(shown) < result.stats.steps  # not at every step
+    states = [bool(seen.hidden) for seen in shown[1:]]
+    assert states == ([False, True] * len(states))[: len(states)] if reads else not any(states)
+    assert all(len(seen.hidden[1]) == len(seen.tokens) for seen in shown if seen.hidden)
+
+
 def test_what_is_prepared_once_is_nobodys_fault(tiny, monkeypatch):
     """As on a GPU, where the first step and the first draft of a shape are captured."""
     llm = LLM(tiny("llama"), drafter="auto", drafters="suffix")

@@ -323,6 +323,24 @@ def test_of_dear_sources_the_better_one_is_asked_and_never_both():
     assert often["bad"] < 60
 
 
+def test_what_is_done_with_drafts_counts_for_whoever_is_asked_alone():
+    pilot = Pilot(Costs({1: 1.0, 64: 1.1}), ["a", "b"])
+    for _ in range(10):
+        pilot.joined(1.0, batch=2)
+    assert pilot.joining.seconds == 0.5
+    right, wrong = TokenTree.chain(0, [1], source="a", raw=[0.9]), TokenTree.chain(0, [2], source="b", raw=[0.9])
+    for _ in range(100):
+        pilot.learn(fuse([right, wrong]), [1])
+        pilot.count({"a": 0.0, "b": 0.0})
+    pilot.choose([right], [8], {"a": 0.0})
+    assert pilot.last.rate == pytest.approx(pilot.last.tokens / (0.5 + pilot.costs.seconds(2)))
+    pilot.judge()
+    assert pilot.sources["a"].advantage() == pytest.approx((pilot.last.rate - 1) / 2)  # half of the first look
+    pilot.choose([fuse([right, wrong])], [8], {"a": 0.0, "b": 0.0})
+    pilot.judge()
+    assert 0 <= pilot.sources["b"].advantage() < 0.02  # without it there would be as much to do
+
+
 def test_reading_a_text_is_not_what_a_draft_takes():
     pilot = Pilot(Costs({1: 0.010, 64: 0.012}), ["a"])
     for _ in range(10):

@@ -177,10 +177,8 @@ class Pilot:
         self._tried: Source | None = None  # who is probed,
         self._left = 0  # and the drafts that are left of that
         self._seen = _Look([], [])  # the latest ones
-        self._unjudged: _Asked | None = None
-        self.promised: list[
-            float
-        ] = []  # tokens beyond one that the chosen trees are expected to give, of each sequence
+        self._unjudged: _Asked | None = None  # the latest step, until somebody has time for `judge`
+        self.promised: list[float] = []  # tokens beyond one, of each sequence's chosen tree
         self.last: Choice | None = None
 
     # ---- before a step

@@ -1,7 +1,7 @@
 """What `auto` adds to a step, and what it makes of real prompts: python bench/auto.py [PART…] --prompts FILE…
 
 overhead  microseconds of the budget per step for a tree of 64 nodes that two sources drafted: settling the last step,
-          labelling its draft, fusing, choosing
+          labelling its draft, fusing and choosing; the same and judging, which can wait until the step runs
 settings  how many nodes each single drafter should draft at most here, by replay: drafts are made and timed, steps take
           what the target takes for so many rows
 live      `none`, `auto` and single drafters take turns on the same prompts; for each category the ratio of seconds per
@@ -57,13 +57,13 @@ def overhead(given: argparse.Namespace) -> dict[str, Any]:
     parts: dict[str, Callable[[], Any]] = {
         "settle": lambda: pilot.charge(8, 1, 3, 1.1e-3, 1e-5),
         "label": lambda: pilot.learn(whole, text),
-        "fuse": lambda: fuse(drafts),
-        "choose": lambda: pilot.choose([whole], [63], pilot.count(seconds)),
+        "choose": lambda: pilot.choose([fuse(drafts)], [63], pilot.count(seconds)),
+        "and judge": lambda: (pilot.choose([fuse(drafts)], [63], pilot.count(seconds)), pilot.judge()),
     }
     told = {name: round(microseconds(part), 1) for name, part in parts.items()}
-    told["all"] = round(sum(told.values()), 1)
+    told["all"] = round(sum(told.values()) - told["choose"], 1)  # whose time is in the next
     for name, spent in told.items():
-        tell(f"{name:8} {spent:7.1f} µs")
+        tell(f"{name:9} {spent:7.1f} µs")
     return {"nodes": len(whole) - 1, "microseconds": told}
 
 

@@ -307,15 +307,17 @@ class Pilot:
         batch, step = len(asked.trees), self.costs.seconds(1, len(asked.trees))
         joining = self._joining(batch)  # without anybody there is none of it
         spent = sum(asked.drafting.values()) + joining
-        with_all = self._rate(asked.grown, spent)
+        with_all, plain = self._rate(asked.grown, spent), batch / step
         for name, seconds in asked.drafting.items():
+            if len(asked.drafting) == 1:
+                self._judge(self.sources[name], with_all / plain - 1, step, joining)
+                return
             others = [
                 self._grow(tree, limit, name) if name in tree.sources else g
                 for tree, limit, g in zip(asked.trees, asked.limits, asked.grown, strict=True)
             ]
-            without = max(batch / step, self._rate(others, spent - seconds))
-            alone = len(asked.drafting) == 1
-            self._judge(self.sources[name], with_all / without - 1, step, joining if alone else 0.0)
+            without = max(plain, self._rate(others, spent - seconds))
+            self._judge(self.sources[name], with_all / without - 1, step, 0.0)
 
     def _joining(self, batch: int) -> float:
         return batch * self.joining.seconds

@@ -506,7 +506,7 @@ def test_no_other_way_to_share_a_steps_rows_gives_more_tokens_per_second(curve, 
             trees.append(TokenTree.build(range(9), parents, source="a", raw=raw))
         kept = pilot.choose(trees, [8, 8, 5], {"a": 0.0})
         assert all(len(tree) - 1 <= limit for tree, limit in zip(kept, [8, 8, 5], strict=True))
-        worths = [pilot._grow(tree, limit).worth for tree, limit in zip(trees, [8, 8, 5], strict=True)]
+        worths = [pilot._rank(tree, limit).worth for tree, limit in zip(trees, [8, 8, 5], strict=True)]
         best = max(
             sum(w[n] for w, n in zip(worths, nodes, strict=True)) / costs.seconds(1 + max(nodes), 3)
             for nodes in itertools.product(*(range(len(w)) for w in worths))

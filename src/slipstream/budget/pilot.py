@@ -31,7 +31,8 @@ STAKE = 12.0  # that may be lost
 GAINS_KEPT = 20.0  # past gains do not pay for more losses than that,
 LOSSES_KEPT = 16.0  # and past losses do not forbid more
 FORGOTTEN = 0.0015  # of the account, at each step
-LATEST = 0.05  # weight of the latest look at whether a source earns what it takes
+LATEST = 0.05  # weight of the latest look at whether a source earns what it takes,
+SELDOM = 4  # as is done with every fourth of its drafts once it is known to
 LEAST = 0.02  # of the rate: a probe is taken to lose that at least
 ENOUGH = 8  # drafts by which a source is known,
 HOPELESS = 0.1  # of the rate: or by the first few, if they lose that much
@@ -125,6 +126,9 @@ class Source:
 
     def advantage(self) -> float:
         """At its level: as it was seen there, or where others expect a little less or more."""
+        found = self.advantages[self.level]
+        if found is not None:
+            return found
         for level in (*range(self.level, -1, -1), *range(self.level + 1, len(self.advantages))):
             found = self.advantages[level]
             if found is not None:
@@ -171,12 +175,13 @@ class Pilot:
         self._counts = blank(len(sources))  # of all calibrations
         calibrations = {name: Calibration(self._counts[i]) for i, name in enumerate(sources)}
         self.sources = {name: Source(name, learnt, name in heads) for name, learnt in calibrations.items()}
-        self._columns: dict[tuple[str, ...], NDArray[np.int64]] = {}
+        self._known: dict[tuple[str, ...], NDArray[np.int64]] = {}  # numbers of sources, by names
         self.joining = Usual()  # what is done with a sequence's drafts: fusing, choosing, learning
         self._account = 0.0  # plain steps gained over plain decoding
         self._tried: Source | None = None  # who is probed,
         self._left = 0  # and the drafts that are left of that
-        self._seen = _Look([], [])  # the latest ones
+        self._seen: list[TokenTree] = []  # the latest drafts
+        self._ranked: list[_Ranked] = []
         self._unjudged: _Asked | None = None  # the latest step, until somebody has time for `judge`
         self.promised: list[float] = []  # tokens beyond one, of each sequence's chosen tree
         self.last: Choice | None = None
@@ -242,12 +247,9 @@ class Pilot:
         """Tokens per sequence, from these drafts as far as they are worth verifying."""
         if all(len(tree) == 1 for tree in trees):
             return 1.0
-        seen = self._look_at(trees, limits)
-        if not seen.expected:
-            tokens = _tokens(seen.grown)
-            width = _best(tokens, self.costs.upto(len(tokens), len(trees)), 0.0, 0.0)
-            seen.expected = float(tokens[width]) / len(trees)
-        return seen.expected
+        tokens = _tokens([r.worth for r in self._look_at(trees, limits)])
+        width = _best(tokens, 1.0, self.costs.upto(len(tokens), len(trees)), 0.0, 0.0)
+        return float(tokens[width]) / len(trees)
 
     def count(
         self, drafting: dict[str, float], new: Container[str] = (), late: Container[str] = ()
@@ -285,67 +287,77 @@ class Pilot:
         that each source which was asked took for them all, as `count` counts them. luck: of each, see `Luck`."""
         batch, resting = len(trees), self.resting
         spent, plain = sum(drafting.values()) + self._joining(batch), batch / self.costs.seconds(1, batch)
-        grown = self._look_at(trees, limits).grown
-        tokens = _tokens(grown)
-        hoped = _tokens(grown, luck) if luck and min(luck) < 1 else tokens
+        ranked = self._look_at(trees, limits)
+        worths = [r.worth for r in ranked]
+        tokens = hoped = _tokens(worths)
+        share = luck[0] if luck else 1.0
+        if batch > 1 and luck:
+            hoped, share = _tokens(worths, luck), 1.0
         seconds = self.costs.upto(len(tokens), batch)
-        width = 0 if resting else _best(hoped, seconds, spent, plain)
-        kept = [g.tree(tree, width) for g, tree in zip(grown, trees, strict=True)]
-        self.promised = [g.promised(width) for g in grown]
+        width = 0 if resting else _best(hoped, share, seconds, spent, plain)
+        kept = [r.tree.first(width) for r in ranked]
+        self.promised = [r.promised(width) for r in ranked]
         expected = float(tokens[width])
         rate = expected / (spent + float(seconds[width]))
         self.last = Choice(tuple(drafting), resting, sum(map(len, kept)) - batch, expected, rate, plain)
-        self._unjudged = _Asked(list(trees), limits, grown, drafting)
+        self._unjudged = _Asked(list(trees), limits, ranked, drafting)
         return kept
 
     def judge(self) -> None:
         """What asking whoever was asked about the last step was worth, against the same step without them. That can
         wait until the step runs, but not until more is known."""
         asked, self._unjudged = self._unjudged, None
-        if asked is None:
+        if asked is None or all(self._settled(self.sources[name]) for name in asked.drafting):
             return
         batch, step = len(asked.trees), self.costs.seconds(1, len(asked.trees))
         joining = self._joining(batch)  # without anybody there is none of it
-        spent = sum(asked.drafting.values()) + joining
-        with_all, plain = self._rate(asked.grown, spent), batch / step
-        for name, seconds in asked.drafting.items():
-            if len(asked.drafting) == 1:
-                self._judge(self.sources[name], with_all / plain - 1, step, joining)
-                return
-            others = [
-                self._grow(tree, limit, name) if name in tree.sources else g
-                for tree, limit, g in zip(asked.trees, asked.limits, asked.grown, strict=True)
-            ]
-            without = max(plain, self._rate(others, spent - seconds))
-            self._judge(self.sources[name], with_all / without - 1, step, 0.0)
+        spent, plain = sum(asked.drafting.values()) + joining, batch / step
+        with_all = self._rate(_tokens([r.worth for r in asked.ranked]), batch, spent)
+        if len(asked.drafting) == 1:
+            (name,) = asked.drafting
+            self._judge(self.sources[name], with_all / plain - 1, step, joining)
+            return
+        names = self._numbers(tuple(asked.drafting))
+        without = np.zeros((len(names), max(map(len, asked.trees))))
+        for tree, limit in zip(asked.trees, asked.limits, strict=True):
+            columns = self._numbers(tree.sources)
+            _add_without(without, names, tree.parents, tree.raw, columns, self._counts, limit, self.trees)
+        for (name, seconds), tokens in zip(asked.drafting.items(), without, strict=True):
+            rate = max(plain, self._rate(tokens, batch, spent - seconds))
+            self._judge(self.sources[name], with_all / rate - 1, step, 0.0)
+
+    def _settled(self, source: Source) -> bool:
+        """Whether its latest draft can do without being judged."""
+        known = source.asked[source.level] >= ENOUGH and source.drafts % SELDOM > 0
+        return known and source.advantage() > 0 and not self.resting
+
+    def _rate(self, tokens: NDArray[np.float64], batch: int, spent: float) -> float:
+        """Tokens per second with the best number of nodes. tokens: expected with 0, 1, … of them."""
+        rate: float = _best_rate(tokens, 1.0, self.costs.upto(len(tokens), batch), spent)
+        return rate
 
     def _joining(self, batch: int) -> float:
         return batch * self.joining.seconds
 
-    def _rate(self, grown: Sequence[_Grown], spent: float) -> float:
-        """Tokens per second at best."""
-        tokens = _tokens(grown)
-        rate: float = _best_rate(tokens, self.costs.upto(len(tokens), len(grown)), spent)
-        return rate
-
-    def _look_at(self, trees: Sequence[TokenTree], limits: Sequence[int]) -> _Look:
+    def _look_at(self, trees: Sequence[TokenTree], limits: Sequence[int]) -> list[_Ranked]:
         """Several ask about the same trees within a step."""
-        if list(map(id, self._seen.trees)) != list(map(id, trees)):
-            grown = [self._grow(tree, limit) for tree, limit in zip(trees, limits, strict=True)]
-            self._seen = _Look(list(trees), grown)
-        return self._seen
+        if self._seen != trees:
+            self._seen = list(trees)
+            self._ranked = [self._rank(tree, limit) for tree, limit in zip(trees, limits, strict=True)]
+        return self._ranked
 
-    def _grow(self, tree: TokenTree, limit: int, without: str = "") -> _Grown:
-        """without: a source that is taken to have said nothing."""
-        left_out = tree.sources.index(without) if without else -1
-        return _Grown(*_grow(tree.parents, tree.raw, self._columns_of(tree), self._counts, limit, self.trees, left_out))
+    def _rank(self, tree: TokenTree, limit: int) -> _Ranked:
+        tokens, parents, raw, score, worth = _rank(
+            tree.tokens, tree.parents, tree.raw, self._numbers(tree.sources), self._counts, limit, self.trees
+        )
+        return _Ranked(TokenTree(tokens, parents, raw, score, tree.sources), worth)
 
-    def _columns_of(self, tree: TokenTree) -> NDArray[np.int64]:
-        """Which source each column of the tree's raw scores belongs to."""
-        found = self._columns.get(tree.sources)
+    def _numbers(self, names: tuple[str, ...]) -> NDArray[np.int64]:
+        """Which sources these are."""
+        found = self._known.get(names)
         if found is None:
             numbers = {name: i for i, name in enumerate(self.sources)}
-            found = self._columns[tree.sources] = np.array([numbers[name] for name in tree.sources], np.int64)
+            found = self._known[names] = np.array([numbers[name] for name in names], np.int64)
         return found
 
     def _judge(self, source: Source, advantage: float, step: float, joining: float) -> None:
@@ -380,7 +392,7 @@ class Pilot:
         """The text after the tree's root went on with these tokens, the first `known` of which it was told before.
         tree: everything that was proposed. Returns whether more of the text would say more about it."""
         self.judge()
-        columns, text = self._columns_of(tree), np.array(followed, np.int32)
+        columns, text = self._numbers(tree.sources), np.array(followed, np.int32)
         return bool(label(tree.parents, tree.tokens, tree.raw, columns, text, known, self._counts))
 
     def charge(self, rows: int, batch: int, tokens: int, verifying: float, drafting: float) -> None:
@@ -394,32 +406,15 @@ class Pilot:
         self._account = max(-LOSSES_KEPT, min((1 - FORGOTTEN) * self._account + gained, GAINS_KEPT))
 
 
-@dataclass
-class _Look:
-    """What the drafts of a step are worth."""
-
-    trees: list[TokenTree]
-    grown: list[_Grown]
-    expected: float = 0.0  # tokens per sequence, once somebody has asked
-
-
-class _Grown(NamedTuple):
+class _Ranked(NamedTuple):
     """One sequence's draft in the order of its nodes' worth."""
 
-    score: NDArray[np.float32]  # (n,)
-    order: NDArray[np.int64]  # (m,) drafted nodes, the most valuable first
-    worth: NDArray[np.float64]  # (m + 1,) expected tokens with the first 0, 1, … of them
-
-    def tree(self, whole: TokenTree, nodes: int) -> TokenTree:
-        """The best of it. q goes, as in `TokenTree.prune`."""
-        if nodes == 0 or len(self.order) == 0:
-            return TokenTree.root(int(whole.tokens[0]))
-        tokens, parents, raw, score = _take(whole.tokens, whole.parents, whole.raw, self.score, self.order[:nodes])
-        return TokenTree(tokens, parents, raw, score, whole.sources)
+    tree: TokenTree  # as far as it may be verified, the most valuable nodes first
+    worth: NDArray[np.float64]  # (n,) expected tokens with the first 0, 1, … of them
 
     def promised(self, nodes: int) -> float:
         """Tokens beyond one, by the best so many nodes."""
-        return float(self.worth[min(nodes, len(self.order))]) - 1
+        return float(self.worth[min(nodes, len(self.worth) - 1)]) - 1
 
 
 class _Asked(NamedTuple):
@@ -427,42 +422,84 @@ class _Asked(NamedTuple):
 
     trees: list[TokenTree]
     limits: Sequence[int]
-    grown: list[_Grown]
+    ranked: list[_Ranked]
     drafting: dict[str, float]  # seconds that each source cost
 
 
-def _tokens(grown: Sequence[_Grown], luck: Sequence[float] = ()) -> NDArray[np.float64]:
+def _tokens(worths: Sequence[NDArray[np.float64]], luck: Sequence[float] = ()) -> NDArray[np.float64]:
     """(width,) expected of all sequences together if each gets at most 0, 1, … nodes. A step is as wide as the widest
     of its trees, so whoever gains less may as well have as many nodes as the others. luck: of each, how much of what
     drafts promise comes; none: all of it."""
-    if len(grown) == 1:
-        return 1 + luck[0] * (grown[0].worth - 1) if luck else grown[0].worth
-    tokens = np.full(max(len(g.worth) for g in grown), float(len(grown)))
-    for g, share in zip(grown, luck or [1.0] * len(grown), strict=True):
-        tokens[: len(g.worth)] += share * (g.worth - 1)
-        tokens[len(g.worth) :] += share * (g.worth[-1] - 1)
+    if len(worths) == 1 and not luck:
+        return worths[0]
+    tokens = np.full(max(map(len, worths)), float(len(worths)))
+    for worth, share in zip(worths, luck or [1.0] * len(worths), strict=True):
+        tokens[: len(worth)] += share * (worth - 1)
+        tokens[len(worth) :] += share * (worth[-1] - 1)
     return tokens
 
 
 @njit(cache=True, nogil=True)
-def _grow(parents, raw, columns, counts, limit, trees, left_out):  # type: ignore[no-untyped-def]
-    """Scores, order and worth, as in `_Grown`. left_out: a column of raw that does not count."""
+def _rank(tokens, parents, raw, columns, counts, limit, trees):  # type: ignore[no-untyped-def]
+    """Tokens, parents, raw scores and scores of the nodes that may be verified, the most valuable first, and what they
+    are worth, as in `_Ranked`."""
+    score, value = _values(parents, raw, columns, counts, -1)
+    order = _order(parents, score, value, limit, trees)
+    n = len(order) + 1
+    new_tokens, new_parents = np.empty(n, np.int32), np.empty(n, np.int32)
+    new_raw, new_score = np.empty((n, raw.shape[1]), np.float32), np.empty(n, np.float32)
+    place = np.empty(len(parents), np.int32)
+    for k in range(n):
+        node = order[k - 1] if k else 0
+        place[node] = k
+        new_tokens[k], new_score[k] = tokens[node], score[node]
+        new_parents[k] = place[parents[node]] if k else -1
+        new_raw[k] = raw[node]
+    return new_tokens, new_parents, new_raw, new_score, _worth(value, order)
+
+
+@njit(cache=True, nogil=True)
+def _add_without(tokens, asked, parents, raw, columns, counts, limit, trees):  # type: ignore[no-untyped-def]
+    """Add to each row of tokens (sources, width) what a draft is worth with 0, 1, … nodes if one of the asked sources
+    had said nothing."""
+    for row in range(len(asked)):
+        score, value = _values(parents, raw, columns, counts, asked[row])
+        worth = _worth(value, _order(parents, score, value, limit, trees))
+        for nodes in range(tokens.shape[1]):
+            tokens[row, nodes] += worth[min(nodes, len(worth) - 1)]
+
+
+@njit(cache=True, nogil=True)
+def _values(parents, raw, columns, counts, left_out):  # type: ignore[no-untyped-def]
+    """How probable each node is, given its parent, and together with all its ancestors. left_out: a source that does
+    not count."""
     n = len(parents)
     score, value, depth = np.ones(n, np.float32), np.ones(n), np.zeros(n, np.int64)
     for i in range(1, n):
         depth[i] = depth[parents[i]] + 1
         best = 0.0  # that any source says of it
         for column in range(len(columns)):
-            if column != left_out and not np.isnan(raw[i, column]):
+            if columns[column] != left_out and not np.isnan(raw[i, column]):
                 best = max(best, belief(counts, columns[column], depth[i], raw[i, column]))
         score[i] = best
         value[i] = value[parents[i]] * best
-    length = min(limit, n - 1)
-    order = _by_value(value, np.arange(1, n))[:length].copy() if trees else _best_chain(parents, score, length)
+    return score, value
+
+
+@njit(cache=True, nogil=True)
+def _order(parents, score, value, limit, trees):  # type: ignore[no-untyped-def]
+    """Drafted nodes that may be verified, the most valuable first."""
+    length = min(limit, len(parents) - 1)
+    return _by_value(value, np.arange(1, len(parents)))[:length] if trees else _best_chain(parents, score, length)
+
+
+@njit(cache=True, nogil=True)
+def _worth(value, order):  # type: ignore[no-untyped-def]
+    """(n + 1,) expected tokens with the first 0, 1, … of these nodes."""
     worth = np.ones(len(order) + 1)
     for k in range(len(order)):
         worth[k + 1] = worth[k] + value[order[k]]
-    return score, order, worth
+    return worth
 
 
 @njit(cache=True, nogil=True)
@@ -494,46 +531,22 @@ def _best_chain(parents, score, length):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
-def _best_rate(tokens, seconds, spent):  # type: ignore[no-untyped-def]
-    """Tokens per second with the best number of nodes, if drafting took so many seconds besides."""
+def _best_rate(tokens, share, seconds, spent):  # type: ignore[no-untyped-def]
+    """Tokens per second with the best number of nodes, if drafting took so many seconds besides. share: that comes of
+    what is expected beyond the first token."""
     rate = 0.0
     for nodes in range(len(tokens)):
-        rate = max(rate, tokens[nodes] / (spent + seconds[nodes]))
+        rate = max(rate, (tokens[0] + share * (tokens[nodes] - tokens[0])) / (spent + seconds[nodes]))
     return rate
 
 
 @njit(cache=True, nogil=True)
-def _best(tokens, seconds, spent, plain):  # type: ignore[no-untyped-def]
+def _best(tokens, share, seconds, spent, plain):  # type: ignore[no-untyped-def]
     """How many nodes are best. What drafting took is spent: where even the best does not make up for it, nodes still
     have to give more than plain decoding would in the time that they take."""
-    best, most, worth = 0, -np.inf, max(_best_rate(tokens, seconds, spent), plain)
+    best, most, worth = 0, -np.inf, max(_best_rate(tokens, share, seconds, spent), plain)
     for nodes in range(len(tokens)):
-        gain = tokens[nodes] - worth * seconds[nodes]
+        gain = share * tokens[nodes] - worth * seconds[nodes]
         if gain > most:
             best, most = nodes, gain
     return best
-
-
-@njit(cache=True, nogil=True)
-def _take(tokens, parents, raw, score, chosen):  # type: ignore[no-untyped-def]
-    """The root and the chosen nodes, which hold no node without its parent, in their order in the tree."""
-    place = np.full(len(tokens), -1, np.int32)
-    place[0] = 0
-    for node in chosen:
-        place[node] = 1
-    n = 0
-    for i in range(len(tokens)):
-        if place[i] >= 0:
-            place[i] = n
-            n += 1
-    new_tokens = np.empty(n, np.int32)
-    new_parents = np.empty(n, np.int32)
-    new_raw = np.empty((n, raw.shape[1]), np.float32)
-    new_score = np.empty(n, np.float32)
-    for i in range(len(tokens)):
-        j = place[i]
-        if j >= 0:
-            new_tokens[j], new_score[j] = tokens[i], score[i]
-            new_parents[j] = place[parents[i]] if i else -1
-            new_raw[j] = raw[i]
-    return new_tokens, new_parents, new_raw, new_score

@@ -6,7 +6,8 @@ settings  how many nodes each single drafter should draft at most here, by repla
           what the target takes for so many rows
 live      `none`, `auto` and single drafters take turns on the same prompts; for each category the ratio of seconds per
           token to plain decoding's, of each prompt's median repeat, with a bootstrapped 95% interval over both. An
-          answer during which something was captured, as happens once for a process, is given again
+          answer during which something was captured, as happens once for a process, is given again. Interrupted, it
+          tells what it has
 
 A single drafter is a name, or NAME:NODES for at most so many nodes a step. Behind `settings`, `live` takes the two that
 did best there. Tables go to stderr, one JSON line last.
@@ -18,6 +19,7 @@ import argparse
 import json
 import statistics
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import cycle
@@ -161,20 +163,27 @@ def live(given: argparse.Namespace) -> dict[str, Any]:
     # (prompts, repeats) seconds per token behind the first
     taken = {name: np.zeros((len(asked), given.repeats)) for name in llms}
     same, captures = dict.fromkeys(llms, 0), dict.fromkeys(llms, 0.0)
-    for repeat in range(given.repeats):
-        for i, prompt in enumerate(asked):
-            said: dict[str, list[int]] = {}
-            turn = list(llms)[(repeat + i) % len(llms) :] + list(llms)[: (repeat + i) % len(llms)]
-            for name in turn:
-                options = {"max_new_tokens": given.tokens, "max_draft": most[name]}
-                result, captured = settled(partial(llms[name].generate, prompt.turns[0], **options))
-                captures[name] += captured
-                seconds = result.stats.seconds - result.stats.first_token_seconds
-                taken[name][i, repeat] = seconds / max(1, len(result.tokens) - 1)
-                said[name] = result.tokens
-            for name, tokens in said.items():
-                same[name] += tokens == said["none"]
-        tell(f"repeat {repeat + 1} of {given.repeats}: " + ratios(taken, repeat + 1))
+    repeats = answered = 0
+    with suppress(KeyboardInterrupt):
+        while repeats < given.repeats:
+            for i, prompt in enumerate(asked):
+                said: dict[str, list[int]] = {}
+                turn = list(llms)[(repeats + i) % len(llms) :] + list(llms)[: (repeats + i) % len(llms)]
+                for name in turn:
+                    options = {"max_new_tokens": given.tokens, "max_draft": most[name]}
+                    result, captured = settled(partial(llms[name].generate, prompt.turns[0], **options))
+                    captures[name] += captured
+                    seconds = result.stats.seconds - result.stats.first_token_seconds
+                    taken[name][i, repeats] = seconds / max(1, len(result.tokens) - 1)
+                    said[name] = result.tokens
+                for name, tokens in said.items():
+                    same[name] += tokens == said["none"]
+                answered += 1
+            repeats += 1
+            tell(f"repeat {repeats} of {given.repeats}: " + ratios(taken, repeats))
+    if not repeats:
+        raise SystemExit("interrupted before everybody had answered everything once: ask fewer --prompts")
+    taken = {name: spent[:, :repeats] for name, spent in taken.items()}
     told: dict[str, Any] = {}
     categories = np.array([p.category for p in asked])
     for category in (*dict.fromkeys(categories.tolist()), "all"):
@@ -187,16 +196,15 @@ def live(given: argparse.Namespace) -> dict[str, Any]:
     for source in llms["auto"].engine.drafter.pilot.sources.values():
         tell(f"      {source}")
     tell("seconds of captures: " + "  ".join(f"{name} {spent:.2f}" for name, spent in captures.items()))
-    of = len(asked) * given.repeats
     slower = [c for c, found in told.items() if found["auto"][2] < 1]
     return {
         "times_plain": told,
         "ms_per_token": {name: (1e3 * spent).round(3).tolist() for name, spent in taken.items()},
         "capture_seconds": {name: round(spent, 3) for name, spent in captures.items()},
         "auto_slower_in": slower,  # categories whose whole interval lies below 1
-        "same_text_as_plain": {name: f"{count}/{of}" for name, count in same.items()},
+        "same_text_as_plain": {name: f"{count}/{answered}" for name, count in same.items()},
         "prompts": len(asked),
-        "repeats": given.repeats,
+        "repeats": repeats,
         "tokens": given.tokens,
         "dtype": str(model.dtype),
     }

@@ -27,7 +27,8 @@ import torch
 import transformers
 
 import corpus
-from auto import interval, tell
+from auto import interval
+from gpu import tell
 from retrieval import documents, make_store
 from slipstream import LLM, Store
 from slipstream.bench.workloads import builtin, read, select
@@ -166,8 +167,9 @@ def sweep(given: argparse.Namespace, stores: dict[str, Path]) -> dict[str, Any]:
     running |= {f"auto {store}": contestant("auto", store) for store in stores}
     running |= {f"auto {last} l={n}": contestant("auto", last, n) for n in given.lengths}
     running |= {f"suffix {last} l={n}": contestant("suffix", last, n) for n in given.lengths}
-    for each in running.values():  # code is loaded and steps are captured
-        each.answer(builtin()[0].turns[0], 32, given.max_draft)
+    for each in running.values():  # code is loaded, steps are captured, pages of stores are checked
+        for prompt in (builtin()[0].turns[0], *asked[: given.warm]):
+            each.answer(prompt, given.tokens, given.max_draft)
         each.forget()
     plain, turn = running["none"], list(running)
     for repeat in range(given.repeats):
@@ -210,6 +212,7 @@ def main() -> None:
     parser.add_argument("--device", default=None)
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--warm", type=int, default=1, help="prompts that everybody answers beforehand")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="slipstream-sweeps-") as scratch:
         found = sweep(given, named(given.stores) or made(Path(scratch)))

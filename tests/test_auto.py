@@ -7,7 +7,9 @@ import pytest
 
 from families import graphs
 from slipstream import LLM
+from slipstream.budget import Budget
 from slipstream.budget.costs import Costs, costs_of, measure
+from slipstream.drafters.base import Seen
 from slipstream.errors import DrafterError, OptionError
 from slipstream.request import Request
 from slipstream.target import open_target
@@ -230,6 +232,18 @@ def test_a_request_chooses_among_the_drafters(steps, tiny):
         OptionError, match=r"drafters names nobody, none: this model's auto asks pld, suffix, prediction"
     ):
         llm.generate(REPEATING, drafters="none, nobody")
+
+
+def test_requests_of_a_batch_choose_each_for_itself(steps, tiny):
+    """Also where drafts of the first could have been started behind its last step, which the others missed."""
+    steps(FREE)
+    drafter = LLM(tiny("llama"), drafter="auto", drafters="pld,suffix").engine.drafter
+    sessions = [drafter.begin(Request(REPEATING, 20, drafters=(name,))) for name in ("pld", "suffix")]
+    for session in sessions:
+        session.observe(Seen(REPEATING, 0))
+    sessions[0].ahead = True
+    found = drafter.propose(sessions, [5, 5], [Budget(8, 8)] * 2)
+    assert [proposal.tree.sources for proposal in found] == [("pld",), ("suffix",)]
 
 
 def test_a_store_with_vectors_is_searched_by_them_too(tiny):

@@ -341,6 +341,50 @@ def test_what_is_done_with_drafts_counts_for_whoever_is_asked_alone():
     assert 0 <= pilot.sources["b"].advantage() < 0.02  # without it there would be as much to do
 
 
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_source_is_worth_what_drafts_without_it_would_be_worth_less(batch):
+    """Each is judged by its sequences' trees, some of which it has no part in."""
+    costs, rng = Costs({1: 1.0, 8: 1.05, 32: 1.2}), np.random.default_rng(0)
+    seconds = {"a": 0.03, "b": 0.04}
+
+    def draft(source):
+        tokens = 1 + rng.permutation(6)  # children of one parent are not the same
+        parents = [-1, *(int(rng.integers(0, i)) for i in range(1, 7))]
+        return TokenTree.build([0, *tokens], parents, source=source, raw=[np.nan, *rng.uniform(0.2, 1.0, 6)])
+
+    def rate(drafts, spent):
+        """With nothing but these, at best."""
+        pilot = Pilot(costs, ["a", "b"])
+        pilot.choose(drafts, [5] * batch, {"a": spent})
+        return pilot.last.rate
+
+    ours, theirs = ([draft(name) for _ in range(batch)] for name in "ab")
+    theirs[-1] = TokenTree.root(0) if batch > 1 else theirs[-1]
+    pilot = Pilot(costs, ["a", "b"])
+    both = [fuse([a, b]) for a, b in zip(ours, theirs, strict=True)]
+    for _ in range(3):  # the first two drafts are not counted
+        pilot.choose(both, [5] * batch, pilot.count(seconds))
+        pilot.judge()
+    whole = rate(both, 0.07)
+    assert pilot.sources["a"].advantage() == pytest.approx((whole / rate(theirs, 0.04) - 1) / 2)  # half of the first
+    assert pilot.sources["b"].advantage() == pytest.approx((whole / rate(ours, 0.03) - 1) / 2)
+
+
+def test_whoever_is_known_to_pay_is_judged_now_and_then():
+    """And always, if it does not, or if nothing is verified."""
+    pilot, good, bad = Pilot(Costs({1: 1.0, 8: 1.1}), ["a"]), [], []
+    for asked, score in ((good, 0.9), (bad, 0.01)):
+        pilot.sources["a"].renew()
+        tree = TokenTree.chain(0, [1, 2, 3], source="a", raw=[score] * 3)
+        for _ in range(40):
+            pilot.choose([tree], [3], pilot.count({"a": 0.02}))
+            pilot.judge()
+            asked.append(pilot.sources["a"].asked[0])
+    assert good[9] == 8  # of the first two drafts nothing was learnt
+    assert good[-1] == 8 + 8  # drafts 12, 16, … 40
+    assert bad[-1] == 40
+
+
 def test_reading_a_text_is_not_what_a_draft_takes():
     pilot = Pilot(Costs({1: 0.010, 64: 0.012}), ["a"])
     for _ in range(10):

@@ -84,6 +84,15 @@ def test_top_k_keeps_the_best_paths_and_stays_connected():
     assert tree.top_k(99) is tree
 
 
+def test_the_first_nodes_of_a_tree_are_a_tree():
+    tree = TokenTree.build([7, 1, 2, 3], [-1, 0, 0, 2], source="a", raw=[np.nan, 0.5, 0.4, 0.3])
+    some = tree.first(2)
+    assert (some.tokens.tolist(), some.parents.tolist(), some.sources) == ([7, 1, 2], [-1, 0, 0], ("a",))
+    assert some.raw[1:, 0].tolist() == some.score[1:].tolist() == pytest.approx([0.5, 0.4])
+    assert tree.first(3) is tree
+    assert len(tree.first(0)) == 1
+
+
 def test_prune_takes_descendants_along():
     tree = TokenTree.from_continuations(0, [[1, 2, 3], [1, 4], [5]])
     pruned = tree.prune(tree.tokens != 2)

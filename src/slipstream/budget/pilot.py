@@ -88,6 +88,7 @@ class Source:
     # cheap one. None: it was not asked there yet.
     advantages: list[float | None] = field(default_factory=lambda: [None] * (1 + len(LEVELS)))
     asked: list[int] = field(default_factory=lambda: [0] * (1 + len(LEVELS)))  # how often, by level
+    pays: bool = False  # whether asking it is better than not at any level
     level: int = 0  # where it was asked last
     wait: int = 0  # steps before it is probed again
 
@@ -102,7 +103,7 @@ class Source:
 
     def dear(self, step: float) -> bool:
         """Whether it has to be worth what it takes at every level. step: seconds of a plain one."""
-        return self.head or self.seconds > DEAR * step
+        return self.head or self.drafting.seconds > DEAR * step
 
     def __str__(self) -> str:
         levels = " ".join("-" if a is None else f"{a:.2f}" for a in self.advantages)
@@ -110,18 +111,15 @@ class Source:
 
     def renew(self) -> None:
         """Ask it again, whatever it was worth before."""
-        self.advantages, self.asked, self.wait = [None] * (1 + len(LEVELS)), [0] * (1 + len(LEVELS)), 0
-
-    @property
-    def pays(self) -> bool:
-        """Whether asking it is better than not at any level."""
-        return any(a is not None and a > 0 for a in self.advantages)
+        self.advantages, self.asked = [None] * (1 + len(LEVELS)), [0] * (1 + len(LEVELS))
+        self.pays, self.wait = False, 0
 
     def learn(self, advantage: float) -> float:
         """It was asked at its level, and worth so much. Returns what it usually is there."""
         usual, asked = self.advantage(), self.asked[self.level]
         usual += max(LATEST, 1 / (2 + asked)) * (advantage - usual)
         self.advantages[self.level], self.asked[self.level] = usual, asked + 1
+        self.pays = any(a is not None and a > 0 for a in self.advantages)
         return usual
 
     def advantage(self) -> float:
@@ -210,13 +208,17 @@ class Pilot:
         what was drafted so far, as `expects` tells it. said: tokens of the shortest text. late: whose draft could have
         been started before, and was not."""
         self.judge()
-        step, dear = self.costs.seconds(1, batch), list[Source]()
-        for source in map(self.sources.__getitem__, names):
-            source.level, source.wait = 0, max(0, source.wait - 1)
+        step, resting = self.costs.seconds(1, batch), self.resting
+        dear: list[Source] = []
+        for name in names:
+            source = self.sources[name]
+            source.level = 0
+            if source.wait:
+                source.wait -= 1
             if source.dear(step):
                 dear.append(source)
-            elif not source.wait or (source.advantage() > 0 and not self.resting):
-                yield source.name
+            elif not source.wait or (not resting and source.advantage() > 0):
+                yield name
         if any(not source.wait or source.pays or source is self._tried for source in dear):
             delays = {source.name: source.delay / step for source in dear if source.name in late}
             chosen = self._best_of(dear, bisect(LEVELS, expected()), delays, not 0 < said < LONG)

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -131,10 +132,11 @@ class AutoDrafter(JointDrafter):
         if len(mine) > 1 or not self.target.ahead:
             self._learn()
         trees, limits = [TokenTree.root(root) for root in roots], [budget.nodes for budget in budgets]
-        drafting, new = dict[str, float](), set[str]()
+        drafting: dict[str, float] = {}
+        new: set[str] = set()
         able = [session.parts for session, limit in zip(mine, limits, strict=True) if limit]
-        names = [name for name in self.parts if any(name in parts for parts in able)]
-        late = {name for name in names if mine[0].parts[name].late} if mine[0].ahead else set[str]()
+        names = list(dict.fromkeys(chain.from_iterable(able)))
+        late = {name for name, part in mine[0].parts.items() if part.late} if mine[0].ahead else set()
         said = min([session.said for session in mine])
         for name in self.pilot.asks(names, len(roots), lambda: self.pilot.expects(trees, limits), said, late):
             who = [i for i, session in enumerate(mine) if limits[i] and name in session.parts]

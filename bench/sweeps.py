@@ -17,8 +17,9 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from slipstream import LLM, Store
 from slipstream.bench.workloads import builtin, read, select
 from slipstream.drafters.auto import AutoDrafter
 from slipstream.drafters.base import Proposal
+from slipstream.drafters.rest import Rest
 from slipstream.drafters.suffix import Suffix
 from slipstream.engine import Step
 from slipstream.errors import OptionError
@@ -56,21 +58,20 @@ class Contestant:
     same: int = 0  # answers that equal plain decoding's
 
     def __post_init__(self) -> None:
-        """Reach for the part that retrieves: to set its length, and to count what it finds."""
+        """Reach for the parts that retrieve: to set the length of what comes from the store, and to count what they
+        find."""
         drafter = self.llm.engine.drafter
-        part = drafter.parts.get("suffix") if isinstance(drafter, AutoDrafter) else drafter
-        if not isinstance(part, Suffix):
-            return
-        if self.length:
-            part.shape = replace(part.shape, length=self.length)
-        ask = part.propose
+        for part in drafter.parts.values() if isinstance(drafter, AutoDrafter) else [drafter]:
+            if not isinstance(part, Suffix | Rest):
+                continue
+            if self.length and part.store is not None:
+                part.shape = replace(part.shape, length=self.length)
+            part.propose = partial(self.counted, part.propose)  # type: ignore[method-assign]
 
-        def counted(sessions: Any, roots: Any, budgets: Any) -> list[Proposal]:
-            found = ask(sessions, roots, budgets)
-            self.retrieved += sum(len(proposal.tree) - 1 for proposal in found)
-            return found
-
-        part.propose = counted  # type: ignore[method-assign]
+    def counted(self, ask: Callable[..., list[Proposal]], *given: Any) -> list[Proposal]:
+        found = ask(*given)
+        self.retrieved += sum(len(proposal.tree) - 1 for proposal in found)
+        return found
 
     def answer(self, prompt: str, tokens: int, max_draft: int) -> list[int]:
         steps = list[Step]()

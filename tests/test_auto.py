@@ -6,7 +6,7 @@ from time import sleep
 import pytest
 
 from families import graphs
-from slipstream import LLM
+from slipstream import LLM, Store
 from slipstream.budget import Budget
 from slipstream.budget.costs import Costs, costs_of, measure
 from slipstream.drafters.base import Seen
@@ -255,13 +255,31 @@ def test_a_store_with_vectors_is_searched_by_them_too(tiny):
         name: list(LLM(model, drafter="auto", store=store).engine.drafter.parts)
         for name, store in {"none": "", "text": store_of_answers(model), "vectors": embedded_answers(model)}.items()
     }
-    assert parts["none"] == parts["text"] == ["suffix", "prediction"]
-    assert parts["vectors"] == ["suffix", "dresd", "prediction"]
+    assert parts["none"] == ["suffix", "prediction"]
+    assert parts["text"] == ["suffix", "rest", "prediction"]
+    assert parts["vectors"] == ["suffix", "rest", "dresd", "prediction"]
     # Nobody asked for another model's vectors by name, so they are left out; by name they are refused.
     other = tiny("qwen2")
     assert "dresd" not in LLM(other, drafter="auto", store=embedded_answers(model)).engine.drafter.parts
     with pytest.raises(DrafterError):
         LLM(other, drafter="auto", drafters="dresd", store=embedded_answers(model))
+
+
+def test_a_store_is_searched_beside_the_text_and_learns_once(steps, tiny, tmp_path):
+    """So that a large store, which takes its time, does not keep anybody from looking into the text."""
+    steps(FREE)
+    model = tiny("llama")
+    for given, searching in ({}, "rest"), ({"drafters": "suffix, rest"}, "rest"), ({"drafters": "suffix"}, "suffix"):
+        folder = str(tmp_path / f"{searching}{len(given)}")
+        llm = LLM(model, drafter="auto", store=folder, learn=True, **given)
+        parts = llm.engine.drafter.parts
+        assert [name for name in ("suffix", "rest") if name in parts and parts[name].store is not None] == [searching]
+        first = llm.generate([40, 41], max_new_tokens=24)
+        with Store.open(folder) as store:
+            assert [document.tolist() for document in store.documents()] == [first.tokens]
+        again = llm.generate([40, 41], max_new_tokens=24)
+        assert again.tokens == first.tokens
+        assert again.stats.by_source[searching]["accepted"] > 0
 
 
 def test_what_was_decided_is_told(steps, tiny):

@@ -306,21 +306,47 @@ def test_gains_on_one_text_do_not_pay_for_losses_on_the_next():
     assert pilot.resting
 
 
-def test_of_dear_sources_the_better_one_is_asked_and_never_both():
-    pilot, text = Pilot(Costs({1: 1.0, 64: 1.1}), ["good", "bad"]), [1, 2, 3, 4, 5, 0]
+def test_of_heads_the_better_one_is_asked_and_never_both():
     often = {"good": 0, "bad": 0}
-    for step in range(600):
+    pilot, text = Pilot(Costs({1: 1.0, 64: 1.1}), list(often), heads=often), [1, 2, 3, 4, 5, 0]
+    for _ in range(600):
         asked = list(pilot.asks(often, 1, lambda: 1.0))
         trees = [TokenTree.chain(0, text[:5] if name == "good" else [7, 8], source=name, raw=None) for name in asked]
         fused = fuse([TokenTree.root(0), *trees])
         (kept,) = pilot.choose([fused], [8], pilot.count(dict.fromkeys(asked, 0.5)))
         pilot.learn(fused, text)
         pilot.charge(len(kept), 1, min(len(kept), 6), pilot.costs.seconds(len(kept)), 0.5 * len(asked))
-        assert len(asked) <= (2 if step < 3 else 1)  # at first nobody knows that they are dear
+        assert len(asked) <= 1
         for name in asked:
             often[name] += 1
     assert often["good"] > 500
     assert often["bad"] < 60
+
+
+def test_whoever_takes_long_is_asked_beside_others_as_far_as_it_earns_it():
+    """A store that is searched for a long time beside a head: where each knows what the other does not, both are asked,
+    and where the head knows it too, it alone."""
+    for alike in (False, True):
+        often = {"store": 0, "head": 0}
+        pilot = Pilot(Costs({1: 1.0, 64: 1.1}), list(often), heads={"head"})
+        for step in range(600):
+            text = [1, 2, 3, 4, 5, 0] if step % 2 else [6, 7, 8, 9, 0]
+            trees = [TokenTree.root(0)]
+            for name in pilot.asks(often, 1, lambda: pilot.expects([fuse(trees)], [16])):  # noqa: B023
+                knows = step % 2 == (name == "head") or (name == "head" and alike)
+                guess, score = (text[:4], 0.9) if knows else ([50, 51], 0.1)
+                trees.append(TokenTree.chain(0, guess, source=name, raw=[score] * len(guess)))
+                often[name] += step >= 300
+            drafting = {name: 0.3 for tree in trees for name in tree.sources}
+            fused = fuse(trees)
+            (kept,) = pilot.choose([fused], [16], pilot.count(drafting))
+            pilot.learn(fused, text)
+            node = accepted = 0
+            while (child := kept.child(node, text[accepted])) is not None:
+                node, accepted = child, accepted + 1
+            pilot.charge(len(kept), 1, accepted + 1, pilot.costs.seconds(len(kept)), sum(drafting.values()))
+        assert often["head"] > (290 if alike else 140)
+        assert often["store"] < 15 if alike else often["store"] > 290
 
 
 def test_what_is_done_with_drafts_counts_for_whoever_is_asked_alone():

@@ -2,10 +2,10 @@
 
 A node is worth the probability that it and its ancestors are right, which `Calibration` knows; a step costs what
 `Costs` says. The tree takes its most valuable nodes as long as expected tokens per second rise, none at all if need be.
-Cheap sources are asked first, and then the best of the dear ones, such as trained heads, if it earns its time: that
-depends on how much is expected already, so it is judged for several levels of that. A source that does not is only
-probed, as often as a small share of all time pays for what probes are likely to lose. What was not verified is judged
-by the text that follows all the same.
+Cheap sources are asked first, then each dear one that earns its time, and of trained heads, which say much the same,
+the best if it does: that depends on how much is expected already, so it is judged for several levels of that. A source
+that does not earn its time is only probed, as often as a small share of all time pays for what probes are likely to
+lose. What was not verified is judged by the text that follows all the same.
 
 Whatever is tried, an account keeps plain decoding in sight: once speculation has cost a few steps more than it gained,
 nothing is verified until time has made up for that.
@@ -42,8 +42,8 @@ FREE = 2  # drafts of a source that are not counted: they load its code
 SETTLED = 8  # drafts until which the fastest says what one takes
 LATELY = 0.2  # weight of what the latest one took, behind that
 FIRST_WAIT = 8  # plain steps: a source waits four times as many at most after its first draft, 16 times after two, …
-DEAR = 0.15  # of a plain step's time: of sources that take more, and of heads, one is asked, by what others expect
-MARGIN = 0.03  # of the rate: by so much a dear one must be expected to raise it, since what is expected is hoped for
+DEAR = 0.15  # of a plain step's time: sources that take more are asked later, by what others expect,
+MARGIN = 0.03  # of the rate: if they are expected to raise it by so much, since what is expected is hoped for
 # Where late drafts take longer, a few are a probe, since only the first of them is late; and that begins with a text,
 # which a head has to know, or where one is so many tokens long.
 TRIAL, LONG = 4, 256
@@ -100,10 +100,6 @@ class Source:
     def seconds(self) -> float:
         """Of one of them."""
         return self.drafting.seconds
-
-    def dear(self, step: float) -> bool:
-        """Whether it has to be worth what it takes at every level. step: seconds of a plain one."""
-        return self.head or self.drafting.seconds > DEAR * step
 
     def __str__(self) -> str:
         levels = " ".join("-" if a is None else f"{a:.2f}" for a in self.advantages)
@@ -203,42 +199,50 @@ class Pilot:
         said: int = 0,
         late: Container[str] = frozenset(),
     ) -> Iterator[str]:
-        """Whom to ask now of these sources, one after the other: each cheap one that earns its time, then the best of
-        the dear ones if it does; and now and then another, to see whether it would. expected: tokens per sequence from
-        what was drafted so far, as `expects` tells it. said: tokens of the shortest text. late: whose draft could have
-        been started before, and was not."""
+        """Whom to ask now of these sources, one after the other: each cheap one that earns its time, then each dear one
+        and the best head if they do; and now and then another, to see whether it would. expected: tokens per sequence
+        from what was drafted so far, as `expects` tells it. said: tokens of the shortest text. late: whose draft could
+        have been started before, and was not."""
         self.judge()
         step, resting = self.costs.seconds(1, batch), self.resting
         dear: list[Source] = []
+        heads: list[Source] = []
         for name in names:
             source = self.sources[name]
             source.level = 0
             if source.wait:
                 source.wait -= 1
-            if source.dear(step):
+            if source.head:
+                heads.append(source)
+            elif source.seconds > DEAR * step:
                 dear.append(source)
             elif not source.wait or (not resting and source.advantage() > 0):
                 yield name
-        if any(not source.wait or source.pays or source is self._tried for source in dear):
-            delays = {source.name: source.delay / step for source in dear if source.name in late}
-            chosen = self._best_of(dear, bisect(LEVELS, expected()), delays, not 0 < said < LONG)
+        for source in dear:
+            if not source.wait or source.pays:
+                source.level = bisect(LEVELS, expected())
+                if not source.wait or (not resting and source.advantage() > MARGIN):
+                    yield source.name
+        if any(not source.wait or source.pays or source is self._tried for source in heads):
+            delays = {source.name: source.delay / step for source in heads if source.name in late}
+            chosen = self._best_of(heads, bisect(LEVELS, expected()), delays, not 0 < said < LONG)
             if chosen is not None:
                 yield chosen.name
 
-    def _best_of(self, dear: list[Source], level: int, delays: dict[str, float], probes: bool) -> Source | None:
+    def _best_of(self, heads: list[Source], level: int, delays: dict[str, float], probes: bool) -> Source | None:
         """One at most. delays: by how much they must be better than others. probes: whether late ones may be probed."""
-        for source in dear:
+        for source in heads:
             source.level = level
-        if self._left and self._tried in dear:
+        if self._left and self._tried in heads:
             self._left -= 1
             return self._tried
         self._tried = None
-        if due := [source for source in dear if not source.wait and (probes or not source.delay)]:
+        if due := [source for source in heads if not source.wait and (probes or not source.delay)]:
             chosen = min(due, key=lambda source: source.drafts)
             if chosen.delay or not chosen.drafts:
                 self._tried, self._left = chosen, TRIAL - 1
             return chosen
-        best = max(dear, key=lambda source: source.advantage() - delays.get(source.name, 0.0))
+        best = max(heads, key=lambda source: source.advantage() - delays.get(source.name, 0.0))
         return best if best.advantage() > MARGIN and not self.resting else None
 
     def continues(self, name: str) -> bool:
@@ -370,17 +374,15 @@ class Pilot:
         known = source.drafts >= ENOUGH or (source.drafts >= 2 * FREE and usual < -HOPELESS)
         whole = step + lost
         if known and not self.resting:
-            lost = min(lost, max(LEAST, -min(usual, advantage)) * whole) + self._best_but(source, step) * whole
+            lost = min(lost, max(LEAST, -min(usual, advantage)) * whole) + self._best_but(source) * whole
         lost *= TRIAL if source.delay else 1
         share = FIRST_PROBES if not known else HEADS_PROBING if source.head else PROBING
         source.wait = round((lost + source.reading) / (share * step))
         source.wait = min(source.wait, FIRST_WAIT << 2 * min(source.drafts, SETTLED))
 
-    def _best_but(self, source: Source, step: float) -> float:
-        """The advantage of the best dear source that could have been asked instead; nothing, if none has any."""
-        if not source.dear(step):
-            return 0.0
-        others = (s for s in self.sources.values() if s is not source and s.dear(step))
+    def _best_but(self, source: Source) -> float:
+        """The advantage of the best head that could have been asked instead; nothing, if none has any."""
+        others = [s for s in self.sources.values() if s is not source and s.head] if source.head else []
         return max([0.0, *(found for s in others if (found := s.advantages[source.level]) is not None)])
 
     def decline(self, batch: int) -> None:

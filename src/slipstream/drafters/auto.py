@@ -35,8 +35,8 @@ HEADS = ("eagle3", "redrafter")  # asked too, where one comes with slipstream fo
 
 @dataclass(frozen=True)
 class AutoOptions:
-    drafters: str = ""  # names, separated by commas; empty: suffix, shipped heads, dresd where the store has vectors
-    store: Any = ""  # a store to draft from too, by its text and by its vectors
+    drafters: str = ""  # names, separated by commas; empty: suffix, shipped heads, and those that search the store
+    store: Any = ""  # a store to draft from too: rest searches its text, and dresd its vectors where it has any
     learn: bool = False  # append to the store what the model says
     shared: int = 0  # tokens of earlier answers to draft from too
 
@@ -70,9 +70,15 @@ class AutoDrafter(JointDrafter):
         return {name for name, part in self.parts.items() if part.generates or name == "prediction"}
 
     def make_parts(self) -> dict[str, Drafter]:
+        """Searching a store takes longer than searching the text so far, so they are asked each for itself, unless
+        nobody but suffix is there to do both."""
         o = self.options
+        names = o.names() or ["suffix", *(["rest"] if o.store else [])]
         given: dict[str, Any] = {"store": o.store, "shared": o.shared, "learn": o.learn}
-        parts = {name: self.make_part(name, given) for name in o.names() or ("suffix",)}
+        parts = {}
+        for name in names:
+            alone = {"shared": o.shared} if name == "suffix" and "rest" in names else given
+            parts[name] = self.make_part(name, alone)
         for name in () if o.names() else (*HEADS, *(["dresd"] if has_vectors(o.store) else [])):
             try:
                 parts[name] = self.make_part(name, given)

@@ -323,6 +323,19 @@ def test_of_heads_the_better_one_is_asked_and_never_both():
     assert often["bad"] < 60
 
 
+def test_what_cannot_be_right_together_is_not_expected_together():
+    """Two sources, each nearly sure of another token: one of them at most will come."""
+    pilot = Pilot(Costs({1: 1.0, 8: 1.0}), ["a", "b"])
+    for name in "ab":
+        pilot.sources[name].calibration.trust(1e6)
+    sure, also = (
+        TokenTree.chain(0, [token], source=name, raw=[p]) for token, name, p in ((1, "a", 0.9), (2, "b", 0.7))
+    )
+    pilot.choose([fuse([sure, also])], [8], {"a": 0.0, "b": 0.0})
+    assert 1.9 < pilot.last.tokens <= 2.0
+    assert pilot.expects([also], [8]) == pytest.approx(1.7, abs=0.04)
+
+
 def test_whoever_takes_long_is_asked_beside_others_as_far_as_it_earns_it():
     """A store that is searched for a long time beside a head: where each knows what the other does not, both are asked,
     and where the head knows it too, it alone."""

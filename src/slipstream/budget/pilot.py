@@ -479,6 +479,7 @@ def _values(parents, raw, columns, counts, left_out):  # type: ignore[no-untyped
     not count."""
     n = len(parents)
     score, value, depth = np.ones(n, np.float32), np.ones(n), np.zeros(n, np.int64)
+    claimed = np.zeros(n)  # by all children of a node together
     for i in range(1, n):
         depth[i] = depth[parents[i]] + 1
         best = 0.0  # that any source says of it
@@ -486,8 +487,23 @@ def _values(parents, raw, columns, counts, left_out):  # type: ignore[no-untyped
             if columns[column] != left_out and not np.isnan(raw[i, column]):
                 best = max(best, belief(counts, columns[column], depth[i], raw[i, column]))
         score[i] = best
-        value[i] = value[parents[i]] * best
+        claimed[parents[i]] += best
+    for i in range(1, n):
+        p = score[i]
+        if claimed[parents[i]] > 1:
+            p = min(p, _left_by_better(parents, score, i))
+        value[i] = value[parents[i]] * p
     return score, value
+
+
+@njit(cache=True, nogil=True)
+def _left_by_better(parents, score, node):  # type: ignore[no-untyped-def]
+    """The children of a node can't be right together: what those that are likelier than this one leave it."""
+    left = 1.0
+    for i in range(1, len(parents)):
+        if parents[i] == parents[node] and (score[i] > score[node] or (score[i] == score[node] and i < node)):
+            left -= score[i]
+    return max(0.0, left)
 
 
 @njit(cache=True, nogil=True)

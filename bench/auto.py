@@ -5,7 +5,7 @@ overhead  microseconds of the budget per step for a tree of 64 nodes that two so
 settings  how many nodes each single drafter should draft at most here, by replay: drafts are made and timed, steps take
           what the target takes for so many rows
 live      `none`, `auto` and single drafters take turns on the same prompts; for each category the ratio of seconds per
-          token to plain decoding's, of each prompt's median repeat, with a bootstrapped 95% interval over both. An
+          token to plain decoding's, a mean over each prompt's repeats, with a bootstrapped 95% interval over both. An
           answer during which something was captured, as happens once for a process, is given again. Interrupted, it
           tells what it has
 
@@ -216,9 +216,9 @@ def ratios(taken: dict[str, Any], repeats: int) -> str:
 
 
 def typical(taken: Any) -> Any:
-    """(…, prompts, repeats) → (…): of each prompt the median repeat, since now and then another process takes the
-    machine away; then all prompts together."""
-    return np.median(taken, -1).sum(-1)
+    """(…, prompts, repeats) → (…): of each prompt the geometric mean of its repeats, which uses all of them, and which
+    one that another process took the machine away from does not rule; then all prompts together."""
+    return np.exp(np.log(taken).mean(-1)).sum(-1)
 
 
 def interval(plain: Any, spent: Any) -> list[float]:

@@ -158,8 +158,11 @@ def sweep(given: argparse.Namespace, stores: dict[str, Path]) -> dict[str, Any]:
     asked = asked or [p.turns[0] for p in select(builtin(), ["code-writing"], given.limit)]
     model, tokenizer = load_model(given.model, dtype=given.dtype, device=given.device)
 
+    names = [name.strip() for name in given.drafters.split(",")]
+
     def contestant(drafter: str, store: str = "", length: int = 0) -> Contestant:
-        options: dict[str, Any] = {"drafters": given.drafters} if drafter == "auto" else {}
+        whom = ",".join(name for name in names if store or name != "rest")
+        options: dict[str, Any] = {"drafters": whom} if drafter == "auto" else {}
         options |= {"store": str(stores[store])} if store else {}
         return Contestant(LLM(model, tokenizer, drafter, compile=given.compile, **options), store, length)
 
@@ -206,7 +209,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--stores", nargs="+", default=[], metavar="NAME=FOLDER", help="default: made from corpus.py")
     parser.add_argument("--lengths", type=int, nargs="+", default=[4, 8, 16, 32])
-    parser.add_argument("--drafters", default="", help="whom `auto` asks, separated by commas; default: its own choice")
+    parser.add_argument(
+        "--drafters", default="", help="whom `auto` asks (rest: where there is a store); default: its choice"
+    )
     # A GPU's step has room for the root and 31 nodes without another row: continuations of 32 lose their last token.
     parser.add_argument("--max-draft", type=int, default=31, help="nodes, and depth, that a step may verify")
     parser.add_argument("--dtype", default="bfloat16")

@@ -4,10 +4,10 @@ overhead  microseconds of the budget per step for a tree of 64 nodes that two so
           labelling its draft, fusing and choosing; the same and judging, which can wait until the step runs
 settings  how many nodes each single drafter should draft at most here, by replay: drafts are made and timed, steps take
           what the target takes for so many rows
-live      `none`, `auto` and single drafters take turns on the same prompts; for each category the ratio of seconds per
-          token to plain decoding's, a mean over each prompt's repeats, with a bootstrapped 95% interval over both. An
-          answer during which something was captured, as happens once for a process, is given again. Interrupted, it
-          tells what it has
+live      `none`, `auto` and single drafters take turns on the same prompts, within an answer too with --piece; for each
+          category the ratio of seconds per token to plain decoding's, a mean over each prompt's repeats, with a
+          bootstrapped 95% interval over both. Answers during which something was captured, as happens once for a
+          process, are given again. Interrupted, it tells what it has
 
 A single drafter is a name, or NAME:NODES for at most so many nodes a step. Behind `settings`, `live` takes the two that
 did best there. Tables go to stderr, one JSON line last.
@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -162,22 +163,15 @@ def live(given: argparse.Namespace) -> dict[str, Any]:
             llm.generate(prompt, max_new_tokens=given.tokens, max_draft=most[name], ignore_eos=True)
     # (prompts, repeats) seconds per token behind the first
     taken = {name: np.zeros((len(asked), given.repeats)) for name in llms}
-    same, captures = dict.fromkeys(llms, 0), dict.fromkeys(llms, 0.0)
-    repeats = answered = 0
+    same, captures, repeats, answered = dict.fromkeys(llms, 0), 0.0, 0, 0
     with suppress(KeyboardInterrupt):
         while repeats < given.repeats:
             for i, prompt in enumerate(asked):
-                said: dict[str, list[int]] = {}
-                turn = list(llms)[(repeats + i) % len(llms) :] + list(llms)[: (repeats + i) % len(llms)]
-                for name in turn:
-                    options = {"max_new_tokens": given.tokens, "max_draft": most[name]}
-                    result, captured = settled(partial(llms[name].generate, prompt.turns[0], **options))
-                    captures[name] += captured
-                    seconds = result.stats.seconds - result.stats.first_token_seconds
-                    taken[name][i, repeats] = seconds / max(1, len(result.tokens) - 1)
-                    said[name] = result.tokens
-                for name, tokens in said.items():
-                    same[name] += tokens == said["none"]
+                said, captured = settled(partial(answers, llms, most, prompt.turns[0], given, repeats + i))
+                captures += captured
+                for name, answer in said.items():
+                    taken[name][i, repeats] = answer.seconds / max(1, len(answer.tokens) - 1)
+                    same[name] += answer.tokens == said["none"].tokens
                 answered += 1
             repeats += 1
             tell(f"repeat {repeats} of {given.repeats}: " + ratios(taken, repeats))
@@ -195,19 +189,52 @@ def live(given: argparse.Namespace) -> dict[str, Any]:
         tell(f"{category:24} {rows.sum():3} prompts  {shown}")
     for source in llms["auto"].engine.drafter.pilot.sources.values():
         tell(f"      {source}")
-    tell("seconds of captures: " + "  ".join(f"{name} {spent:.2f}" for name, spent in captures.items()))
+    tell(f"captures took {captures:.2f} s")
     slower = [c for c, found in told.items() if found["auto"][2] < 1]
     return {
         "times_plain": told,
         "ms_per_token": {name: (1e3 * spent).round(3).tolist() for name, spent in taken.items()},
-        "capture_seconds": {name: round(spent, 3) for name, spent in captures.items()},
+        "capture_seconds": round(captures, 3),
         "auto_slower_in": slower,  # categories whose whole interval lies below 1
         "same_text_as_plain": {name: f"{count}/{answered}" for name, count in same.items()},
         "prompts": len(asked),
         "repeats": repeats,
         "tokens": given.tokens,
+        "piece": given.piece or given.tokens,
         "dtype": str(model.dtype),
     }
+
+
+class Answer:
+    """An answer that is given bit by bit."""
+
+    def __init__(self, llm: LLM, prompt: str, **options: Any) -> None:
+        self._steps = llm.engine.run([llm.request(prompt, **options)])
+        self.tokens = next(self._steps).tokens
+        self.seconds = 0.0  # behind the first token
+
+    def go_on(self, tokens: int) -> None:
+        """Until it has so many, or is over."""
+        clock = perf_counter()
+        for sequence in self._steps:
+            if sequence.finish is None and len(self.tokens) >= tokens:
+                break
+        self.seconds += perf_counter() - clock
+
+
+def answers(
+    llms: dict[str, LLM], most: dict[str, int | None], prompt: str, given: argparse.Namespace, first: int
+) -> dict[str, Answer]:
+    """Everybody answers a prompt, in turn, one piece after another."""
+    turn = deque(llms)
+    turn.rotate(-first)
+    going = {name: Answer(llms[name], prompt, max_new_tokens=given.tokens, max_draft=most[name]) for name in turn}
+    piece = given.piece or given.tokens
+    for tokens in range(piece, given.tokens + piece, piece):
+        for name in turn:
+            going[name].go_on(tokens)
+        turn.rotate(-1)
+    return going
 
 
 def ratios(taken: dict[str, Any], repeats: int) -> str:
@@ -251,6 +278,7 @@ def main() -> None:
     parser.add_argument("--device", default=None)
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--piece", type=int, help="tokens that each says in its turn; default: a whole answer")
     parser.add_argument(
         "--warm", type=int, default=1, help="prompts that everybody answers beforehand, and the longest"
     )

@@ -31,7 +31,6 @@ from slipstream.target import Scores, Slot, Target, Want
 from slipstream.tree import TokenTree
 
 FORMAT, VERSION = "slipstream-recording", 1
-ROWS = (1, 2, 4, 8, 16, 32, 64)
 
 
 @dataclass(frozen=True)
@@ -95,7 +94,7 @@ def record(
         for layer in layers:
             hidden[f"{number}.{layer}"] = torch.cat([chunk[layer] for chunk in chunks]).cpu()
     longest = max(items, key=lambda item: len(item.tokens))
-    cost = measure(target, longest.tokens, target.widths or ROWS)
+    cost = measure(target, longest.tokens)
     padded = bool(target.widths)
     return Recording(list(items), cost, decoding, target.vocabulary, target.context, model, hidden, padded)
 

@@ -22,7 +22,7 @@ DEPTHS = 4  # of depths: 1, 2, 3 and 4, more
 STRENGTH = 4.0  # labels that the prior counts as
 MODESTY = 0.8  # of its raw score a source is believed before anything is known
 DECAY = 0.98  # of a bin's counts, for each label that it gets
-KEPT = 0.6  # of all counts, from one text to the next
+KEPT = 0.3  # of all counts, from one text to the next
 
 
 class Calibration:

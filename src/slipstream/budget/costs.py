@@ -19,7 +19,8 @@ from slipstream.sampling import Sampler, Sampling
 from slipstream.target.base import Target, Want
 from slipstream.tree import TokenTree
 
-ROWS = (1, 2, 4, 8, 16, 32, 64)
+# Close together where rows are few: on some CPUs four rows take nearly twice as long as three.
+ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64)
 TABLE = 128  # rows that a table has at least
 FOLLOW = 0.05  # how much of what one step took goes into what the next is expected to take
 MOST = 0.5  # more or less than expected, as a share of that, that one step is believed
@@ -126,13 +127,13 @@ def _follow(known, curve, table, seen, rows, padded, more):  # type: ignore[no-u
 # ---- where they come from
 
 
-def measure(target: Target, text: Sequence[int], rows: Sequence[int] = ROWS, repeats: int = 7) -> dict[int, float]:
-    """Seconds of a forward behind the text, the least of interleaved repeats: whatever else the machine does only ever
-    adds to them."""
+def measure(target: Target, text: Sequence[int], repeats: int = 7) -> dict[int, float]:
+    """Seconds of a forward behind the text, by rows, the least of interleaved repeats: whatever else the machine does
+    only ever adds to them."""
     slot = target.open()
     for _ in target.prefill(slot, text, Want()):
         pass
-    sizes = [n for n in rows if slot.length + n < target.context and (target.chains or n == 1)]
+    sizes = [n for n in target.widths or ROWS if slot.length + n < target.context and (target.chains or n == 1)]
     rng = np.random.default_rng(0)
     greedy = Want(samplers=(Sampler(Sampling(), []),))
     times: dict[int, list[float]] = {n: [] for n in sizes}
@@ -161,7 +162,7 @@ def costs_of(target: Target) -> Costs:
     padded = bool(target.widths)
     if key not in known:
         text = [1 + 389 * i % (target.vocabulary - 1) for i in range(min(64, target.context // 2))]
-        known[key] = {str(n): s for n, s in measure(target, text, target.widths or ROWS, repeats=3).items()}
+        known[key] = {str(n): s for n, s in measure(target, text, repeats=3).items()}
         with suppress(OSError):  # a cache folder that can't be written to costs a measurement each time
             file.parent.mkdir(parents=True, exist_ok=True)
             new = file.with_name(f"{file.name}.{os.getpid()}")

@@ -3,11 +3,12 @@
 import json
 from time import sleep
 
+import numpy as np
 import pytest
 
 from families import graphs
 from slipstream import LLM, Store
-from slipstream.budget import Budget
+from slipstream.budget import Budget, costs
 from slipstream.budget.costs import ROWS, Costs, costs_of, measure
 from slipstream.drafters.base import Seen
 from slipstream.errors import DrafterError, OptionError
@@ -339,6 +340,15 @@ def test_a_prediction_is_believed_from_the_start(steps, tiny):
         assert result.trace[2]["choice"]["nodes"] > 20
         assert result.stats.steps <= 6
         llm.generate(REPEATING, prediction=plain.tokens[::-1], **options)
+
+
+def test_a_busy_machine_is_measured_longer(tiny, monkeypatch):
+    """What others do there is not taken for what a step costs, and is not kept."""
+    rng = np.random.default_rng(0)
+    monkeypatch.setattr(
+        costs, "_seconds", lambda _, __, tree: len(tree) * (1 if rng.random() < 0.4 else rng.uniform(2, 9))
+    )
+    assert measure(open_target(tiny("llama")), [1, 2, 3], repeats=3) == {n: n for n in ROWS}
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_neo"])

@@ -63,6 +63,14 @@ MACHINES = {
         {"eagle3": 1.2e-4},
         singles=("suffix:1", "pld:2", "eagle3:2"),
     ),
+    "two CPU cores without AMX, float32": Machine(
+        {1: 0.0625, 2: 0.0668, 3: 0.0689, 4: 0.114, 6: 0.12, 8: 0.136, 12: 0.158, 16: 0.212, 32: 0.244, 64: 0.248},
+        {"suffix": 1.2e-4, "pld": 8e-5, "eagle3": 0.045, "redrafter": 0.044},
+        {"eagle3": 1.2e-4},
+        joint=2e-4,
+        host=4e-4,
+        singles=("suffix:2", "pld:2"),
+    ),
     "two CPU cores, bfloat16": Machine(
         {1: 0.033, 2: 0.038, 4: 0.039, 8: 0.040, 16: 0.043, 32: 0.054, 64: 0.064},
         {"suffix": 5e-5, "pld": 4e-5, "eagle3": 0.013, "redrafter": 0.011},

@@ -215,6 +215,8 @@ class Answer:
 
     def go_on(self, tokens: int) -> None:
         """Until it has so many, or is over."""
+        if len(self.tokens) >= tokens:
+            return
         clock = perf_counter()
         for sequence in self._steps:
             if sequence.finish is None and len(self.tokens) >= tokens:

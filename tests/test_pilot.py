@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from slipstream.budget.calibration import Calibration
+from slipstream.budget.calibration import KEPT, Calibration
 from slipstream.budget.costs import Costs
 from slipstream.budget.pilot import Luck, Pilot
 from slipstream.tree import TokenTree, fuse
@@ -203,7 +203,7 @@ def test_calibration_learns_what_scores_mean():
     assert learnt[0, 10] == pytest.approx(0.8 * 10.5 / 16)  # of which nothing was seen
     known = calibration.labelled
     calibration.forget()
-    assert calibration.labelled == pytest.approx(0.6 * known)
+    assert calibration.labelled == pytest.approx(KEPT * known)
     assert calibration.probability[0, int(0.2 * 16)] == pytest.approx(2 / 3, abs=0.15)  # less sure, but not of less
 
 

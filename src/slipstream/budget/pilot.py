@@ -13,9 +13,12 @@ nothing is verified until time has made up for that.
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -76,10 +79,12 @@ class Usual:
 
 @dataclass
 class Source:
-    """What is known of one drafter."""
+    """What is known of one drafter, or of one way to ask it."""
 
     name: str
-    calibration: Calibration
+    part: str  # the drafter
+    calibration: Calibration  # of what it says, however it is asked
+    most: int = sys.maxsize  # nodes that it is asked for
     head: bool = False  # of these one is asked at most, since two would say much the same
     drafting: Usual = field(default_factory=Usual)
     reading: float = 0.0  # seconds that the last one took besides, as the first of a text or because it began late,
@@ -161,14 +166,27 @@ class Choice(NamedTuple):
 
 class Pilot:
     def __init__(
-        self, costs: Costs, sources: Sequence[str], trees: bool = True, heads: Container[str] = frozenset()
+        self,
+        costs: Costs,
+        drafters: Sequence[str],
+        trees: bool = True,
+        heads: Container[str] = frozenset(),
+        sizes: Mapping[str, Sequence[int]] = MappingProxyType({}),
     ) -> None:
-        """trees: whether a step can verify branches; else each draft's best chain counts. heads: which of the sources
-        are models of their own."""
+        """trees: whether a step can verify branches; else each draft's best chain counts. heads: which of the drafters
+        are models of their own. sizes: numbers of nodes that some may be asked for, since more take longer: each is a
+        source of its own."""
         self.costs, self.trees = costs, trees
-        self._counts = blank(len(sources))  # of all calibrations
-        calibrations = {name: Calibration(self._counts[i]) for i, name in enumerate(sources)}
-        self.sources = {name: Source(name, learnt, name in heads) for name, learnt in calibrations.items()}
+        self._counts = blank(len(drafters))  # of all calibrations
+        self._number = dict[str, int]()  # of each source's calibration
+        self.sources = dict[str, Source]()
+        self._ways = dict[str, list[Source]]()  # by drafter
+        for i, part in enumerate(drafters):
+            calibration, head = Calibration(self._counts[i]), part in heads
+            ways = [Source(f"{part}:{most}", part, calibration, most, head) for most in sizes.get(part, ())]
+            self._ways[part] = [*ways, Source(part, part, calibration, head=head)]
+            for source in self._ways[part]:
+                self.sources[source.name], self._number[source.name] = source, i
         self._known: dict[tuple[str, ...], NDArray[np.int64]] = {}  # numbers of sources, by names
         self.joining = Usual()  # what is done with a sequence's drafts: fusing, choosing, learning
         self._account = 0.0  # plain steps gained over plain decoding
@@ -199,7 +217,7 @@ class Pilot:
         said: int = 0,
         late: Container[str] = frozenset(),
     ) -> Iterator[str]:
-        """Whom to ask now of these sources, one after the other: each cheap one that earns its time, then each dear one
+        """Whom to ask now of these drafters, one after the other: each cheap one that earns its time, then each dear one
         and the best head if they do; and now and then another, to see whether it would. expected: tokens per sequence
         from what was drafted so far, as `expects` tells it. said: tokens of the shortest text. late: whose draft could
         have been started before, and was not."""
@@ -207,8 +225,7 @@ class Pilot:
         step, resting = self.costs.seconds(1, batch), self.resting
         dear: list[Source] = []
         heads: list[Source] = []
-        for name in names:
-            source = self.sources[name]
+        for source in chain.from_iterable(self._ways[name] for name in names):
             source.level = 0
             if source.wait:
                 source.wait -= 1
@@ -217,7 +234,7 @@ class Pilot:
             elif source.seconds > DEAR * step:
                 dear.append(source)
             elif not source.wait or (not resting and source.advantage() > 0):
-                yield name
+                yield source.name
         for source in dear:
             if not source.wait or source.pays:
                 source.level = bisect(LEVELS, expected())
@@ -362,8 +379,7 @@ class Pilot:
         """Which sources these are."""
         found = self._known.get(names)
         if found is None:
-            numbers = {name: i for i, name in enumerate(self.sources)}
-            found = self._known[names] = np.array([numbers[name] for name in names], np.int64)
+            found = self._known[names] = np.array([self._number[name] for name in names], np.int64)
         return found
 
     def _judge(self, source: Source, advantage: float, step: float, joining: float) -> None:

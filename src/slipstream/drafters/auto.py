@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -58,7 +58,8 @@ class AutoDrafter(JointDrafter):
     def __init__(self, target: Any, tokenizer: Any, options: AutoOptions) -> None:
         super().__init__(target, tokenizer, options)
         heads = {name for name, part in self.parts.items() if part.generates}
-        self.pilot = Pilot(costs_of(target), list(self.parts), target.trees, heads)
+        sizes = {name: part.sizes for name, part in self.parts.items()}
+        self.pilot = Pilot(costs_of(target), list(self.parts), target.trees, heads, sizes)
         for name in self._trusted():
             self.pilot.sources[name].calibration.trust(TRUST)
         self._step: tuple[int, int, float] | None = None  # batch, rows, seconds of the step that was verified last
@@ -145,13 +146,17 @@ class AutoDrafter(JointDrafter):
         late = {name for name, part in mine[0].parts.items() if part.late} if mine[0].ahead else set()
         said = min([session.said for session in mine])
         for name in self.pilot.asks(names, len(roots), lambda: self.pilot.expects(trees, limits), said, late):
-            who = [i for i, session in enumerate(mine) if limits[i] and name in session.parts]
+            source = self.pilot.sources[name]
+            part, most = source.part, source.most
+            who = [i for i, session in enumerate(mine) if limits[i] and part in session.parts]
             taken = Stopwatch()
             for i in who:
-                if mine[i].show(name):
+                if mine[i].show(part):
                     new.add(name)
-            found = self.parts[name].propose(
-                [mine[i].parts[name] for i in who], [roots[i] for i in who], [budgets[i] for i in who]
+            found = self.parts[part].propose(
+                [mine[i].parts[part] for i in who],
+                [roots[i] for i in who],
+                [replace(budgets[i], nodes=min(most, budgets[i].nodes)) for i in who],
             )
             drafting[name] = taken.seconds()
             for i, proposal in zip(who, found, strict=True):

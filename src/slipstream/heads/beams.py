@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import OptionError
-from slipstream.heads.drafting import HeadDrafter, HeadOptions, likeliest, pack, pack_chains, pack_first
+from slipstream.heads.drafting import SMALL, HeadDrafter, HeadOptions, likeliest, pack, pack_chains, pack_first
 from slipstream.heads.growth import Record, grow_depth, keep_best, new_record
 from slipstream.sampling import gumbel
 from slipstream.target.ops import best_tokens
@@ -98,16 +98,20 @@ class BeamDrafter(ChainDrafter):
         self.width = min(options.beams, self.head.config.vocab_size)
         self.length = min(options.length, self.head.reach or options.length)
         self.ordered = options.every
+        if self.ordered and not self.fixed:
+            self.sizes = (SMALL,)
 
     def few(self, carry: Carry, depth: int) -> Tensor:
         """(b, w, V') the logits of the tokens that drafts are made of."""
         return self.logits(carry, depth)
 
     def best(self, *inputs: Tensor) -> Tensor:
-        carry, width = self.start(*inputs), self.width
-        record = new_record(len(inputs[0]), self.length * width, self.device)
+        carry, width, length = self.start(*inputs), self.width, self.length
+        if self.ordered:  # at no depth are more of them among the best of all
+            width, length = min(width, self.room.nodes), min(length, self.room.nodes, self.room.depth)
+        record = new_record(len(inputs[0]), length * width, self.device)
         number = first = None  # of the nodes at which the beams end; None: the root
-        for depth in range(self.length):
+        for depth in range(length):
             logits = self.few(carry, depth)
             if self.first and not depth:
                 first = likeliest(logits[:, 0], self.first)
@@ -115,10 +119,10 @@ class BeamDrafter(ChainDrafter):
             # (b, w, width): no beam has more than that many children among the best
             logp, ids = best_tokens(logits, width)
             tokens, chain, number = grow_depth(logp, ids, number, self.names, None, record, depth * width, width, False)
-            if depth + 1 < self.length:
+            if depth + 1 < length:
                 carry = self.advance(carry, chain, tokens, depth + 1)
         if self.options.every:  # at no depth do two beams spell the same, so there is nothing to merge
-            return keep_best(record, None, first, self.length * width)
+            return keep_best(record, None, first, length * width)
         beams, logp = finished(record, width)
         return pack_first(overlay(beams, logp.exp(), self.options.compress), first)
 

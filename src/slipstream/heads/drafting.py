@@ -10,6 +10,7 @@ that draft was made of, and drafts again if that is something else.
 
 from __future__ import annotations
 
+import sys
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -23,6 +24,7 @@ from numba import njit
 from numpy.typing import NDArray
 from torch import Tensor
 
+from slipstream.budget import Budget
 from slipstream.drafters.base import Drafter, DraftSession, Hidden, Proposal, Seen
 from slipstream.errors import DrafterError, OptionError
 from slipstream.heads import HEADS, Head, load_head
@@ -36,7 +38,6 @@ from slipstream.target.standins import StandIns
 from slipstream.tree import TokenTree
 
 if TYPE_CHECKING:
-    from slipstream.budget import Budget
     from slipstream.request import Request
     from slipstream.target.base import Target
     from slipstream.target.steps import FixedStep
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 MODES = ("best", "sample")
 FIRST = -2  # marks a token behind packed nodes: no parent, no probability has these bits
 FEW = 16  # tokens that the kernel for the best few is asked for at most
+SMALL = 2  # nodes of a draft that a head which goes on token by token makes in notably less time than a whole one
 SHIPPED = Path(__file__).parent / "shipped"  # <kind>/: heads for the embedded model
 
 
@@ -74,8 +76,10 @@ class HeadDrafter(Drafter):
         self.head, self.folder = open_head(self.kind, options.drafter_path, target)
         self.layers = self.head.layers(self.head.lender.layers)
         self.device = next(self.head.parameters()).device
+        self.fixed = self.device.type == "cuda"  # whether all drafts have one shape, so that one capture serves them
+        self.room = Budget(sys.maxsize, sys.maxsize)  # that a draft's best nodes have: no more of them are looked for
         within: Callable[[], AbstractContextManager[None]] = nullcontext
-        if self.device.type == "cuda":
+        if self.fixed:
             within = StandIns(self.head).in_place  # the kernels of the target's own steps
         self.captured = Captured(lambda *given: self.best(*self.inputs(*given)), self.device, within)
         self.captured_draws = Captured(
@@ -168,6 +172,8 @@ class HeadDrafter(Drafter):
         self, sessions: Sequence[HeadSession], roots: Sequence[int], budgets: Sequence[Budget]
     ) -> list[Proposal]:
         batch = bucket(len(sessions), BATCHES)
+        if not self.fixed:
+            self.room = Budget(max(b.nodes for b in budgets), max(b.depth for b in budgets))
         lying = sessions[0].lying() if batch == 1 else ()
         table = self.given(sessions, roots, batch, bool(lying))
         nodes = self._started(sessions[0], table) if lying else None

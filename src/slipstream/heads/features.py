@@ -19,7 +19,7 @@ from slipstream.drafters.base import DraftSession, Hidden, Seen
 from slipstream.errors import OptionError
 from slipstream.heads.beams import Carry, ChainDrafter
 from slipstream.heads.decoder import FeatureHead
-from slipstream.heads.drafting import HeadOptions, HeadSession, likeliest
+from slipstream.heads.drafting import SMALL, HeadOptions, HeadSession, likeliest
 from slipstream.heads.growth import Growth, new_record
 from slipstream.heads.keys import KeyCache, extend_paths, first_places
 from slipstream.target.ops import best_tokens
@@ -63,7 +63,8 @@ class FeatureDrafter(ChainDrafter):
         self.cache = KeyCache(self.head.config, self.head.dtype, self.device)
         self._captured_for = self.cache.generation
         self.waiting = options.depth + 2  # states read along with a draft: of a whole path, and the one before it
-        self.fixed = self.device.type == "cuda"  # whether always as many are read, so that one capture serves all
+        if not self.fixed:
+            self.sizes = (SMALL,)
 
     def grows(self, guessable: int) -> Growth:
         """The shape of its trees; the head can guess this many tokens."""
@@ -164,7 +165,7 @@ class FeatureDrafter(ChainDrafter):
         return Nodes(*read, carry.rows, carry.ends, paths, carry.used + w)
 
     def best(self, *inputs: Tensor) -> Tensor:
-        carry, growth = self.start(*inputs), self.growth
+        carry, growth = self.start(*inputs), self.growth.within(self.room)
         record = new_record(len(inputs[0]), growth.found, self.device)
         number = first = None  # of the nodes that are read; None: the root
         for depth in range(growth.depth):

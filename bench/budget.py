@@ -33,6 +33,7 @@ from slipstream.budget.costs import Costs
 from slipstream.drafters import auto
 from slipstream.drafters.base import Drafter, DraftSession, Hidden, Proposal, Seen
 from slipstream.engine import Engine
+from slipstream.heads.drafting import SMALL
 from slipstream.request import Request
 from slipstream.target import Scores, Slot, Want, capture, load_model
 from slipstream.tree import TokenTree
@@ -50,6 +51,7 @@ class Machine:
     reading: dict[str, float]  # of each token of a prompt, the first time that a head is asked about it
     # Of drafts that were started behind the step before: what the device takes from the step's end on, and the host.
     behind: dict[str, tuple[float, float]] = field(default_factory=dict)
+    small: dict[str, float] = field(default_factory=dict)  # of drafts of two nodes, where these take less
     joint: float = 1e-4  # what `auto` takes to make something of drafts
     host: float = 1e-4  # and what everybody does
     padded: bool = False
@@ -61,20 +63,23 @@ MACHINES = {
         {1: 0.0325, 2: 0.0365, 4: 0.048, 8: 0.060, 16: 0.064, 32: 0.080, 64: 0.124},
         {"suffix": 5e-5, "pld": 4e-5, "eagle3": 0.018, "redrafter": 0.016},
         {"eagle3": 1.2e-4},
+        small={"eagle3": 0.0045, "redrafter": 0.0037},
         singles=("suffix:1", "pld:2", "eagle3:2"),
     ),
     "two CPU cores without AMX, float32": Machine(
         {1: 0.0625, 2: 0.0668, 3: 0.0689, 4: 0.114, 6: 0.12, 8: 0.136, 12: 0.158, 16: 0.212, 32: 0.244, 64: 0.248},
         {"suffix": 1.2e-4, "pld": 8e-5, "eagle3": 0.045, "redrafter": 0.044},
         {"eagle3": 1.2e-4},
+        small={"eagle3": 0.011, "redrafter": 0.009},
         joint=2e-4,
         host=4e-4,
-        singles=("suffix:2", "pld:2"),
+        singles=("suffix:2", "pld:2", "eagle3:2"),
     ),
     "two CPU cores, bfloat16": Machine(
         {1: 0.033, 2: 0.038, 4: 0.039, 8: 0.040, 16: 0.043, 32: 0.054, 64: 0.064},
         {"suffix": 5e-5, "pld": 4e-5, "eagle3": 0.013, "redrafter": 0.011},
         {"eagle3": 5e-5},
+        small={"eagle3": 0.0033, "redrafter": 0.0028},
         singles=("suffix:15", "pld:7", "eagle3:15"),
     ),
     "H200": Machine(
@@ -197,6 +202,8 @@ class RecordedHead(Drafter):
     def __init__(self, target: Player, name: str) -> None:
         super().__init__(target, None, None)
         self.name = name
+        if name in target.machine.small:
+            self.sizes = (SMALL,)
 
     def begin(self, request: Request) -> DraftSession:  # noqa: ARG002
         return RecordedSession(self)
@@ -237,7 +244,9 @@ class RecordedSession(DraftSession):
             target.clock.pass_by(target.machine.reading.get(name, 0.0) * len(text.prompt))
             self.caught_up = True
         if self.ready is None:
-            target.clock.pass_by(target.machine.drafts[name])
+            machine = target.machine
+            few = budget.nodes <= SMALL and name in machine.small
+            target.clock.pass_by((machine.small if few else machine.drafts)[name])
         else:
             self.wait()
             target.clock.pass_by(target.machine.behind[name][1])

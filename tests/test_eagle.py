@@ -250,6 +250,31 @@ def test_a_chain_is_the_best_token_again_and_again(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("budget", [Budget(1, 9), Budget(2, 9), Budget(3, 2), Budget(7, 9)], ids=str)
+def test_a_small_draft_is_the_best_of_a_whole_one_and_reads_no_more_than_it_needs(kind, budget, monkeypatch):
+    drafter = make(kind, depth=5, width=4, nodes=40)
+    session = begin(drafter, 0, 17)
+    whole = propose(session, 0, 17)
+    read, draft = [], drafter.head.draft
+    monkeypatch.setattr(
+        drafter.head, "draft", lambda tokens, *given: read.append(tokens.shape[1]) or draft(tokens, *given)
+    )
+    small = propose(session, 0, 17, budget)
+    same(small, spelled(whole.top_k(budget.nodes).cut(budget.depth)))
+    assert len(read) == min(5, budget.nodes)
+    assert max(read) <= min(4, budget.nodes)
+    assert len(propose(session, 0, 17)) == len(whole) == 41
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_a_tree_of_fixed_ranks_is_cut_to_a_small_budget(depth):
+    session = begin(make("eagle", depth=depth, width=4, nodes=9, dynamic=False), 0, 17)
+    whole = propose(session, 0, 17)
+    assert (len(whole), whole.depth) == (1 + (4 if depth == 1 else 9), depth)
+    same(propose(session, 0, 17, Budget(2, 9)), spelled(whole.top_k(2)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_sessions_in_a_batch_come_and_go_and_each_gets_its_own_tree(kind):
     """Texts of different lengths that grow unevenly, in rows that are used again."""
     drafter, options = make(kind, depth=3, width=3, nodes=9), (3, 3, 9)

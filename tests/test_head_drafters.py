@@ -100,6 +100,20 @@ def test_beams_are_those_of_a_plain_beam_search(kind, every, model):
             assert math.isclose(found[root, *path], math.exp(value), rel_tol=1e-4)
 
 
+@pytest.mark.parametrize("budget", [Budget(1, 9), Budget(2, 9), Budget(5, 2)], ids=str)
+@pytest.mark.parametrize("kind", ["redrafter", "mlp"])
+def test_few_beams_are_the_best_of_many_and_take_fewer_passes(kind, budget, model, monkeypatch):
+    drafter = make(kind, model, beams=5, length=3)
+    asked, few = [], drafter.few
+    monkeypatch.setattr(drafter, "few", lambda carry, depth: asked.append(depth) or few(carry, depth))
+    for root, state in enumerate(states(4, model)):
+        (whole,) = drafter.propose([session(drafter, state)], [root], [BIG])
+        asked.clear()
+        (small,) = drafter.propose([session(drafter, state)], [root], [budget])
+        assert paths(small.tree) == pytest.approx(paths(whole.tree.top_k(budget.nodes).cut(budget.depth)), rel=1e-5)
+        assert asked == list(range(min(3, budget.nodes)))
+
+
 @pytest.mark.parametrize("beams", [4, 9])
 def test_a_redrafter_grows_beams_of_its_likely_tokens(beams, model):
     """Their probabilities are those among each other: what can't be said is not waited for."""

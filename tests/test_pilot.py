@@ -323,6 +323,27 @@ def test_of_heads_the_better_one_is_asked_and_never_both():
     assert often["bad"] < 60
 
 
+def test_a_head_whose_whole_draft_takes_too_long_is_asked_for_as_much_as_pays():
+    """Three rows cost little more than one, four nearly two: its first two tokens are all there is to gain."""
+    often, text = {"head:2": 0, "head": 0}, [1, 2, 3, 4, 5, 0]
+    costs = Costs({1: 1.0, 3: 1.1, 4: 1.8, 8: 2.5, 16: 4.0})
+    pilot = Pilot(costs, ["head"], heads={"head"}, sizes={"head": [2]})
+    assert pilot.sources["head:2"].calibration is pilot.sources["head"].calibration  # they say the same
+    for _ in range(600):
+        asked = list(pilot.asks(["head"], 1, lambda: 1.0))
+        assert len(asked) <= 1
+        drafts, seconds = [TokenTree.root(0)], {}
+        for name in asked:
+            often[name] += 1
+            drafts.append(TokenTree.chain(0, text[: min(5, pilot.sources[name].most)], source="head", raw=None))
+            seconds[name] = 0.15 if name == "head:2" else 0.9
+        (kept,) = pilot.choose([fuse(drafts)], [8], pilot.count(seconds))
+        pilot.learn(fuse(drafts), text)
+        pilot.charge(len(kept), 1, len(kept), pilot.costs.seconds(len(kept)), sum(seconds.values()))
+    assert often["head:2"] > 500
+    assert often["head"] < 20
+
+
 def test_what_cannot_be_right_together_is_not_expected_together():
     """Two sources, each nearly sure of another token: one of them at most will come."""
     pilot = Pilot(Costs({1: 1.0, 8: 1.0}), ["a", "b"])

@@ -217,10 +217,10 @@ class Pilot:
         said: int = 0,
         late: Container[str] = frozenset(),
     ) -> Iterator[str]:
-        """Whom to ask now of these drafters, one after the other: each cheap one that earns its time, then each dear one
-        and the best head if they do; and now and then another, to see whether it would. expected: tokens per sequence
-        from what was drafted so far, as `expects` tells it. said: tokens of the shortest text. late: whose draft could
-        have been started before, and was not."""
+        """Whom to ask now of these drafters, one after the other: each cheap one that earns its time, then each dear
+        one and the best head, in its best way, if they do; and now and then another, to see whether it would. expected:
+        tokens per sequence from what was drafted so far, as `expects` tells it. said: tokens of the shortest text.
+        late: whose draft could have been started before, and was not."""
         self.judge()
         step, resting = self.costs.seconds(1, batch), self.resting
         dear: list[Source] = []

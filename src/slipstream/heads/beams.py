@@ -108,7 +108,7 @@ class BeamDrafter(ChainDrafter):
     def best(self, *inputs: Tensor) -> Tensor:
         carry, width, length = self.start(*inputs), self.width, self.length
         if self.ordered:  # at no depth are more of them among the best of all
-            width, length = min(width, self.room.nodes), min(length, self.room.nodes, self.room.depth)
+            width, length = min(width, self.most), min(length, self.most)
         record = new_record(len(inputs[0]), length * width, self.device)
         number = first = None  # of the nodes at which the beams end; None: the root
         for depth in range(length):

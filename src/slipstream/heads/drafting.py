@@ -24,7 +24,6 @@ from numba import njit
 from numpy.typing import NDArray
 from torch import Tensor
 
-from slipstream.budget import Budget
 from slipstream.drafters.base import Drafter, DraftSession, Hidden, Proposal, Seen
 from slipstream.errors import DrafterError, OptionError
 from slipstream.heads import HEADS, Head, load_head
@@ -38,6 +37,7 @@ from slipstream.target.standins import StandIns
 from slipstream.tree import TokenTree
 
 if TYPE_CHECKING:
+    from slipstream.budget import Budget
     from slipstream.request import Request
     from slipstream.target.base import Target
     from slipstream.target.steps import FixedStep
@@ -77,7 +77,7 @@ class HeadDrafter(Drafter):
         self.layers = self.head.layers(self.head.lender.layers)
         self.device = next(self.head.parameters()).device
         self.fixed = self.device.type == "cuda"  # whether all drafts have one shape, so that one capture serves them
-        self.room = Budget(sys.maxsize, sys.maxsize)  # that a draft's best nodes have: no more of them are looked for
+        self.most = sys.maxsize  # nodes of a draft that anybody keeps: there is no need to find more
         within: Callable[[], AbstractContextManager[None]] = nullcontext
         if self.fixed:
             within = StandIns(self.head).in_place  # the kernels of the target's own steps
@@ -173,7 +173,7 @@ class HeadDrafter(Drafter):
     ) -> list[Proposal]:
         batch = bucket(len(sessions), BATCHES)
         if not self.fixed:
-            self.room = Budget(max(b.nodes for b in budgets), max(b.depth for b in budgets))
+            self.most = max(budget.nodes for budget in budgets)
         lying = sessions[0].lying() if batch == 1 else ()
         table = self.given(sessions, roots, batch, bool(lying))
         nodes = self._started(sessions[0], table) if lying else None

@@ -165,7 +165,7 @@ class FeatureDrafter(ChainDrafter):
         return Nodes(*read, carry.rows, carry.ends, paths, carry.used + w)
 
     def best(self, *inputs: Tensor) -> Tensor:
-        carry, growth = self.start(*inputs), self.growth.within(self.room)
+        carry, growth = self.start(*inputs), self.growth.within(self.most)
         record = new_record(len(inputs[0]), growth.found, self.device)
         number = first = None  # of the nodes that are read; None: the root
         for depth in range(growth.depth):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -17,9 +17,6 @@ from torch import Tensor
 from slipstream.errors import OptionError
 from slipstream.heads.drafting import pack, pack_first
 from slipstream.heads.ranks import RankPath, check_tree
-
-if TYPE_CHECKING:
-    from slipstream.budget import Budget
 
 # Node i + 1 of each sequence in column i. (b, 2, N) int32: tokens, and their parents' numbers; (b, 2, N) float32: the
 # log-probabilities of nodes given their parents, and of whole paths.
@@ -64,12 +61,11 @@ class Growth:
         widths = tuple(map(len, fixed[:-1]))
         return cls(depth, branch, widths, len(paths), tuple(fixed[:-1]), torch.cat(members).to(device))
 
-    def within(self, room: Budget) -> Self:
-        """For drafts of which no more can be kept: nodes that aren't among the best of so few need not be found."""
-        if self.fixed or (room.nodes >= self.nodes and room.depth >= self.depth):
+    def within(self, nodes: int) -> Self:
+        """For drafts of which so many are kept at most: what can't be among the best of so few need not be found."""
+        if nodes >= self.nodes or self.members is not None:
             return self
-        depth = max(1, min(self.depth, room.depth, room.nodes))
-        nodes = max(1, min(self.nodes, room.nodes))
+        depth = min(self.depth, nodes)
         widths = tuple(min(width, nodes) for width in self.widths[: depth - 1])
         return replace(self, depth=depth, branch=min(self.branch, nodes), widths=widths, nodes=nodes)
 

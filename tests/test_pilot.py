@@ -308,7 +308,7 @@ def test_gains_on_one_text_do_not_pay_for_losses_on_the_next():
 
 def test_of_heads_the_better_one_is_asked_and_never_both():
     often = {"good": 0, "bad": 0}
-    pilot, text = Pilot(Costs({1: 1.0, 64: 1.1}), list(often), heads=often), [1, 2, 3, 4, 5, 0]
+    pilot, text = Pilot(Costs({1: 1.0, 64: 1.1}), list(often), heads=dict.fromkeys(often, ())), [1, 2, 3, 4, 5, 0]
     for _ in range(600):
         asked = list(pilot.asks(often, 1, lambda: 1.0))
         trees = [TokenTree.chain(0, text[:5] if name == "good" else [7, 8], source=name, raw=None) for name in asked]
@@ -327,7 +327,7 @@ def test_a_head_whose_whole_draft_takes_too_long_is_asked_for_as_much_as_pays():
     """Three rows cost little more than one, four nearly two: its first two tokens are all there is to gain."""
     often, text = {"head:2": 0, "head": 0}, [1, 2, 3, 4, 5, 0]
     costs = Costs({1: 1.0, 3: 1.1, 4: 1.8, 8: 2.5, 16: 4.0})
-    pilot = Pilot(costs, ["head"], heads={"head"}, sizes={"head": [2]})
+    pilot = Pilot(costs, ["head"], heads={"head": (2,)})
     assert pilot.sources["head:2"].calibration is pilot.sources["head"].calibration  # they say the same
     for _ in range(600):
         asked = list(pilot.asks(["head"], 1, lambda: 1.0))
@@ -362,7 +362,7 @@ def test_whoever_takes_long_is_asked_beside_others_as_far_as_it_earns_it():
     and where the head knows it too, it alone."""
     for alike in (False, True):
         often = {"store": 0, "head": 0}
-        pilot = Pilot(Costs({1: 1.0, 64: 1.1}), list(often), heads={"head"})
+        pilot = Pilot(Costs({1: 1.0, 64: 1.1}), list(often), heads={"head": ()})
         for step in range(600):
             text = [1, 2, 3, 4, 5, 0] if step % 2 else [6, 7, 8, 9, 0]
             trees = [TokenTree.root(0)]

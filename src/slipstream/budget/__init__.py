@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from slipstream.errors import DrafterError
@@ -16,6 +16,10 @@ if TYPE_CHECKING:
 class Budget:
     nodes: int  # drafted nodes at most, the root not counted
     depth: int  # of the deepest of them
+
+    def upto(self, nodes: int) -> Budget:
+        """The same, but for no more nodes than that."""
+        return self if self.nodes <= nodes else replace(self, nodes=nodes)
 
     def limit(self, tree: TokenTree) -> TokenTree:
         """Cut a draft that asks for more than it may have."""

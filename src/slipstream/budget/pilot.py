@@ -170,12 +170,11 @@ class Pilot:
         costs: Costs,
         drafters: Sequence[str],
         trees: bool = True,
-        heads: Container[str] = frozenset(),
-        sizes: Mapping[str, Sequence[int]] = MappingProxyType({}),
+        heads: Mapping[str, Sequence[int]] = MappingProxyType({}),
     ) -> None:
         """trees: whether a step can verify branches; else each draft's best chain counts. heads: which of the drafters
-        are models of their own. sizes: numbers of nodes that some may be asked for, since more take longer: each is a
-        source of its own."""
+        are models of their own, and numbers of nodes that they may be asked for instead of all: each is a source of its
+        own."""
         self.costs, self.trees = costs, trees
         self._counts = blank(len(drafters))  # of all calibrations
         self._number = dict[str, int]()  # of each source's calibration
@@ -183,7 +182,7 @@ class Pilot:
         self._ways = dict[str, list[Source]]()  # by drafter
         for i, part in enumerate(drafters):
             calibration, head = Calibration(self._counts[i]), part in heads
-            ways = [Source(f"{part}:{most}", part, calibration, most, head) for most in sizes.get(part, ())]
+            ways = [Source(f"{part}:{most}", part, calibration, most, head) for most in heads.get(part, ())]
             self._ways[part] = [*ways, Source(part, part, calibration, head=head)]
             for source in self._ways[part]:
                 self.sources[source.name], self._number[source.name] = source, i

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -57,9 +57,8 @@ class AutoDrafter(JointDrafter):
 
     def __init__(self, target: Any, tokenizer: Any, options: AutoOptions) -> None:
         super().__init__(target, tokenizer, options)
-        heads = {name for name, part in self.parts.items() if part.generates}
-        sizes = {name: part.sizes for name, part in self.parts.items()}
-        self.pilot = Pilot(costs_of(target), list(self.parts), target.trees, heads, sizes)
+        heads = {name: part.sizes for name, part in self.parts.items() if part.generates}
+        self.pilot = Pilot(costs_of(target), list(self.parts), target.trees, heads)
         for name in self._trusted():
             self.pilot.sources[name].calibration.trust(TRUST)
         self._step: tuple[int, int, float] | None = None  # batch, rows, seconds of the step that was verified last
@@ -156,7 +155,7 @@ class AutoDrafter(JointDrafter):
             found = self.parts[part].propose(
                 [mine[i].parts[part] for i in who],
                 [roots[i] for i in who],
-                [replace(budgets[i], nodes=min(most, budgets[i].nodes)) for i in who],
+                [budgets[i].upto(most) for i in who],
             )
             drafting[name] = taken.seconds()
             for i, proposal in zip(who, found, strict=True):

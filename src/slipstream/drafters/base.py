@@ -105,7 +105,7 @@ class Drafter(ABC):
     # they are in the tree or not. Whoever wants them sets this before anything is drafted.
     generates: ClassVar[bool] = False
     first: int = 0
-    sizes: tuple[int, ...] = ()  # so few nodes it drafts in notably less time than more
+    sizes: tuple[int, ...] = ()  # of such: numbers of nodes that it drafts in notably less time than more
 
     def __init__(self, target: Target, tokenizer: Any, options: Any) -> None:
         self.target, self.tokenizer, self.options = target, tokenizer, options

@@ -44,7 +44,7 @@ WARM = 2  # texts that everybody goes through beforehand
 
 @dataclass(frozen=True)
 class Machine:
-    """Seconds, as measured for the embedded model."""
+    """Seconds, as measured for the embedded model; with AMX those of small drafts in proportion to whole ones."""
 
     steps: dict[int, float]  # by rows
     drafts: dict[str, float]

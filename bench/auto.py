@@ -40,7 +40,7 @@ from slipstream.bench.workloads import Prompt, builtin, read, select
 from slipstream.budget.costs import Costs
 from slipstream.budget.pilot import Pilot
 from slipstream.errors import DrafterError
-from slipstream.heads.drafting import shipped
+from slipstream.heads.drafting import own_head
 from slipstream.target import load_model
 from slipstream.tree import TokenTree, fuse
 
@@ -135,7 +135,7 @@ def replayed(contestant: Replayed, nodes: int) -> dict[str, float]:
 
 def has_head(model: Any, name: str) -> bool:
     try:
-        shipped(name, model)
+        own_head(name, model)
     except DrafterError:
         return False
     return True

@@ -28,6 +28,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from slipstream import embedded
+from slipstream.converted import cache_folder
 from slipstream.embedded import Progress
 from slipstream.errors import DamagedError, OptionError, StoreError
 
@@ -86,7 +87,7 @@ def folder() -> Path:
     wheels = [(p["sha256"], p["held_out"]) for p in _listed()["packages"]]
     recipe = [wheels, platform.python_version(), SEED, LARGEST, WINDOW, SEEN]
     digest = hashlib.sha256(json.dumps(recipe).encode() + (embedded.ensure() / "tokenizer.json").read_bytes())
-    return embedded.cache_folder() / "corpus" / digest.hexdigest()[:16]
+    return cache_folder() / "corpus" / digest.hexdigest()[:16]
 
 
 def _listed() -> dict[str, Any]:
@@ -140,7 +141,7 @@ def _make(place: Path, progress: Progress) -> None:
 
 def _fetch(package: dict[str, Any]) -> Path:
     """The package's wheel, in the cache folder and checked."""
-    path = embedded.cache_folder() / "corpus" / "wheels" / package["file"]
+    path = cache_folder() / "corpus" / "wheels" / package["file"]
     if not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as into:

@@ -15,7 +15,7 @@ FLAGS = [
     *("--headless", "--remote-debugging-pipe", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-first-run"),
     *("--disable-quic", "--disable-background-networking", "--disable-component-update", "--disable-sync"),
 ]
-KEYS = {"ArrowLeft": 37, "ArrowRight": 39, "Home": 36, "End": 35, "Escape": 27, "j": 74, "k": 75}
+KEYS = {"ArrowLeft": 37, "ArrowRight": 39, "Home": 36, "End": 35, "Escape": 27, "j": 74, "k": 75, "Tab": 9, " ": 32}
 
 
 class Browser:

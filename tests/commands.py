@@ -14,8 +14,9 @@ def command(*words, folder="."):
         patch.chdir(folder)
         patch.setattr(sys, "argv", ["slipstream", *map(str, words)])
         out, err = io.StringIO(), io.StringIO()
-        patch.setattr("slipstream.cli.terminal.out.file", out)
-        patch.setattr("slipstream.cli.terminal.err.file", err)
+        # Not `file`, which names sys.stdout while nothing is set: putting that back would keep it for good.
+        patch.setattr("slipstream.cli.terminal.out._file", out)
+        patch.setattr("slipstream.cli.terminal.err._file", err)
         with pytest.raises(SystemExit) as ended:
             main()
     return ended.value.code or 0, out.getvalue(), err.getvalue()

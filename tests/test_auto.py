@@ -348,10 +348,15 @@ def test_a_busy_machine_is_measured_longer(tiny, monkeypatch):
     monkeypatch.setattr(
         costs, "_seconds", lambda _, __, tree: len(tree) * (1 if rng.random() < 0.4 else rng.uniform(2, 9))
     )
-    assert measure(open_target(tiny("llama")), [1, 2, 3], repeats=3) == {n: n for n in ROWS}
+    assert measure(open_target(tiny("llama")), [1, 2, 3], repeats=3, at_most=60) == {n: n for n in ROWS}
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_neo"])
 def test_costs_can_be_measured_of_any_target(family, tiny):
     """Behind the same text each time: a chain that is scored again and again would outgrow the context."""
-    assert set(measure(open_target(tiny(family)), [1, 2, 3] * 20, repeats=3)) == set(ROWS)
+    assert set(measure(open_target(tiny(family)), [1, 2, 3] * 20, repeats=3, at_most=60)) == set(ROWS)
+
+
+def test_a_large_model_is_measured_for_few_numbers_of_rows(tiny):
+    """As long as users will wait, and one row among them; what lies between follows from these."""
+    assert set(measure(open_target(tiny("llama")), [1, 2, 3], at_most=0)) == {1, 16}

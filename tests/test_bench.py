@@ -13,6 +13,7 @@ from slipstream.bench.contestants import Answer, Contestant, Decoding, Ours, Pee
 from slipstream.bench.measure import Item, Run, measure
 from slipstream.bench.metrics import speedup, summarise
 from slipstream.bench.replay import Recording, Replayed, TextTarget, record
+from slipstream.bench.report import table
 from slipstream.bench.run import Plan, benchmark, make_recording, replay
 from slipstream.bench.workloads import Prompt
 from slipstream.cli.options import sweep_contestants
@@ -136,6 +137,9 @@ def test_rows_cover_all_items_and_each_category():
     assert rows["x", "all"].answers == 8
     assert rows["x", "b"].tokens_per_second == 10.0
     assert rows["x", "a"].speedup["none"].value == 2.0
+    assert [rows["x", c].speedup["none"].items for c in ("all", "a", "b")] == [4, 2, 2]  # questions, not repeats
+    shown = [cell for column in table(list(rows.values())).columns for cell in column.cells]
+    assert shown.count("2.00-2.00 (2)") == 2  # an interval from two questions says so
     assert "hf" not in rows["x", "a"].speedup
 
 

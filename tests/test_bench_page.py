@@ -8,7 +8,8 @@ from random import Random
 import pytest
 
 from browser import CHROMIUM
-from slipstream.bench.charts import ticks
+from slipstream.bench.drawing import ticks
+from slipstream.bench.glossary import GLOSSARY
 from slipstream.bench.metrics import Ratio, Row
 from slipstream.bench.page import write_page
 
@@ -158,23 +159,54 @@ def test_marks_stand_where_their_numbers_are(show):
     assert [p / max(parts) for p in parts] == pytest.approx([ms / max(spent) for ms in spent], abs=0.01)
 
 
-def test_no_label_of_a_chart_covers_another_or_leaves_it(show):
-    contestants = [*CONTESTANTS, *(f"pld length={n}" for n in (2, 4, 8, 16, 32))]
-    for width in (390, 1280):
-        browser = show(make_document(contestants), width=width)
-        boxes = browser.run(
-            "[...document.querySelectorAll('figure svg')].filter(s => s.checkVisibility()).map(s =>"
-            " [s.getBoundingClientRect().toJSON(), ...[...s.querySelectorAll('text')].map(t =>"
-            " Object.assign(t.getBoundingClientRect().toJSON(), {text: t.textContent}))])"
-        )
-        for frame, *labels in boxes:
-            for i, a in enumerate(labels):
-                assert a["left"] >= frame["left"] - 1, a
-                assert a["right"] <= frame["right"] + 12, a
-                for b in labels[:i]:
-                    across = min(a["right"], b["right"]) - max(a["left"], b["left"])
-                    down = min(a["bottom"], b["bottom"]) - max(a["top"], b["top"])
-                    assert across < 2 or down < 5, (a, b)
+def nearly_equal(document):
+    """Everyone as fast as everyone else, but for the third digit."""
+    for i, row in enumerate(document["rows"]):
+        row["speedup"]["none"] = {"value": 1 + i / 1e4, "low": 0.999, "high": 1.009, "items": 2}
+        if row["tokens_per_step"]:
+            row["tokens_per_step"] = 1.5 + i / 1e4
+            row["ms_per_step"] = {"draft": 1 + i / 1e4, "verify": 20.0, "host": 0.5, "unaccounted": 0.1}
+    return document
+
+
+def in_seconds(document):
+    """A slow machine: milliseconds of five digits."""
+    for row in document["rows"]:
+        row["ms_per_step"] = {stage: 1234.5 * ms for stage, ms in row["ms_per_step"].items()}
+        row["speedup"]["none"] = {k: 1000 * v for k, v in row["speedup"]["none"].items()}
+    return document
+
+
+CROWDS = {
+    "a sweep": make_document([*CONTESTANTS, *(f"pld length={n}" for n in (2, 4, 8, 16, 32))]),
+    "thirty": make_document(["none", *(f"suffix length={n}" for n in range(30))], CATEGORIES[:2]),
+    "long names": make_document(["none", *(f"WWW{i} OPTION=MMMMMMMMMMMMMMMM{i}" for i in range(4))], ["W" * 70, "b"]),
+    "wide letters": make_document(
+        ["none", *(f"下書き器の長い名前{i}の変種" for i in range(5))], ["要約のための質問", "翻訳"]
+    ),
+    "nearly equal": nearly_equal(make_document([*CONTESTANTS, "suffix", "eagle3", "auto"])),
+    "in seconds": in_seconds(make_document()),
+}
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.parametrize("crowd", CROWDS)
+def test_no_label_of_a_chart_covers_another_or_leaves_it(show, crowd, width):
+    browser = show(CROWDS[crowd], width=width)
+    boxes = browser.run(
+        "[...document.querySelectorAll('figure svg')].filter(s => s.checkVisibility()).map(s =>"
+        " [s.getBoundingClientRect().toJSON(), ...[...s.querySelectorAll('text')].filter(t => t.textContent).map(t =>"
+        " Object.assign(t.getBoundingClientRect().toJSON(), {text: t.textContent}))])"
+    )
+    assert sum(map(len, boxes)) > 60
+    for frame, *labels in boxes:
+        for i, a in enumerate(labels):
+            assert a["left"] >= frame["left"] - 1, a
+            assert a["right"] <= frame["right"] + 1, a
+            for b in labels[:i]:
+                across = min(a["right"], b["right"]) - max(a["left"], b["left"])
+                down = min(a["bottom"], b["bottom"]) - max(a["top"], b["top"])
+                assert across <= 0 or down < 2, (a, b)
 
 
 def test_the_head_and_the_table_say_what_the_document_says(show):
@@ -192,6 +224,70 @@ def test_the_head_and_the_table_say_what_the_document_says(show):
     assert row[4:6] == [f"{r['value']:.2f} {r['low']:.2f}–{r['high']:.2f}" for r in ratios]
     assert row[-1] == "48/48"
     assert words(browser, ".notes") == ""
+
+
+def test_an_interval_says_how_many_questions_it_is_from(show):
+    document = make_document()
+    for row in document["rows"]:
+        for over in row["speedup"].values():
+            over["items"] = 48 if row["category"] == "all" else 2
+    browser = show(document)
+    assert "from 48 questions" in words(browser, "header")
+    said = browser.run("[...document.querySelectorAll('#speedups .wide text')].map(t => t.textContent)")
+    assert said.count("from 2 questions") == len(CATEGORIES)
+    assert said.count("from 48 questions") == 1
+    cells = browser.run("[...document.querySelectorAll('tr.row')].map(r => r.cells[4].innerText)")
+    assert [cell.rpartition(" of ")[2] for cell in cells] == ["48"] * 5 + ["2"] * 5 * len(CATEGORIES)
+
+
+# ---- the glossary
+
+
+def shown_tips(browser):
+    """The tips that can be seen, with what is wrong with their place."""
+    return browser.run(
+        "[...document.querySelectorAll('.tip')].filter(t => t.checkVisibility()).map(t => {"
+        " const box = t.getBoundingClientRect(), x = box.x + box.width / 2, y = box.y + box.height / 2;"
+        " return [t.textContent, box.left >= 0 && box.right <= innerWidth && box.top >= 0 && box.bottom <= innerHeight,"
+        " document.elementFromPoint(x, y) === t]; })"
+    )
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_every_metric_explains_itself_to_mouse_and_keyboard(show, width):
+    browser = show(make_document(), width=width)
+    heads = browser.run("[...document.querySelectorAll('thead th')].map(h => h.querySelector('.term') !== null)")
+    assert all(heads)
+    for figure in ("speedups", "steps", "lengths", "times"):
+        assert count(browser, f"#{figure} .term") > 0
+    ids = browser.run("[...document.querySelectorAll('.term')].map(t => t.getAttribute('aria-describedby'))")
+    assert len(set(ids)) == len(ids)
+    assert shown_tips(browser) == []
+    for i, name in enumerate(ids):
+        said = words(browser, f"[id='{name}']")
+        assert said in GLOSSARY.values()
+        term = f"document.querySelectorAll('.term')[{i}]"
+        browser.run(f"{term}.scrollIntoView({{block: 'center', inline: 'center'}})")
+        box = browser.run(f"{term}.getClientRects()[0].toJSON()")
+        browser.call("Input.dispatchMouseEvent", type="mouseMoved", x=box["x"] + 5, y=box["y"] + 5)
+        assert shown_tips(browser) == [[said, True, True]], name
+        browser.call("Input.dispatchMouseEvent", type="mouseMoved", x=1, y=1)
+        assert shown_tips(browser) == []
+        browser.run(f"{term}.focus({{preventScroll: true}})")
+        assert shown_tips(browser) == [[said, True, True]], name
+        browser.run("document.activeElement.blur()")
+
+
+def test_the_tab_key_goes_from_term_to_term(show):
+    browser = show(make_document())
+    reached = []
+    for _ in range(3):
+        browser.press("Tab")
+        reached.append(browser.run("document.activeElement.getAttribute('aria-describedby')"))
+    assert reached == ["head-speed-up", "head-95%", "head1-tokens/s"]
+
+
+# ---- how it is drawn
 
 
 def test_sampling_is_said(show):

@@ -31,7 +31,7 @@ from slipstream.datastores.dense.search import Drafts, Vectors
 from slipstream.datastores.dense.texts import Texts
 from slipstream.datastores.dense.transform import Moments
 from slipstream.datastores.dense.vectors import keys_of, read_transform
-from slipstream.datastores.pages import checksum
+from slipstream.datastores.pages import PAGE, checksum
 from slipstream.datastores.runs import Run, Runs
 from slipstream.datastores.store import Document, Store
 from slipstream.drafters.dresd import HEAT, OTHERS, embedded_answers, tree_of
@@ -228,7 +228,7 @@ def test_every_position_that_can_draft_has_its_vector(model, tmp_path):
         assert {(c, d, o) for c, d, o in found} == {
             ("default", digest, offset) for digest, t in listed.items() for offset in range(max(0, len(t) - 2))
         }
-        transform = read_transform(store.folder / "dense")
+        transform = read_transform(store.folder / "dense", read_manifest(store.folder / "dense"))
         assert transform.dims == 8
         manifest = read_manifest(store.folder / "dense")
         assert (manifest.window, manifest.overlap, manifest.origin) == (60, 20, Origin.of(model))
@@ -394,12 +394,73 @@ def test_what_is_missing_or_unfinished_is_said(model, tmp_path):
             Vectors(store)
         (folder / "dense.json").write_text(json.dumps(body))
         (folder / "transform.vec").unlink()
-        with pytest.raises(StoreError, match="not finished"):
+        with pytest.raises(DamagedError, match=r"transform\.vec is gone, and vectors that it made are there"):
             Vectors(store)
     with pytest.raises(OptionError, match="0 <= overlap < window"):
         Settings(window=10, overlap=10)
     with pytest.raises(OptionError, match=r"give its folder as store="):
         LLM(model, drafter="dresd")
+
+
+def test_vectors_that_are_not_the_manifests_are_refused_and_verify_finds_them(model, tmp_path):
+    with (
+        make(tmp_path / "a", texts([40, 30]), model) as store,
+        make(tmp_path / "b", texts([40, 30], 1), model) as other,
+    ):
+        small = replace(SMALL, dims=4)
+        with make(tmp_path / "c", texts([40, 30]), model, small) as narrow:
+            foreign = [narrow.folder / "dense", other.folder / "dense"]
+        folder = store.folder / "dense"
+        assert store.verify() == []
+        for name in ("00000001.part", "transform.vec"):
+            whole = (folder / name).read_bytes()
+            for there in foreign:
+                (folder / name).write_bytes((there / name).read_bytes())
+                with pytest.raises(DamagedError, match=name):
+                    Vectors(store).view()
+                assert any(name in sentence for sentence in store.verify())
+            (folder / name).write_bytes(whole)
+        (folder / "00000001.part").write_bytes(whole[:PAGE] + bytes([whole[PAGE] ^ 1]) + whole[PAGE + 1 :])
+        assert any("00000001.part" in sentence for sentence in store.verify())
+
+
+def test_the_vectors_of_another_store_are_refused(model, tmp_path):
+    with make(tmp_path / "a", texts([40, 30]), model) as store, make(tmp_path / "b", texts([40, 30])) as other:
+        shutil.copytree(store.folder / "dense", other.folder / "dense")
+        with pytest.raises(StoreError, match="was made for another store"):
+            Vectors(other)
+        with pytest.raises(StoreError, match="was made for another store"):
+            embed(other, [lambda: model], SMALL)
+
+
+def test_a_lost_transform_is_not_fitted_anew_beside_old_vectors(model, tmp_path):
+    with make(tmp_path, texts([40, 30]), model) as store:
+        (store.folder / "dense" / "transform.vec").unlink()
+        store.append(texts([50], 3)[0], "new")
+        with pytest.raises(DamagedError, match=r"transform\.vec is gone, and vectors that it made are there"):
+            embed(store, [lambda: model], SMALL)
+
+
+def test_an_empty_manifest_of_vectors_is_said(model, tmp_path):
+    with make(tmp_path, texts([40, 30]), model) as store:
+        (store.folder / "dense" / "dense.json").write_bytes(b"")
+        with pytest.raises(DamagedError, match=r"dense\.json is damaged"):
+            Vectors(store)
+
+
+def test_a_full_disk_while_embedding_is_an_error(model, tmp_path, monkeypatch):
+    """Room is asked for before a mapping is written to, which would end the process."""
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    with make(tmp_path, texts([40, 30])) as store:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "posix_fallocate", full)
+            with pytest.raises(StoreError, match="No space left on device"):
+                embed(store, [lambda: model], SMALL)
+        embed(store, [lambda: model], SMALL)
+        assert store.verify() == []
 
 
 def test_a_damaged_part_is_no_draft_and_is_made_anew(model, tmp_path, caplog):

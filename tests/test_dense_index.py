@@ -87,7 +87,7 @@ def test_what_a_graph_needs_is_kept_with_it(linked, monkeypatch):
     part = Vectors(linked).view().parts[0]
     index.write_graphs(part, 100)
     token = int(path.name.split(".")[1])
-    assert index.Graphs(part).get(token)._index.expansion_search == 321
+    assert index.Graphs(part).get(token, int(np.diff(part.starts)[token]))._index.expansion_search == 321
 
 
 def test_graphs_know_nothing_of_what_was_removed(linked):

@@ -1,6 +1,7 @@
 """The README and the guides are run as they stand there."""
 
 import importlib
+import json
 import re
 import shlex
 import subprocess
@@ -44,6 +45,15 @@ def test_the_readmes_commands_run(line, folder):
         cwd=folder,
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_the_readmes_schema_fits_its_limit():
+    (line,) = re.findall(r"^\$ slipstream (.*--json-schema.*)$", README, re.MULTILINE)
+    done = subprocess.run(
+        [sys.executable, "-m", "slipstream", *shlex.split(line)], capture_output=True, text=True, timeout=120
+    )
+    assert set(json.loads(done.stdout)) == {"name", "age"}
+    assert "finish: stop" in done.stderr
 
 
 def test_the_readme_names_every_drafter_and_rule():

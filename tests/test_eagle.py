@@ -400,11 +400,11 @@ def test_attention_by_path_sees_the_same(kind, monkeypatch):
     plain = [propose(begin(make(kind, depth=4, width=3), seed, 9), seed, 9) for seed in (1, 2)]
     calls = []
 
-    def by_path(query, stored, values, rows, lengths, paths):
+    def by_path(query, stored, values, rows, lengths, paths, window):
         calls.append(paths.shape)
         depths = torch.full(paths.shape[:2], paths.shape[2] - 1)
         scale = query.shape[-1] ** -0.5
-        return gathered_attention(query, stored, values, rows, lengths, depths, paths, scale=scale)
+        return gathered_attention(query, stored, values, rows, lengths, depths, paths, scale=scale, window=window)
 
     monkeypatch.setattr(keys, "masked_attention", by_path)
     drafter = make(kind, depth=4, width=3)

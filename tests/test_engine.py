@@ -8,6 +8,7 @@ from families import VOCABULARY, tiny_model
 from oracle import Oracle
 from slipstream import LLM, DraftSession, Proposal, TokenTree, drafters
 from slipstream.drafters.base import Drafter
+from slipstream.engine import Kept
 from slipstream.errors import (
     ContextError,
     DrafterError,
@@ -349,10 +350,11 @@ def test_long_and_short_texts_share_a_batch_near_the_end_of_the_context(tiny):
 
 
 @pytest.mark.parametrize("family", ["mamba", "qwen3_next", "falcon-alibi"])
-def test_a_slot_outlives_an_interrupted_step(family, tiny):
+def test_a_kept_text_outlives_an_interrupted_step(family, tiny):
     """As in a chat whose answer was stopped by Ctrl-C inside a forward."""
     llm = LLM(tiny(family), drafter="pld")
-    slot = llm.target.open()
+    kept = Kept()
+    list(llm.engine.run([llm.request(PROMPT[:5], max_new_tokens=3)], kept))
     calls = []
 
     def broken(input_ids, scores):
@@ -362,9 +364,8 @@ def test_a_slot_outlives_an_interrupted_step(family, tiny):
         return scores
 
     with pytest.raises(KeyboardInterrupt):
-        list(llm.engine.run([llm.request(PROMPT, processors=[broken])], slot))
-    llm.target.truncate(slot, 4)
-    *_, again = llm.engine.run([llm.request(PROMPT, max_new_tokens=8)], slot)
+        list(llm.engine.run([llm.request(PROMPT, processors=[broken])], kept))
+    *_, again = llm.engine.run([llm.request(PROMPT, max_new_tokens=8)], kept)
     assert again.tokens == llm.generate(PROMPT, max_new_tokens=8).tokens
 
 

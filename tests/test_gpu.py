@@ -2,6 +2,8 @@
 row's logits depend on its own tokens alone, bit for bit."""
 
 import copy
+import random
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -11,11 +13,13 @@ from families import FAMILIES
 from oracle import Oracle
 from slipstream import LLM, drafters
 from slipstream.errors import ModelError
+from slipstream.heads import HEADS
 from slipstream.sampling import Sampler, Sampling
 from slipstream.target import Want, open_target
 from slipstream.target.captured import Captured
 from slipstream.target.graphs import BATCHES, ROWS, GraphTarget
 from slipstream.tree import TokenTree
+from test_threads import answer, some_request
 
 if not torch.cuda.is_available():
     pytest.exit("these tests need a CUDA device, and torch sees none", returncode=1)
@@ -73,6 +77,19 @@ def test_every_drafter_works_there(name, dtype, tiny):
             expected = [texts(plain, [p], **options)[0] for p in PROMPTS]
             assert [texts(llm, [p], **options)[0] for p in PROMPTS] == expected
             assert texts(llm, **options) == expected
+
+
+@pytest.mark.parametrize("drafter", ["none", "suffix", "eagle3", "auto"])
+def test_threads_get_the_answers_that_one_after_the_other_gets(drafter, tiny):
+    """And heads, whose states lie in tensors that every step writes to, keep what they need between their steps."""
+    model = copy.deepcopy(tiny("llama")).to("cuda", torch.bfloat16)
+    head = {"drafter_path": HEADS["eagle3"].fresh(model)} if drafter == "eagle3" else {}
+    llm = LLM(model, drafter=drafter, **head)
+    asked = [some_request(random.Random(seed)) for seed in range(80)]
+    with ThreadPoolExecutor(8) as pool:
+        together = list(pool.map(lambda given: answer(llm, *given), asked))
+    assert together == [answer(llm, *given) for given in asked]
+    assert llm.engine._open == []
 
 
 def test_a_capture_writes_into_nobody_elses_memory():

@@ -198,6 +198,16 @@ def test_a_draft_that_was_started_behind_its_step_is_the_one_made_after_it(kind,
     assert late == [False]
 
 
+@pytest.mark.parametrize("options", [{"depth": 3, "width": 8, "nodes": 16, "dynamic": False}, {"depth": 2, "width": 4}])
+def test_a_draft_of_no_fixed_width_is_not_taken_for_the_one_behind_its_step(options, tiny):
+    """Token 0 looks like the padding of a wider table, which a text of nothing else meets at once."""
+    model, sampling = tiny("gemma2"), Sampling(logit_bias={0: 100.0})
+    target = graphs(model)
+    drafter = make("eagle", target, None, drafter_path=HEADS["eagle"].fresh(model), **options)
+    (*_, last) = Engine(target, drafter).run([Request([5, 6, 7, 8], 20, sampling, max_draft=40)])
+    assert last.tokens == [0] * 20
+
+
 @pytest.mark.parametrize("overlap", [True, False])
 def test_a_generator_drafts_behind_steps_where_drafting_overlaps(overlap, tiny, monkeypatch):
     model = tiny("llama")

@@ -15,7 +15,7 @@ from slipstream.accept import Rejection, make_rule, verify
 from slipstream.budget import Budget
 from slipstream.drafters.base import Hidden, Proposal, Seen
 from slipstream.errors import DrafterError, OptionError
-from slipstream.heads import HEADS, drafting, save_head
+from slipstream.heads import HEADS, drafting, registry, save_head
 from slipstream.heads.beams import draw, overlay, prefix_match
 from slipstream.heads.drafting import unpack
 from slipstream.heads.ranks import assumed, check_tree, measure, save_tree, tune
@@ -450,7 +450,7 @@ class Table:
 
 
 def test_a_shipped_head_is_for_its_model_alone(model, tmp_path, monkeypatch):
-    monkeypatch.setattr(drafting, "SHIPPED", tmp_path)
+    monkeypatch.setattr(registry, "SHIPPED", tmp_path)
     target = open_target(model)
     with pytest.raises(
         DrafterError, match=r"needs a head for LlamaForCausalLM; none comes with .* drafter_path=.* train mlp"

@@ -1002,7 +1002,7 @@ def test_missing_extra_and_misshapen_tensors_are_named(tmp_path):
 
     def change(tensors):
         del tensors["layers.0.mlp.up_proj.weight"]
-        tensors["layers.0.self_attn.q_norm.weight"] = torch.ones(12)
+        tensors["layers.0.self_attn.g_norm.weight"] = torch.ones(12)
         tensors["norm.weight"] = torch.ones(31)
 
     spoil(tmp_path, change)
@@ -1010,7 +1010,7 @@ def test_missing_extra_and_misshapen_tensors_are_named(tmp_path):
         load_head(tmp_path, target())
     message = str(caught.value)
     assert "lacks layers.0.mlp.up_proj.weight;" in message
-    assert "has layers.0.self_attn.q_norm.weight, unknown" in message
+    assert "has layers.0.self_attn.g_norm.weight, unknown" in message
     assert "norm.weight is (31,), not (32,)" in message
 
 

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from transformers import LogitsProcessor, StoppingCriteria
+from transformers import DynamicCache, LogitsProcessor, StoppingCriteria, TextIteratorStreamer
+from transformers.generation.streamers import BaseStreamer
 
 import slipstream
 from families import tiny_model
@@ -19,7 +20,7 @@ def batch(prompts):
     return {"input_ids": ids, "attention_mask": mask}
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "bloom"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "bloom", "mamba"])
 @pytest.mark.parametrize("prompts", [PROMPTS[:1], PROMPTS], ids=["one", "three"])
 @pytest.mark.parametrize(
     "options",
@@ -98,14 +99,30 @@ def test_sampled_answers_follow_manual_seed_and_the_distribution():
     assert sum(abs(law[k] - seen.get(k, 0)) for k in law) / 2 < 0.03
 
 
-def test_what_cannot_be_served_is_refused_by_name(tiny):
+def test_what_cannot_be_served_is_refused_by_name_before_anything_runs(tiny):
+    model, ids, ran = tiny("gpt2"), batch(PROMPTS)["input_ids"], []
     fast = slipstream.speculate("pld")
-    for options, says in (
-        ({"num_beams": 3}, "num_beams"),
-        ({"output_scores": True, "return_dict_in_generate": True}, "output_scores"),
-    ):
-        with pytest.raises(slipstream.OptionError, match=says):
-            tiny("llama").generate(**batch(PROMPTS), max_new_tokens=4, custom_generate=fast, **options)
+    watch = model.register_forward_hook(lambda *_: ran.append(1))
+    try:
+        for options, says in (
+            ({"num_beams": 3}, "num_beams"),
+            ({"output_scores": True, "return_dict_in_generate": True}, "output_scores"),
+            ({"assistant_model": tiny("gpt2")}, "assistant_model"),
+            ({"synced_gpus": True}, "synced_gpus"),
+            ({"token_type_ids": torch.ones_like(ids)}, "token_type_ids"),
+            ({"past_key_values": DynamicCache()}, "past_key_values"),
+            ({"position_ids": torch.arange(ids.shape[1])[None].expand_as(ids)}, "position_ids"),
+            ({"guidance_scale": 2.0, "negative_prompt_ids": torch.tensor([[3, 4]])}, "negative_prompt_ids"),
+        ):
+            with pytest.raises(slipstream.OptionError, match=says):
+                model.generate(**batch(PROMPTS), max_new_tokens=4, custom_generate=fast, **options)
+    finally:
+        watch.remove()
+    assert not ran
+
+
+def test_a_dict_is_returned_where_one_is_asked_for(tiny):
+    fast = slipstream.speculate("pld")
     out = tiny("llama").generate(
         **batch(PROMPTS), max_new_tokens=4, do_sample=False, return_dict_in_generate=True, custom_generate=fast
     )
@@ -144,3 +161,147 @@ def test_the_model_is_left_as_it_was(tiny):
     attention = model.config._attn_implementation
     model.generate(**batch(PROMPTS), max_new_tokens=4, do_sample=False, custom_generate=slipstream.speculate("pld"))
     assert model.config._attn_implementation == attention
+
+
+class Recorder(BaseStreamer):
+    def __init__(self):
+        self.heard = []
+
+    def put(self, value):
+        self.heard.append(value.tolist())
+
+    def end(self):
+        self.heard.append("end")
+
+
+@pytest.mark.parametrize("prompts", [PROMPTS[:1], PROMPTS], ids=["one", "three"])
+def test_a_streamer_hears_what_transformers_would_tell_it(tiny, prompts):
+    options = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": [2, 17, 30], "pad_token_id": 0}
+    plain, fast = Recorder(), Recorder()
+    tiny("llama").generate(**batch(prompts), **options, streamer=plain)
+    tiny("llama").generate(**batch(prompts), **options, streamer=fast, custom_generate=slipstream.speculate("pld"))
+    assert fast.heard == plain.heard
+    assert len(fast.heard) > 4
+
+
+def test_an_iterator_streamer_ends(smol):
+    prompt = smol.tokenizer("One, two, three, one, two,", return_tensors="pt")
+    streamer = TextIteratorStreamer(smol.tokenizer, skip_prompt=True, timeout=1)
+    fast = slipstream.speculate("pld")
+    out = smol.model.generate(**prompt, max_new_tokens=8, do_sample=False, streamer=streamer, custom_generate=fast)
+    assert "".join(streamer) == smol.tokenizer.decode(out[0, prompt["input_ids"].shape[1] :])
+
+
+class Failing(LogitsProcessor):
+    def __call__(self, input_ids, scores):
+        if input_ids.shape[1] > 10:
+            raise RuntimeError("on purpose")
+        return scores
+
+
+@pytest.mark.parametrize(
+    "options", [{"logits_processor": [Failing()]}, {"output_scores": True}], ids=["late", "refused"]
+)
+def test_a_streamer_ends_when_an_error_is_raised(tiny, options):
+    model, streamer = tiny("llama"), Recorder()
+    with pytest.raises((RuntimeError, slipstream.OptionError), match=r"on purpose|output_scores"):
+        model.generate(
+            **batch(PROMPTS[:1]),
+            max_new_tokens=8,
+            streamer=streamer,
+            custom_generate=slipstream.speculate("pld"),
+            **options,
+        )
+    assert streamer.heard[0] == PROMPTS[:1]
+    assert streamer.heard[-1] == "end"
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_stop_strings_end_answers_where_transformers_would(smol, rows):
+    texts = ["Repeat: red, green, blue, red, green, blue, red,", "Count: 1, 2, 3, 4, 5,"][:rows]
+    prompts = smol.tokenizer(texts, return_tensors="pt", padding=True, padding_side="left")
+    options = {"max_new_tokens": 16, "do_sample": False, "stop_strings": ["blue", " 9"], "tokenizer": smol.tokenizer}
+    expected = smol.model.generate(**prompts, **options)
+    out = smol.model.generate(**prompts, **options, custom_generate=slipstream.speculate("pld"))
+    assert torch.equal(out, expected)
+    assert out.shape[1] < prompts["input_ids"].shape[1] + 16
+
+
+def test_positions_that_follow_from_the_padding_are_taken(tiny):
+    inputs = batch(PROMPTS)
+    inputs["position_ids"] = (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    expected = tiny("llama").generate(**inputs, max_new_tokens=8, do_sample=False)
+    out = tiny("llama").generate(**inputs, max_new_tokens=8, do_sample=False, custom_generate=slipstream.speculate())
+    assert torch.equal(out, expected)
+    inputs["position_ids"] += 3
+    with pytest.raises(slipstream.OptionError, match="position_ids"):
+        tiny("llama").generate(**inputs, max_new_tokens=8, custom_generate=slipstream.speculate("pld"))
+
+
+class Counting(StoppingCriteria):
+    """Ends rows by what it was asked so far: the first one after five calls, the others when all hold an odd token."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, input_ids, scores, **_):  # noqa: ARG002
+        self.calls += 1
+        done = (input_ids[:, -3:] % 2 == 1).any(1).all().repeat(len(input_ids)) & (self.calls > 9)
+        done[0] |= self.calls >= 5
+        return done
+
+
+@pytest.mark.parametrize("ends", [None, [2, 17, 30]], ids=["no end token", "end tokens"])
+def test_a_criterion_that_counts_and_looks_at_all_rows_is_asked_as_transformers_asks_it(ends):
+    model = tiny_model("llama", eos_token_id=None)
+    options = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": ends, "pad_token_id": 0}
+    for prompts in (PROMPTS, PROMPTS * 6):  # more rows than usually run at a time
+        plain, fast = Counting(), Counting()
+        heard = Recorder(), Recorder()
+        spec = slipstream.speculate("pld")
+        expected = model.generate(**batch(prompts), **options, stopping_criteria=[plain], streamer=heard[0])
+        out = model.generate(
+            **batch(prompts), **options, stopping_criteria=[fast], streamer=heard[1], custom_generate=spec
+        )
+        assert torch.equal(out, expected)
+        assert fast.calls == plain.calls
+        assert heard[1].heard == heard[0].heard
+        assert max(s.new_tokens for s in spec.stats) == out.shape[1] - 8
+
+
+@pytest.mark.parametrize("negative", [None, [[0, 0, 3, 4, 5], [9, 8, 7, 9, 8]]], ids=["last token", "negative prompts"])
+def test_guidance_of_two_rows_is_that_of_transformers(tiny, negative):
+    options = {"max_new_tokens": 12, "do_sample": False, "guidance_scale": 1.8}
+    if negative:
+        options["negative_prompt_ids"] = torch.tensor(negative)
+        options["negative_prompt_attention_mask"] = (options["negative_prompt_ids"] > 0).long()
+    model, prompts = tiny("llama"), batch(PROMPTS[:2])
+    expected = model.generate(**prompts, **options)
+    assert torch.equal(model.generate(**prompts, **options, custom_generate=slipstream.speculate("pld")), expected)
+    plain = model.generate(**prompts, max_new_tokens=12, do_sample=False)
+    assert not torch.equal(plain, expected)
+
+
+def test_the_last_calls_statistics_are_on_the_object(tiny):
+    spec = slipstream.speculate("pld")
+    assert spec.stats == []
+    for prompts in (PROMPTS, PROMPTS[:1]):
+        out = tiny("llama").generate(**batch(prompts), max_new_tokens=16, do_sample=False, custom_generate=spec)
+        assert [s.prompt_tokens for s in spec.stats] == [len(p) for p in prompts]
+        longest = out.shape[1] - batch(prompts)["input_ids"].shape[1]
+        assert max(s.new_tokens for s in spec.stats) == longest
+        assert all(s.steps <= s.new_tokens for s in spec.stats)
+
+
+def test_other_callables_get_what_they_always_got(tiny):
+    """transformers hands nothing but their own arguments to callables: that ours gets more must not change theirs."""
+    given = {}
+
+    def other(model, input_ids, logits_processor, stopping_criteria, generation_config, mine=None, **kwargs):  # noqa: ARG001
+        given.update(kwargs, mine=mine)
+        return input_ids
+
+    slipstream.speculate()
+    tiny("llama").generate(**batch(PROMPTS[:1]), max_new_tokens=4, custom_generate=other, mine=5, streamer=Recorder())
+    assert given["mine"] == 5
+    assert "streamer" not in given

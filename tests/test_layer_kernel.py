@@ -202,6 +202,12 @@ LAYERS = {
         {"norm_before_fc": True, "hidden_act": "gelu"},
         {"family": "gemma"},
     ),
+    "eagle3, a window, norms of states and of what is handed on": (
+        "eagle3",
+        {"windows": (3,), "fc_norm": True, "norm_output": True, "qkv_bias": True, "o_bias": True},
+        {},
+    ),
+    "eagle3, two layers, normed queries": ("eagle3", {"num_hidden_layers": 2, "qk_norm": True}, {}),
 }
 
 

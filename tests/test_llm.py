@@ -229,58 +229,6 @@ def test_a_folder_without_a_model_and_remote_code_are_refused(tmp_path):
         slipstream.load(dtype="float33")
 
 
-def test_a_gguf_file_loads(tmp_path):
-    """Written here from a tiny model of the same architecture, so that it takes no half minute."""
-    import gguf
-    import numpy as np
-
-    path = tmp_path / "tiny.gguf"
-    write_tiny_gguf(gguf, np, path)
-    llm = slipstream.load(str(path), drafter="pld")
-    assert llm.generate([1, 2, 3, 1, 2], max_new_tokens=5, ignore_eos=True).stats.new_tokens == 5
-    assert llm.target.exact
-
-
-def write_tiny_gguf(gguf, np, path):
-    hidden, inner, vocabulary = 32, 64, 300
-    writer = gguf.GGUFWriter(str(path), "llama")
-    writer.add_context_length(128)
-    writer.add_embedding_length(hidden)
-    writer.add_block_count(1)
-    writer.add_feed_forward_length(inner)
-    writer.add_head_count(4)
-    writer.add_head_count_kv(2)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_vocab_size(vocabulary)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list([f"t{i}" for i in range(vocabulary)])
-    writer.add_token_merges(["t 1"])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    rng = np.random.default_rng(0)
-    shapes = {
-        "token_embd.weight": (vocabulary, hidden),
-        "output_norm.weight": (hidden,),
-        "output.weight": (vocabulary, hidden),
-        "blk.0.attn_norm.weight": (hidden,),
-        "blk.0.ffn_norm.weight": (hidden,),
-        "blk.0.attn_q.weight": (hidden, hidden),
-        "blk.0.attn_k.weight": (hidden // 2, hidden),
-        "blk.0.attn_v.weight": (hidden // 2, hidden),
-        "blk.0.attn_output.weight": (hidden, hidden),
-        "blk.0.ffn_gate.weight": (inner, hidden),
-        "blk.0.ffn_up.weight": (inner, hidden),
-        "blk.0.ffn_down.weight": (hidden, inner),
-    }
-    for name, shape in shapes.items():
-        writer.add_tensor(name, rng.normal(0, 0.2, shape).astype(np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
 # ---- text, piece by piece
 
 
@@ -303,6 +251,24 @@ def test_half_a_character_comes_out_at_the_end(smol):
     pieces(tokens[0])
     assert pieces.visible() == ""
     assert pieces.finish() == "\ufffd"
+
+
+def test_a_stop_string_is_seen_in_a_token_that_ends_with_half_a_character(smol):
+    """The first letter of a token whose second one is cut off."""
+    token = smol.tokenizer.convert_tokens_to_ids("Ð¾Ð")
+    assert smol.tokenizer.decode([token]) == "о\ufffd"
+    for more in ([], [*smol.eos][:1]):
+        pieces = Detokenizer(smol.tokenizer, ["о"], smol.eos)
+        assert [pieces(t) for t in (*smol.tokenizer("no ", add_special_tokens=False)["input_ids"], token)][-1] == "stop"
+        for end in more:
+            pieces(end)
+        assert pieces.visible() == pieces.finish() == "no "
+    forced = {"logit_bias": {token: 1e4}, "stop": "о"}
+    answer = smol.generate(STORY, max_new_tokens=1, **forced)
+    assert (answer.text, answer.finish_reason) == ("", "stop")
+    stream = smol.stream(STORY, max_new_tokens=9, **forced)
+    assert list(stream) == []
+    assert stream.result.tokens == [token]
 
 
 def test_a_late_answer_to_a_running_prompt_copies_a_cache_that_has_grown(tiny, monkeypatch):

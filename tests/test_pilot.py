@@ -1,6 +1,7 @@
 """The budget in a world whose costs and acceptance are known: how near it comes to the best that could be done."""
 
 import itertools
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -43,9 +44,15 @@ class World:
     def chain(self, source):
         return range(100 * (source + 1), 100 * (source + 1) + LENGTH)
 
-    def run(self, pilot, texts):
-        """(tokens, seconds) of every step."""
-        log = []
+    def run(self, pilot, texts, clock=lambda _step, _call, seconds: seconds):
+        """(tokens, seconds) of every step. clock: what it shows of something that takes so long; call: its number among
+        those of its kind."""
+        log, calls = [], Counter()
+
+        def shown(kind, seconds):
+            calls[kind] += 1
+            return clock(len(log), calls[kind], seconds)
+
         for text in texts:
             trees, drafting = [TokenTree.root(0)], {}
             for name in pilot.asks(self.sources, 1, lambda: pilot.expects([fuse(trees)], [LIMIT])):  # noqa: B023
@@ -53,14 +60,15 @@ class World:
                 trees.append(TokenTree.chain(0, chain, source=name, raw=[0.8] * LENGTH))
                 drafting[name] = self.sources[name][2]
             fused = fuse(trees)
-            (kept,) = pilot.choose([fused], [LIMIT], pilot.count(drafting))
+            counted = pilot.count({name: shown(name, seconds) for name, seconds in drafting.items()})
+            (kept,) = pilot.choose([fused], [LIMIT], counted)
             truth = text(kept) if callable(text) else text
             accepted = node = 0
             while (child := kept.child(node, truth[accepted])) is not None:
                 node, accepted = child, accepted + 1
             verifying = float(self.costs.seconds(len(kept)))
             pilot.learn(fused, truth)  # as the text that follows will show, whatever was verified
-            pilot.charge(len(kept), 1, accepted + 1, verifying, sum(drafting.values()))
+            pilot.charge(len(kept), 1, accepted + 1, shown(len(kept), verifying), pilot.spent(counted, 1))
             log.append((accepted + 1, verifying + sum(drafting.values())))
         return np.array(log)
 
@@ -105,6 +113,33 @@ def test_within_three_percent_of_the_best_fixed_choice(curve, sources):
     texts = world.texts(6000)
     log = world.run(Pilot(Costs(world.seconds), list(world.sources)), texts)
     assert rate(log) > 0.97 * world.best_fixed(texts)
+
+
+def wild(share, factor, seed=1):
+    """Some of all times are many times as long."""
+    rng = np.random.default_rng(seed)
+    return lambda _step, _call, seconds: seconds * (factor if rng.random() < share else 1)
+
+
+CLOCKS = {
+    "the first calls of every kind load code": lambda _step, call, seconds: 5.0 if call <= 3 else seconds,
+    "one in a hundred is a hundred times as long": wild(0.01, 100),
+    "a pause of a second every fifty steps": lambda step, _, seconds: seconds + (1.0 if step % 50 == 49 else 0.0),
+    "a neighbour for a while": lambda step, _, seconds: seconds * (2 if 500 < step < 1000 else 1),
+}
+
+
+@pytest.mark.parametrize("clock", CLOCKS)
+@pytest.mark.parametrize("sources", SOURCES)
+@pytest.mark.parametrize("curve", CURVES)
+def test_a_bad_clock_costs_less_than_five_percent(curve, sources, clock):
+    """What it shows and nobody spent on purpose must not change what is done."""
+    world = World(curve)
+    world.sources = SOURCES[sources]
+    texts = world.texts(2000)
+    good = world.run(Pilot(Costs(world.seconds), list(world.sources)), texts)
+    bad = world.run(Pilot(Costs(world.seconds), list(world.sources)), texts, CLOCKS[clock])
+    assert rate(bad) > 0.95 * rate(good)
 
 
 def test_a_dear_source_is_asked_where_the_cheap_one_has_little_to_say():
@@ -154,7 +189,7 @@ def test_regret_shrinks_after_a_switch(curve):
         log = world.run(pilot, texts)
         early = 1 - rate(log[:300]) / world.best_fixed(texts[:300])
         late = 1 - rate(log[-1500:]) / world.best_fixed(texts[-1500:])
-        assert late < 0.03, (phase, early, late)
+        assert late < 0.035, (phase, early, late)
         assert late < max(early, 0.01)
 
 
@@ -228,7 +263,7 @@ def test_costs_follow_what_steps_take():
         costs.observe(1, 1, 1.0)
     assert costs.seconds(4) == pytest.approx(3.0, rel=0.02)
     assert costs.seconds(1) == pytest.approx(1.0, rel=0.001)
-    assert costs.observe(1, 1, 100.0) == costs.seconds(1)  # somebody else's business
+    costs.observe(1, 1, 100.0)  # somebody else's business
     assert costs.seconds(1) == pytest.approx(1.0, rel=0.001)
     with pytest.raises(ValueError, match="the time of one row"):
         Costs({2: 1.0})
@@ -258,9 +293,10 @@ def test_a_slow_first_step_is_not_how_fast_the_machine_is():
 
 def test_costs_that_changed_for_good_are_believed_in_the_end():
     costs = Costs({1: 1.0, 8: 2.0})
-    counted = [costs.observe(1, 1, 10.0) for _ in range(200)]
-    assert counted[0] == 1.0
-    assert counted[-1] == 10.0
+    costs.observe(1, 1, 10.0)
+    assert costs.seconds(1) == 1.0
+    for _ in range(200):
+        costs.observe(1, 1, 10.0)
     assert costs.seconds(1) == pytest.approx(10.0, rel=0.01)
 
 
@@ -268,12 +304,12 @@ def test_a_first_draft_that_loads_code_is_nobodys_loss():
     pilot = Pilot(Costs({1: 0.010, 64: 0.012}), ["a"])
     chain = TokenTree.chain(0, range(1, 5), source="a", raw=[0.9] * 4)
     counted = []
-    for seconds in (5.0, 2.0, 0.001, 1.0, *[0.001] * 4, 3.0):
+    for seconds in (5.0, 2.0, 4.0, 0.001, 1.0, *[0.001] * 3, 3.0):
         drafting = pilot.count({"a": seconds})
         counted.append(drafting["a"])
         (kept,) = pilot.choose([chain], [8], drafting)
         pilot.charge(len(kept), 1, 1 + len(kept), 0.010, drafting["a"])
-    assert counted == pytest.approx([0.0, 0.0, *[0.001] * 6, 0.003])  # later on, an interruption counts as a slow draft
+    assert counted == pytest.approx([*[0.0] * 3, *[0.001] * 5, 0.0014])  # later on, an interruption counts a little
     assert asked(pilot, "a")
 
 
@@ -282,10 +318,10 @@ def test_a_source_that_was_slow_at_first_is_asked_again_soon():
     chain = TokenTree.chain(0, range(1, 5), source="a", raw=[0.9] * 4)
     pilot.sources["a"].calibration.trust(20)
     steps, drafts = 0, 0
-    while drafts < 4:
+    while drafts < 6:
         steps += 1
         if asked(pilot, "a"):
-            drafting = pilot.count({"a": 2.0 if drafts < 2 else 0.0001})
+            drafting = pilot.count({"a": 2.0 if drafts < 3 else 0.0001})
             pilot.choose([chain], [8], drafting)
             drafts += 1
     assert steps < 200
@@ -422,7 +458,7 @@ def test_a_source_is_worth_what_drafts_without_it_would_be_worth_less(batch):
     theirs[-1] = TokenTree.root(0) if batch > 1 else theirs[-1]
     pilot = Pilot(costs, ["a", "b"])
     both = [fuse([a, b]) for a, b in zip(ours, theirs, strict=True)]
-    for _ in range(3):  # the first two drafts are not counted
+    for _ in range(4):  # the first three drafts are not counted
         pilot.choose(both, [5] * batch, pilot.count(seconds))
         pilot.judge()
     whole = rate(both, 0.07)
@@ -440,7 +476,7 @@ def test_whoever_is_known_to_pay_is_judged_now_and_then():
             pilot.choose([tree], [3], pilot.count({"a": 0.02}))
             pilot.judge()
             asked.append(pilot.sources["a"].asked[0])
-    assert good[9] == 8  # of the first two drafts nothing was learnt
+    assert good[10] == 8  # of the first three drafts nothing was learnt
     assert good[-1] == 8 + 8  # drafts 12, 16, … 40
     assert bad[-1] == 40
 
@@ -449,16 +485,18 @@ def test_reading_a_text_is_not_what_a_draft_takes():
     pilot = Pilot(Costs({1: 0.010, 64: 0.012}), ["a"])
     for _ in range(10):
         pilot.count({"a": 0.002})
-    assert pilot.count({"a": 0.5}, new={"a"}) == {"a": pytest.approx(0.002)}
     source = pilot.sources["a"]
+    for _ in range(3):  # whatever a text takes at first may be due to code that is loaded
+        assert pilot.count({"a": 0.5}, new={"a"}) == {"a": pytest.approx(0.002)}
+        assert source.reading == 0
+    pilot.count({"a": 0.5}, new={"a"})
     assert (source.seconds, source.reading) == (pytest.approx(0.002), pytest.approx(0.498))
     pilot.choose([TokenTree.chain(0, [1], source="a", raw=[0.9])], [8], {"a": 0.002})
     pilot.judge()
     assert source.wait > 100  # but it is paid for before the next probe
     pilot.count({"a": 0.002})
     assert source.reading == 0
-    assert pilot.count({"a": 0.001}, new={"a"}) == {"a": pytest.approx(0.001)}
-    assert source.seconds == pytest.approx(0.001)  # with reading included: it takes no more than that
+    assert pilot.count({"a": 0.001}, new={"a"}) == {"a": pytest.approx(0.0018)}  # with reading included: it takes less
 
 
 def test_probes_do_not_keep_it_resting():
@@ -536,8 +574,8 @@ def test_a_source_that_costs_nothing_is_not_kept_waiting_long():
         for name in asked:
             often[name] += 1
     assert often["cheap"] == 3000
-    # It takes 1.5% of all time for the first 4 drafts, by which it is known to be hopeless, then 0.5%.
-    assert often["dear"] == pytest.approx(4 + (3000 - 4 * 0.5 / 0.015) / (0.5 / 0.005), abs=2)
+    # It is known to be hopeless by its first 4 drafts, 8 steps apart, then takes 0.5% of all time.
+    assert often["dear"] == pytest.approx(4 + (3000 - 3 * 8) / (0.5 / 0.005), abs=2)
 
 
 def test_a_draft_that_took_as_long_as_a_step_counts_as_long():
@@ -550,7 +588,7 @@ def test_a_draft_that_took_as_long_as_a_step_counts_as_long():
             (kept,) = pilot.choose([tree], [8], pilot.count({"a": 2.0}))
             pilot.learn(tree, [1])
             pilot.charge(len(kept), 1, len(kept), pilot.costs.seconds(len(kept)), 2.0)
-    assert often <= 3 + 1000 * 0.02 / 2.0  # the first ones are not counted
+    assert often <= 5 + 1000 * 0.02 / 2.0  # the first ones are not counted
 
 
 def test_time_that_drafting_took_already_makes_no_node_worth_more():
@@ -570,7 +608,7 @@ def test_time_that_drafting_took_already_makes_no_node_worth_more():
 
 
 def test_what_lost_too_much_is_watched_but_not_verified():
-    pilot = Pilot(Costs({1: 1.0, 4: 1.05, 64: 1.1}), ["a"])
+    pilot = Pilot(Costs({1: 1.0, 4: 2.5, 64: 2.6}), ["a"])
     tree = TokenTree.chain(0, [1, 2, 3], source="a", raw=[0.9] * 3)
     for _ in range(50):
         pilot.learn(tree, [1, 2, 3])

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from commands import command
+from families import tiny_model
 from slipstream import LLM, OptionError, Store, StoreError
 from slipstream.budget import Budget
 from slipstream.datastores.encoding import Encoder
@@ -186,6 +187,10 @@ def test_what_can_not_be_drafted_from_is_refused(tiny, tmp_path):
     Store.create(tmp_path / "large", 100_000).close()
     with pytest.raises(StoreError, match="holds ids up to 99999, the model knows"):
         LLM(tiny("llama"), drafter="rest", store=tmp_path / "large")
+    with Store.create(tmp_path / "narrow", 1000) as narrow:
+        for store in (tmp_path / "narrow", narrow):
+            with pytest.raises(StoreError, match="ids up to 999 in 16 bits, the model knows 70000 ids"):
+                LLM(tiny_model("llama", vocab_size=70_000), drafter="suffix", store=store)
     with pytest.raises(OptionError, match="learn=True needs a store"):
         LLM(tiny("llama"), drafter="suffix", learn=True)
     with pytest.raises(OptionError, match="1 <= shortest <= longest"):

@@ -15,6 +15,7 @@ import pytest
 
 import store_jobs
 from slipstream.datastores import store as store_module
+from slipstream.datastores.compaction import Compaction
 from slipstream.datastores.pages import PAGE
 from slipstream.datastores.search import Shape, draft
 from slipstream.datastores.store import Store
@@ -163,7 +164,7 @@ class Disk:
 def test_a_power_failure_at_any_moment_loses_nothing_acknowledged(tmp_path, monkeypatch):
     folder, model, call, checked = tmp_path / "store", Model(), [None], set()
     monkeypatch.setattr(store_module, "MEMORY_TOKENS", 300)
-    monkeypatch.setattr(Store, "_compact_in_background", lambda _: None)  # `compact` does the same in this thread
+    monkeypatch.setattr(Compaction, "in_background", lambda _: None)  # `compact` does the same in this thread
 
     def check(disk):
         states = [as_contents(model.documents)] + ([as_contents(model.after(call[0]))] if call[0] else [])

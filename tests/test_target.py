@@ -128,6 +128,27 @@ def test_fork_and_truncate(family, tiny):
     close(rows(old, tree), paths_alone(model, TEXTS[0] + tree.tokens.tolist(), tree))
 
 
+def test_a_forked_prompt_is_read_in_chunks_again_where_nothing_can_be_rolled_back(tiny):
+    model = tiny("qwen3_next")
+    target = open_target(model, chunk=8)
+    text = TEXTS[2]  # 40 tokens
+    slot, _ = read(target, text)
+    twin = target.fork(slot)
+    target.truncate(twin, len(text) - 1)
+    pieces = []
+    watch = model.register_forward_pre_hook(
+        lambda _, __, kwargs: pieces.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    try:
+        (last,) = target.prefill(twin, text[-1:], Want(layers=(2,)))
+    finally:
+        watch.remove()
+    assert sum(pieces) == len(text)
+    assert max(pieces) <= 8
+    assert last.hidden[2].shape[0] == 1
+    close(last.logits(0), paths_alone(model, text[:-1], TokenTree.root(text[-1]))[0])
+
+
 def test_hidden_states_are_those_of_the_path(tiny):
     model = tiny("llama")
     target = open_target(model)

@@ -157,9 +157,15 @@ def test_a_small_category_leaves_its_share_to_the_others():
 @pytest.mark.parametrize("limit", range(1, 49))
 def test_a_limit_gives_that_many_and_categories_differ_by_one_at_most(limit):
     chosen = select(builtin(), None, limit)
-    assert len(set(chosen)) == limit
+    assert len(set(chosen)) == sum(len(p.turns) for p in chosen) == limit  # questions, of which a prompt has several
     counts = Counter(p.category for p in chosen)
     assert max(counts.values()) - min(counts[p.category] for p in builtin()) <= 1
+
+
+def test_a_limit_beyond_the_prompts_lets_conversations_go_on():
+    talks = [Prompt("a", "talk", ("1", "2", "3")), Prompt("b", "talk", ("1",)), Prompt("c", "talk", ("1", "2"))]
+    assert [p.turns for p in select(talks, None, 4)] == [("1", "2"), ("1",), ("1",)]
+    assert select(talks, None, 6) == talks
 
 
 @pytest.mark.parametrize("limit", [0, -1])

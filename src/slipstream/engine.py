@@ -5,8 +5,10 @@ The engine knows tokens, not text: tokenizers and stop strings live above it, mo
 
 from __future__ import annotations
 
+import logging
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
@@ -26,6 +28,8 @@ from slipstream.stats import Stats
 from slipstream.target.base import Scores, Slot, Target, Want
 from slipstream.target.capture import Stopwatch
 from slipstream.tree import TokenTree
+
+log = logging.getLogger("slipstream")
 
 
 @dataclass(frozen=True)
@@ -78,7 +82,17 @@ class Sequence:
         return step_budget(self.request.max_draft if target.chains else 0, left, target.context - self.slot.length)
 
 
+@dataclass(eq=False)
+class Kept:
+    """A text that stays read from one request to the next, as in a chat: its slot, and its drafter's session."""
+
+    slot: Slot | None = None
+    session: DraftSession | None = None
+
+
 class Engine:
+    """Continues requests. Safe from several threads: those that use one model take turns, step by step."""
+
     def __init__(self, target: Target, drafter: Drafter, name: str = "", max_batch: int = 16) -> None:
         if max_batch < 1:
             raise OptionError(f"max_batch={max_batch}: at least one sequence must run at a time")
@@ -88,28 +102,66 @@ class Engine:
         if drafter.shared:
             self.said = Said(token_type(target.vocabulary), drafter.shared)
             drafter.attach(self.said)
+        self._turns = target.turns
+        self._open: list[Sequence] = []  # of all runs
+        self._left: deque[tuple[list[Sequence], Kept | None]] = deque()  # runs that ended early, to be retired
 
-    def run(self, requests: Iterable[Request], slot: Slot | None = None) -> Iterator[Sequence]:
+    def run(self, requests: Iterable[Request], kept: Kept | None = None) -> Iterator[Sequence]:
         """Continue all requests, at most max_batch at a time. Yields a sequence each time it has new tokens; its
-        `finish` is set the last time. A given slot is what the (only) request's prompt is read onto, and is kept."""
-        waiting, running = deque(requests), list[Sequence]()
+        `finish` is set the last time. What the (only) request's prompt shares with the kept text is not read again,
+        and its own text is kept there."""
+        waiting, running, sound = deque(requests), list[Sequence](), True
         try:
             while waiting or running:
-                while waiting and len(running) < self.max_batch:
-                    running.append(self.start(waiting.popleft(), slot, running))
-                    yield running[-1]
-                self._retire(running, keep=slot)
-                if running:
-                    self.step(running)
-                    yield from list(running)
-                    self._retire(running, keep=slot)
+                with self.turn():
+                    sound = False
+                    if waiting and len(running) < self.max_batch:
+                        told = [self.start(waiting.popleft(), running, kept)]
+                        running += told
+                    else:
+                        self.step(running)
+                        told = list(running)
+                    self.retire(running, kept)
+                    sound = True
+                yield from told
         finally:
-            for sequence in running:
-                sequence.finish = sequence.finish or "cancelled"
-            self._retire(running, keep=slot)
+            if running:
+                for sequence in running:
+                    sequence.finish = sequence.finish or "cancelled"
+                # What broke off in the middle of a step can't be read on from.
+                self._left.append((running, kept if sound else None))
+                self._tidy()
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Nobody else uses the model meanwhile."""
+        with self._turns:
+            yield
+        self._tidy()
+
+    def _tidy(self) -> None:
+        """Retire runs that ended early: now, or at the end of the turn that somebody has now. A stream may be dropped
+        anywhere, by Python's collector even within a step, so nothing waits here."""
+        while self._left and self._turns.attempt():
+            try:
+                while self._left:
+                    self.retire(*self._left.popleft())
+            finally:
+                self._turns.__exit__()
+
+    def forget(self, kept: Kept) -> None:
+        """Give back what a kept text holds."""
+        with self.turn():
+            slot, session = kept.slot, kept.session
+            kept.slot = kept.session = None
+            if session is not None:
+                session.close()
+            if slot is not None:
+                self.target.close(slot)
 
     def step(self, running: list[Sequence]) -> None:
         """One forward of the target for all running sequences: each gets at least one token further."""
+        self._pause_all_but(running)
         clock = perf_counter()
         trees = self._propose(running)
         for sequence in running:
@@ -136,30 +188,67 @@ class Engine:
         for sequence, tree, verdict in zip(running, trees, verdicts, strict=True):
             self._advance(sequence, Step(tree, verdict, draft_seconds, verify_seconds, host_seconds, choice))
 
-    def start(self, request: Request, slot: Slot | None = None, running: Iterable[Sequence] = ()) -> Sequence:
-        """Read the prompt; its last row decides the first token. What a running sequence begins with, as in several
-        answers to one prompt, is not read again."""
+    def start(self, request: Request, running: Iterable[Sequence] = (), kept: Kept | None = None) -> Sequence:
+        """Read the prompt; its last row decides the first token. What it begins with is not read again where a kept
+        text, or a running sequence with the same prompt, has read it."""
         check_prompt(request, self.target)
         check_drafting(request, self.drafter)
+        self._pause_all_but(())
         sampler = Sampler(request.sampling, request.tokens, request.seed, request.sample)
         stats = Stats(self.name, request.accept.lossless and self.target.exact, prompt_tokens=len(request.tokens))
         stats.processors = tuple(type(p).__name__ for p in request.sampling.processors)
         session = self.drafter.begin(request)
-        own = slot
+        slot = None
         try:
-            own = own or self._fork(request, running) or self.target.open()
-            return self._read_prompt(Sequence(request, own, session, sampler, stats))
+            slot = self._resumed(request, session, running, kept) or self.target.open()
+            sequence = self._read_prompt(Sequence(request, slot, session, sampler, stats))
         except BaseException:
             session.close()
-            if own is not None and own is not slot:
-                self.target.close(own)
+            if slot is not None:
+                self.target.close(slot)
             raise
+        self._open.append(sequence)
+        return sequence
+
+    def _pause_all_but(self, running: Collection[Sequence]) -> None:
+        """Sequences that have no part in the forward to come: what they hold of an earlier one is copied."""
+        for sequence in self._open:
+            if sequence not in running:
+                sequence.session.pause()
+
+    def _resumed(
+        self, request: Request, session: DraftSession, running: Iterable[Sequence], kept: Kept | None
+    ) -> Slot | None:
+        """A slot that has read the beginning of the prompt, which the session has taken over; None: there is none."""
+        again = self.drafter.rereads
+        if again is None:
+            if kept is not None:
+                self.forget(kept)
+            return None
+        if kept is not None and kept.slot is not None:
+            slot, other = kept.slot, kept.session
+            kept.slot = kept.session = None
+        else:
+            twin = next((s for s in running if s.request.tokens == request.tokens), None)
+            if twin is None:
+                return None
+            slot, other = self.target.fork(twin.slot), twin.session
+        try:
+            known = max(0, slot.shared(request.tokens[:-1]) - again)
+            self.target.truncate(slot, known)
+            if other is not None and known:
+                session.resume(other, request.tokens[:known])
+        except BaseException:
+            self.target.close(slot)
+            raise
+        finally:
+            if kept is not None and other is not None:
+                other.close()
+        return slot
 
     def _read_prompt(self, sequence: Sequence) -> Sequence:
         request, read = sequence.request, sequence.slot.length
         want = Want(self.drafter.layers, samplers=(chooser(sequence),))
-        if read:
-            sequence.session.observe(Seen(request.tokens[:read], 0))
         clock = perf_counter()
         for score in self.target.prefill(sequence.slot, request.tokens[read:], want):
             count = sequence.slot.length - read
@@ -172,18 +261,6 @@ class Engine:
         sequence.stats.first_token_seconds = perf_counter() - sequence.started
         self._advance(sequence, Step(tree, verdict, 0.0, read_at - clock, perf_counter() - read_at))
         return sequence
-
-    def _fork(self, request: Request, running: Iterable[Sequence]) -> Slot | None:
-        """A copy of the slot of a running sequence that has the same prompt; a drafter that reads hidden states must
-        see the prompt itself."""
-        if self.drafter.layers or len(request.tokens) == 1:
-            return None
-        for sequence in running:
-            if sequence.request.tokens == request.tokens:
-                twin = self.target.fork(sequence.slot)
-                self.target.truncate(twin, len(request.tokens) - 1)
-                return twin
-        return None
 
     def _propose(self, running: list[Sequence]) -> list[TokenTree]:
         budgets = [s.budget(self.target) for s in running]
@@ -226,15 +303,28 @@ class Engine:
         if sequence.request.watch is not None:
             sequence.request.watch(step)
 
-    def _retire(self, running: list[Sequence], keep: Slot | None) -> None:
+    def retire(self, running: list[Sequence], kept: Kept | None = None) -> None:
+        """Those that ended leave. Their answers are there: whatever a drafter fails at now is told, and costs nothing
+        else."""
         for sequence in [s for s in running if s.finish is not None]:
             running.remove(sequence)
-            sequence.session.close()
-            if self.said is not None:
-                self.said.publish(sequence.request.collection, sequence.tokens)
-            self.drafter.ended(sequence.request, sequence.tokens)
-            if sequence.slot is not keep:
-                self.target.close(sequence.slot)
+            self._open.remove(sequence)
+            try:
+                if self.said is not None:
+                    self.said.publish(sequence.request.collection, sequence.tokens)
+                self.drafter.ended(sequence.request, sequence.tokens)
+                if kept is None:
+                    sequence.session.close()
+                else:
+                    sequence.session.pause()
+            except Exception as error:
+                sequence.stats.warnings.append(f"{self.name or type(self.drafter).__name__}: {error}")
+                log.warning("the answer is complete, but the drafter failed after it: %s", error, exc_info=error)
+            finally:
+                if kept is None:
+                    self.target.close(sequence.slot)
+                else:
+                    kept.slot, kept.session = sequence.slot, sequence.session
 
 
 def chooser(sequence: Sequence) -> Sampler | None:

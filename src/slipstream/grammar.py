@@ -53,12 +53,27 @@ def grammar_processor(
     if json_schema is not None and regex is not None:
         raise OptionError("give json_schema or regex, not both")
     if json_schema is not None:
-        schema = json_schema if isinstance(json_schema, str) else json.dumps(json_schema)
-        grammar = llguidance.LLMatcher.grammar_from_json_schema(schema)
-    else:
+        grammar = llguidance.LLMatcher.grammar_from_json_schema(schema_text(json_schema))
+    elif isinstance(regex, str):
         grammar = llguidance.LLMatcher.grammar_from_regex(regex)
+    else:
+        raise OptionError(f"regex={regex!r} is a {type(regex).__name__}: give the expression as a string")
     if refused := llguidance.LLMatcher.validate_grammar(grammar):
         raise OptionError(f"the grammar is not understood: {refused}")
     ends = sorted(eos)
     wrapped = llguidance.hf.from_tokenizer(tokenizer, n_vocab=vocabulary, eos_token=ends or None)
     return GrammarProcessor(llguidance.LLMatcher(wrapped, grammar), vocabulary)
+
+
+def schema_text(schema: Any) -> str:
+    """A JSON schema given as text, as a dict, or as a pydantic model."""
+    if hasattr(schema, "model_json_schema"):
+        schema = schema.model_json_schema()
+    if isinstance(schema, str):
+        return schema
+    if not isinstance(schema, dict | bool):  # true and false are schemas
+        raise OptionError(f"json_schema is a {type(schema).__name__}: give a dict, its text or a pydantic model")
+    try:
+        return json.dumps(schema)
+    except (TypeError, ValueError) as error:
+        raise OptionError(f"json_schema can't be written as JSON: {error}") from error

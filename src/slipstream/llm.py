@@ -3,30 +3,35 @@
 from __future__ import annotations
 
 import copy
+import math
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from numbers import Integral
 from pathlib import Path
-from typing import Any
+from threading import Lock
+from typing import Any, Literal, SupportsIndex, Unpack, overload
 
 import torch
 
 from slipstream import drafters
 from slipstream.accept import Rule, make_rule
 from slipstream.budget import usual_draft
+from slipstream.checks import integer, listed, real
 from slipstream.drafters.base import Drafter
-from slipstream.engine import Engine, TokenLogprobs, check_prompt
+from slipstream.engine import Engine, Kept, TokenLogprobs, check_prompt
 from slipstream.engine import Sequence as Running
 from slipstream.errors import OptionError, PromptError
 from slipstream.grammar import GrammarProcessor, grammar_processor
+from slipstream.options import Options
 from slipstream.request import Request
 from slipstream.sampling import Sampling
 from slipstream.stats import Stats
-from slipstream.target import Slot, load_model, open_target
+from slipstream.target import load_model, open_target
 from slipstream.text import Detokenizer, Prompt, encode, split_batch
 from slipstream.trace.record import Recorder
 
+PROCESSORS = "transformers' LogitsProcessor objects"
 MAX_DRAFT_PREDICTED = 63  # where a long draft may be right as a whole; with the root, 64 rows
 
 
@@ -72,11 +77,19 @@ def load(
 ) -> LLM:
     """A language model that answers faster.
 
-    model: a hub id, a folder, a GGUF file, a transformers model already in memory, or nothing for the embedded one.
+        llm = slipstream.load()
+        print(llm.generate("Write one sentence about the sea.").text)
+
+    model: a hub id, a folder (a model's or a LoRA adapter's), a GGUF file, a transformers model already in memory, or
+    nothing for the embedded one.
+    tokenizer: for a model in memory, so that prompts and answers can be text; otherwise it comes with the model.
     drafter: a name from `slipstream drafters`; its options follow as keywords. `auto` asks those that earn their time.
+    max_batch: how many answers are written at a time at most.
+    dtype, device, device_map, trust_remote_code, model_options: how to load the model; the last go to transformers'
+    `from_pretrained`. A model in memory is taken as it is, and they are refused.
     graphs, compile: on a GPU, whether steps are captured as CUDA graphs, and compiled before (slower to start).
-    model_options go to transformers' `from_pretrained`.
     """
+    max_batch = integer("max_batch", max_batch, 1)
     if isinstance(drafter, str):
         drafters.find(drafter)  # a misspelt name should not cost a model's loading time
     if model is None or isinstance(model, str | Path):
@@ -89,10 +102,28 @@ def load(
             **model_options or {},
         )
         tokenizer = tokenizer or found
+    else:
+        loading = {"dtype": dtype, "device": device, "device_map": device_map, "trust_remote_code": trust_remote_code}
+        if ignored := [name for name, value in {**loading, "model_options": model_options}.items() if value]:
+            raise OptionError(
+                f"{', '.join(ignored)}: for loading a model, and this one is in memory already; move or cast it first"
+            )
     return LLM(model, tokenizer, drafter, max_batch=max_batch, graphs=graphs, compile=compile, **drafter_options)
 
 
 class LLM:
+    """A model, its tokenizer and a drafter. `load` makes one; a model in memory can be given here too.
+
+        llm = slipstream.load("HuggingFaceTB/SmolLM2-135M-Instruct")
+        llm.generate("Hello!").text                     # one answer
+        llm.generate("Hello!", n=3, temperature=0.8)    # a list of three
+        llm.generate(["Hello!", "Good bye!"])           # a list of one for each prompt
+        for piece in llm.stream("Hello!"): ...          # as it is written
+        with llm.chat("You are brief.") as chat: ...    # a conversation that reads each turn once
+
+    Answers are those of the model alone, whatever the drafter: `Result.stats` tells what it gained.
+    """
+
     def __init__(
         self,
         model: Any,
@@ -115,30 +146,60 @@ class LLM:
         default = getattr(getattr(model, "generation_config", None), "repetition_penalty", None)
         self._repetition_penalty = 1.0 if default is None else float(default)
 
-    def generate(self, prompt: Prompt | Sequence[Prompt], *, n: int = 1, sample: int = 0, **options: Any) -> Any:
-        """Answer. A Result for one prompt, a list of them for n > 1, and for a list of prompts a list of either.
-        The i-th of n answers has the sample index sample + i.
+    @overload
+    def generate(self, prompt: Prompt, *, n: Literal[1] = 1, **options: Unpack[Options]) -> Result: ...  # type: ignore[overload-overlap]
 
-        Options: max_new_tokens (256), temperature (0: greedy), top_k, top_p, min_p, repetition_penalty,
-        presence_penalty, frequency_penalty, logit_bias, bad_words, processors (transformers' LogitsProcessor objects),
-        json_schema, regex, seed (one, or one per prompt), stop (strings), stop_tokens (ids, besides the model's own),
-        ignore_eos, logprobs (alternatives to report), accept (match, rejection, typical, lenient), accept_options,
-        collection (whose text may draft, in drafters that keep text), max_draft (nodes per step, 16, on a GPU 31, with
-        a prediction 63; 0 turns speculation off), prediction (the answer that is expected, more or less, as text or
-        token ids, for all prompts or a list of one for each: it is drafted first, and found again after an edit),
-        drafters (names: whom `auto` may ask), template (False continues a string as it is), trace (record what
-        happened at each step).
+    @overload
+    def generate(self, prompt: Prompt, *, n: int, **options: Unpack[Options]) -> list[Result]: ...  # type: ignore[overload-overlap]
+
+    @overload
+    def generate(self, prompt: Sequence[Prompt], *, n: Literal[1] = 1, **options: Unpack[Options]) -> list[Result]: ...  # type: ignore[overload-overlap]
+
+    @overload
+    def generate(self, prompt: Sequence[Prompt], *, n: int, **options: Unpack[Options]) -> list[list[Result]]: ...
+
+    def generate(self, prompt: Prompt | Sequence[Prompt], *, n: int = 1, **options: Unpack[Options]) -> Any:
+        """Answer one prompt, or several at once.
+
+        prompt: a string (one user message to a model with a chat template), a list of token ids, or a list of chat
+        messages such as {"role": "user", "content": "Hi!"}; or a list of these.
+
+        n: how many answers to each. One prompt gives a `Result`, with n > 1 a list of them; a list of prompts gives a
+        list of either.
+
+        Options, in brackets what holds if they are left out:
+
+        max_new_tokens (256); stop: strings that end the answer; stop_tokens: ids that do, besides the model's own;
+        ignore_eos (False).
+
+        temperature (0: greedy), top_k, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty,
+        logit_bias: {id: added to its logit}, bad_words: never said, as text or token ids, processors: transformers'
+        LogitsProcessor objects.
+
+        json_schema: a dict, its text or a pydantic model that the answer follows; regex: that it matches.
+
+        seed: one, or one per prompt (a fresh one, told in the result); sample (0): the i-th of n answers has the
+        sample index sample + i.
+
+        max_draft: drafted nodes per step (16, on a GPU 31, with a prediction 63; 0 turns speculation off);
+        prediction: the answer that is expected, more or less, as text or token ids, for all prompts or one for each:
+        it is drafted first, and found again after an edit; drafters: names, whom `auto` may ask; collection: whose
+        text may draft, in drafters that keep text; accept ("match"): or rejection, typical, lenient; accept_options.
+
+        template (True): False continues a string as it is; logprobs: alternatives to report for each token; trace
+        (False): record what happened at each step.
         """
+        wishes: dict[str, Any] = {**options}
         prompts, many = split_batch(prompt)
-        if n < 1:
-            raise OptionError(f"n={n}: ask for at least one answer")
-        seeds = spread(options.pop("seed", None), len(prompts))
-        prediction = options.pop("prediction", None)
+        n = integer("n", n, 1)
+        sample = integer("sample", wishes.pop("sample", 0), 0)
+        seeds = spread(wishes.pop("seed", None), len(prompts))
+        prediction = wishes.pop("prediction", None)
         predictions = one_each(prediction, len(prompts)) if many else [prediction]
-        options = self._with_grammar(options)
+        wishes = self._with_grammar(wishes)
         alone = len(prompts) * n == 1
         requests = [
-            self.request(p, sample=sample + i, seed=seed, prediction=expected, shared=not alone, **options)
+            self.request(p, sample=sample + i, seed=seed, prediction=expected, shared=not alone, **wishes)
             for p, seed, expected in zip(prompts, seeds, predictions, strict=True)
             for i in range(n)
         ]
@@ -154,13 +215,15 @@ class LLM:
         groups = [results[i : i + n] for i in range(0, len(results), n)]
         return groups if many else groups[0]
 
-    def stream(self, prompt: Prompt, **options: Any) -> Stream:
-        """Answer piece by piece: iterate over text; `.result` afterwards, `.cancel()` at any time."""
+    def stream(self, prompt: Prompt, **options: Unpack[Options]) -> Stream:
+        """Answer one prompt piece by piece, with the options of `generate`: iterate over text; `.result` afterwards,
+        `.cancel()` at any time."""
+        wishes: dict[str, Any] = {**options}
         prompts, many = split_batch(prompt)
         if many:
             raise PromptError(f"stream takes one prompt, found {len(prompts)}: call it once for each, or use generate")
-        (seed,) = spread(options.pop("seed", None), 1)
-        return Stream(self.engine, self.request(prompts[0], seed=seed, **self._with_grammar(options)))
+        (seed,) = spread(wishes.pop("seed", None), 1)
+        return Stream(self.engine, self.request(prompts[0], seed=seed, **self._with_grammar(wishes)))
 
     def chat(self, system: str | None = None) -> Chat:
         """A conversation that keeps its cache: each turn reads only what is new."""
@@ -171,10 +234,10 @@ class LLM:
         prompt: Prompt,
         *,
         max_new_tokens: int = 256,
-        seed: int = 0,
+        seed: SupportsIndex = 0,
         sample: int = 0,
         stop: str | Sequence[str] | None = (),
-        stop_tokens: Sequence[int] = (),
+        stop_tokens: Sequence[int] | None = (),
         ignore_eos: bool = False,
         logprobs: int | None = None,
         accept: str | Rule = "match",
@@ -184,8 +247,8 @@ class LLM:
         prediction: str | Sequence[int] | None = None,
         drafters: str | Sequence[str] | None = None,
         template: bool = True,
-        processors: Sequence[Any] = (),
-        bad_words: Sequence[str | Sequence[int]] = (),
+        processors: Sequence[Any] | None = (),
+        bad_words: Sequence[str | Sequence[int]] | None = (),
         trace: bool | Callable[[dict[str, Any]], None] = False,
         shared: bool = False,
         **sampling: Any,
@@ -200,29 +263,30 @@ class LLM:
             )
         if max_draft is None:
             max_draft = usual_draft(self.target) if prediction is None else MAX_DRAFT_PREDICTED
-        if max_draft < 0:
-            usual = usual_draft(self.target)
-            raise OptionError(f"max_draft={max_draft} is out of range: 0 turns speculation off, {usual} is usual")
-        stop = (stop,) if isinstance(stop, str) else stop or ()
+        stop = [stop] if isinstance(stop, str) else listed("stop", stop, "strings")
+        if wrong := [s for s in stop if not isinstance(s, str)]:
+            raise OptionError(f"stop names {wrong[:5]}: give strings, and token ids as stop_tokens")
         if stop and self.tokenizer is None:
             raise OptionError("stop strings need a tokenizer: load the model with tokenizer=…")
         tokens = encode(prompt, self.tokenizer, template)
-        eos = frozenset(stop_tokens) | (frozenset() if ignore_eos else self.eos)
+        ends = {integer("stop_tokens", token) for token in listed("stop_tokens", stop_tokens, "token ids")}
+        processors = listed("processors", processors, PROCESSORS)
         if shared:  # a stateful processor follows one answer
             processors = [p.fresh() if isinstance(p, GrammarProcessor) else copy.deepcopy(p) for p in processors]
-        words = tuple(tuple(self._ids(w, "bad words")) for w in bad_words)
-        bias = {int(token): float(value) for token, value in (sampling.pop("logit_bias", None) or {}).items()}
-        if bad := sorted({*bias, *(t for w in words for t in w)} - set(range(self.target.vocabulary))):
-            raise OptionError(f"logit_bias and bad_words name {bad[:5]}: ids lie in 0..{self.target.vocabulary - 1}")
+        words = tuple(tuple(self._ids(w, "bad_words")) for w in listed("bad_words", bad_words, "words"))
+        bias = biases(sampling.pop("logit_bias", None))
+        last = self.target.vocabulary - 1
+        if bad := sorted(t for t in {*bias, *ends, *(t for w in words for t in w)} if not 0 <= t <= last):
+            raise OptionError(f"logit_bias, bad_words or stop_tokens name {bad[:5]}: ids lie in 0..{last}")
         sampling.setdefault("repetition_penalty", self._repetition_penalty)
         request = Request(
             tokens=tokens,
             max_new_tokens=max_new_tokens,
             sampling=Sampling(processors=tuple(processors), bad_words=words, logit_bias=bias, **sampling),
             accept=make_rule(accept, **accept_options or {}),
-            seed=seed,
+            seed=integer("seed", seed),
             sample=sample,
-            stop=Detokenizer(self.tokenizer, stop, eos),
+            stop=Detokenizer(self.tokenizer, stop, frozenset(ends) | (frozenset() if ignore_eos else self.eos)),
             collection=collection,
             max_draft=max_draft,
             drafters=None if drafters is None else tuple(names(drafters)),
@@ -247,20 +311,21 @@ class LLM:
         assert isinstance(request.stop, Detokenizer)
         return Recorder(header, request.stop, self.tokenizer, sink)
 
-    def _with_grammar(self, options: dict[str, Any]) -> dict[str, Any]:
+    def _with_grammar(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """json_schema and regex turned into the processor that enforces them, made once for all answers."""
+        options = {**given}
         schema, regex = options.pop("json_schema", None), options.pop("regex", None)
         if schema is None and regex is None:
             return options
         if self.tokenizer is None:
             raise OptionError("a grammar needs a tokenizer: load the model with tokenizer=…")
         made = grammar_processor(self.tokenizer, self.target.vocabulary, self.eos, schema, regex)
-        return {**options, "processors": (*options.get("processors", ()), made)}
+        return {**options, "processors": (*listed("processors", options.get("processors"), PROCESSORS), made)}
 
     def _ids(self, text: str | Sequence[int], what: str) -> Sequence[int]:
         """Tokens of a piece of an answer: nothing is added at its ends."""
         if not isinstance(text, str):
-            return text
+            return [integer(what, token) for token in listed(what, text, "token ids")]
         if self.tokenizer is None:
             raise OptionError(f"{what} as text can't be read without a tokenizer: give token ids")
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -269,28 +334,39 @@ class LLM:
 class Stream:
     """Pieces of text while they come. Leaving the loop, or Ctrl-C in it, ends the generation; what was said stays."""
 
-    def __init__(self, engine: Engine, request: Request, slot: Slot | None = None) -> None:
-        self._request = request
+    def __init__(self, engine: Engine, request: Request) -> None:
+        self._engine, self._request = engine, request
         self._running: Running | None = None
-        self._steps = engine.run([request], slot)
+        self._steps: Iterator[Running] | None = None
 
     def __iter__(self) -> Iterator[str]:
-        text = self._request.stop
-        assert isinstance(text, Detokenizer)
+        if self._steps is None:
+            self._steps = self._begin()
         sent = 0
         try:
             for running in self._steps:
-                self._running = running
+                self._running, text = running, running.request.stop
+                assert isinstance(text, Detokenizer)
                 now = text.visible() if running.finish is None else text.finish()
                 if len(now) > sent:
                     yield now[sent:]
                     sent = len(now)
         finally:
-            self._steps.close()  # type: ignore[attr-defined]
+            self.close()
+
+    def _begin(self) -> Iterator[Running]:
+        return self._engine.run([self._request])
 
     def cancel(self) -> None:
         """End it after the step under way. Safe from another thread."""
         self._request.cancel()
+
+    def close(self) -> None:
+        """End it now, between two steps; what was said stays. Leaving the loop over a stream closes it."""
+        if self._steps is None:
+            self._steps = iter(())
+        elif isinstance(self._steps, Generator):
+            self._steps.close()
 
     @property
     def stats(self) -> Stats | None:
@@ -306,12 +382,17 @@ class Stream:
 
 
 class Chat:
-    """A conversation: the messages so far, and a slot that has already read them. Close it, or use it in a `with`."""
+    """A conversation: `messages` so far, and a cache that has already read them. Close it, or use it in a `with`.
+
+    One stream at a time: the next answer depends on the one before. `messages` may be edited between two answers: what
+    the next prompt shares with the text that was read is not read again.
+    """
 
     def __init__(self, llm: LLM, system: str | None = None) -> None:
         self.llm = llm
         self.messages: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
-        self._slot: Slot | None = None
+        self._kept = Kept()
+        self._reading = Lock()  # held while a stream is being read
 
     def __enter__(self) -> Chat:
         return self
@@ -319,50 +400,57 @@ class Chat:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def send(self, content: str, **options: Any) -> Result:
+    def send(self, content: str, **options: Unpack[Options]) -> Result:
+        """Say something and get the answer."""
         stream = self.stream(content, **options)
         for _ in stream:
             pass
         return stream.result
 
-    def stream(self, content: str, **options: Any) -> Stream:
+    def stream(self, content: str, **options: Unpack[Options]) -> Stream:
         """Say something and stream the answer. Both join the conversation as soon as there is an answer, even one that
-        is cut short."""
-        (seed,) = spread(options.pop("seed", None), 1)
-        said = {"role": "user", "content": content}
-        request = self.llm.request([*self.messages, said], seed=seed, **self.llm._with_grammar(options))
-        check_prompt(request, self.llm.target)
-        return ChatStream(self, said, request, self._rewound(request.tokens))
+        is cut short. What is said follows all that stands in the conversation when reading begins."""
+        (options["seed"],) = spread(options.get("seed"), 1)
+        return ChatStream(self, {"role": "user", "content": content}, self.llm._with_grammar(options))
 
     def close(self) -> None:
         """Give the cache back. The conversation can go on: the next turn reads all of it again."""
-        if self._slot is not None:
-            self.llm.target.close(self._slot)
-            self._slot = None
+        if not self._reading.acquire(blocking=False):
+            raise PromptError(STILL_OPEN)
+        try:
+            self.llm.engine.forget(self._kept)
+        finally:
+            self._reading.release()
 
-    def _rewound(self, tokens: list[int]) -> Slot:
-        """The slot with what the new prompt begins with; a drafter that reads hidden states must see it all again."""
-        self._slot = self._slot or self.llm.target.open()
-        read = self._slot.tokens
-        common = 0
-        if not self.llm.engine.drafter.layers:
-            while common < min(len(read), len(tokens) - 1) and read[common] == tokens[common]:
-                common += 1
-        self.llm.target.truncate(self._slot, common)
-        return self._slot
+
+STILL_OPEN = "a stream of this conversation is still being read: read it to its end, or call its close(), first"
 
 
 class ChatStream(Stream):
-    def __init__(self, chat: Chat, said: dict[str, str], request: Request, slot: Slot) -> None:
-        super().__init__(chat.llm.engine, request, slot)
-        self._chat, self._said = chat, said
+    def __init__(self, chat: Chat, said: dict[str, str], options: dict[str, Any]) -> None:
+        self._chat, self._said, self._options = chat, said, options
+        super().__init__(chat.llm.engine, self._asked())
 
-    def __iter__(self) -> Iterator[str]:
+    def _asked(self) -> Request:
+        """The conversation as it is now, and what is said."""
+        self._before = [dict(message) for message in self._chat.messages]
+        request = self._chat.llm.request([*self._before, self._said], **self._options)
+        check_prompt(request, self._chat.llm.target)
+        return request
+
+    def _begin(self) -> Iterator[Running]:
+        chat = self._chat
+        if not chat._reading.acquire(blocking=False):
+            raise PromptError(STILL_OPEN)
         try:
-            yield from super().__iter__()
+            if chat.messages != self._before:  # the conversation has gone on since this was asked for
+                cancelled, self._request = self._request.cancelled, self._asked()
+                self._request.cancelled = cancelled
+            yield from self._engine.run([self._request], chat._kept)
         finally:
             if self._running is not None:
-                self._chat.messages += [self._said, {"role": "assistant", "content": self.result.text}]
+                chat.messages += [self._said, {"role": "assistant", "content": self.result.text}]
+            chat._reading.release()
 
 
 def result(sequence: Running) -> Result:
@@ -385,20 +473,33 @@ def names(given: str | Sequence[str]) -> list[str]:
     return [word.strip() for word in words if word.strip()]
 
 
-def spread(seed: int | Sequence[int] | None, count: int) -> list[int]:
+def biases(given: Any) -> dict[int, float]:
+    """What is added to the logits of which ids. Minus infinity rules an id out."""
+    if given is not None and not isinstance(given, Mapping):
+        raise OptionError(f"logit_bias={given!r} is a {type(given).__name__}: give a dict of ids and numbers")
+    return {
+        integer("logit_bias", token): value if value == -math.inf else real("logit_bias", value)
+        for token, value in (given or {}).items()
+    }
+
+
+def spread(seed: SupportsIndex | Sequence[SupportsIndex] | None, count: int) -> list[int]:
     """One seed per prompt, from one for all, from a list, or from nowhere: then fresh ones, told in the results."""
     if seed is None:
         return [secrets.randbits(32) for _ in range(count)]
-    if isinstance(seed, int):
-        return [seed] * count
+    seed = seed.tolist() if hasattr(seed, "tolist") else seed
+    if not isinstance(seed, Sequence) or isinstance(seed, str | bytes):
+        return [integer("seed", seed)] * count
     if len(seed) != count:
         raise OptionError(f"{len(seed)} seeds for {count} prompts: give one, or one per prompt")
-    return list(seed)
+    return [integer("seed", one) for one in seed]
 
 
 def one_each(prediction: Any, count: int) -> list[Any]:
     """One prediction per prompt, from one for all or from a list."""
-    if prediction is None or isinstance(prediction, str) or all(isinstance(t, Integral) for t in prediction):
+    if not isinstance(prediction, Sequence) or isinstance(prediction, str | bytes):
+        return [prediction] * count
+    if all(isinstance(t, Integral) for t in prediction):
         return [prediction] * count
     if len(prediction) != count:
         raise OptionError(f"{len(prediction)} predictions for {count} prompts: give one, or one per prompt")

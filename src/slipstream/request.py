@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from slipstream.accept import Match, Rule
+from slipstream.checks import integer
 from slipstream.sampling import Sampling
 
 if TYPE_CHECKING:
@@ -32,6 +33,14 @@ class Request:
     logprobs: int | None = None  # report this many alternatives per emitted token
     watch: Callable[[Step], None] | None = None  # shown every step
     cancelled: bool = False
+
+    def __post_init__(self) -> None:
+        self.max_new_tokens = integer("max_new_tokens", self.max_new_tokens)
+        self.seed = integer("seed", self.seed)
+        self.sample = integer("sample", self.sample, 0)
+        self.max_draft = integer("max_draft", self.max_draft, 0, "0 (no speculation) or more")
+        if self.logprobs is not None:
+            self.logprobs = integer("logprobs", self.logprobs, 0, "0 (no alternatives) or more")
 
     def cancel(self) -> None:
         """End this request before its next step. Safe to call from another thread."""

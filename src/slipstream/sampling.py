@@ -18,6 +18,7 @@ import torch
 from numba import njit
 from numpy.typing import NDArray
 
+from slipstream.checks import integer, real
 from slipstream.errors import NumericalError, OptionError
 
 Probabilities = NDArray[np.float64]
@@ -39,6 +40,9 @@ class Sampling:
     min_p: float = 0.0
 
     def __post_init__(self) -> None:
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
+            object.__setattr__(self, name, real(name, getattr(self, name)))
+        object.__setattr__(self, "top_k", integer("top_k", self.top_k))
         for name, good, needs in (
             ("temperature", self.temperature >= 0, "0 (greedy) or more"),
             ("top_k", self.top_k >= 0, "0 (off) or more"),

@@ -27,6 +27,7 @@ class Stats:
     sampling_seconds: float = 0.0  # of host_seconds: choosing tokens outside the step
     accepted_lengths: dict[int, int] = field(default_factory=dict)  # {drafted tokens kept: steps}
     by_source: dict[str, dict[str, int]] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)  # what failed after the answer was there
 
     def count(self, tree: TokenTree, path: list[int]) -> None:
         """One verified step."""
@@ -80,4 +81,5 @@ class Stats:
             "exact": self.exact,
             "accepted_lengths": {str(k): v for k, v in sorted(self.accepted_lengths.items())},
             "by_source": self.by_source,
+            **({"warnings": self.warnings} if self.warnings else {}),
         }

@@ -10,6 +10,8 @@ from slipstream.errors import PromptError
 
 Messages = Sequence[Mapping[str, Any]]
 Prompt = str | Sequence[int] | Messages
+PROMPTS = "a string, token ids or chat messages, or a list of these"
+BYTES = bytes | bytearray | memoryview  # sequences of integers, but never meant as token ids
 
 
 def split_batch(prompt: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
@@ -22,15 +24,18 @@ def split_batch(prompt: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
         return [prompt], False
     if isinstance(prompt, Mapping):
         raise PromptError(f"a mapping with {list(prompt)} is no prompt: give a list of messages, or its 'input_ids'")
-    items: list[Any] = prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)
+    items: Any = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+    if isinstance(items, BYTES) or not isinstance(items, Iterable):
+        raise PromptError(f"a prompt is {PROMPTS}; found {'bytes' if isinstance(items, BYTES) else repr(prompt)}")
+    items = list(items)
     if not items:
         raise PromptError("the prompt is empty: give a string, token ids, chat messages, or a list of these")
     if all(isinstance(i, Integral) for i in items) or all(isinstance(i, Mapping) for i in items):
         return [items], False
-    if all(isinstance(i, str | Sequence) for i in items):
+    if all(isinstance(i, Sequence) and not isinstance(i, BYTES) for i in items):
         return items, True
     kinds = sorted({type(i).__name__ for i in items})
-    raise PromptError(f"a prompt is a string, token ids or chat messages, or a list of these; found a list of {kinds}")
+    raise PromptError(f"a prompt is {PROMPTS}; found a list of {kinds}")
 
 
 def encode(prompt: Prompt, tokenizer: Any, template: bool = True) -> list[int]:
@@ -68,6 +73,7 @@ class Detokenizer:
         self._base = self._shown = 0
         self._before = ""  # decode(tokens[base:shown])
         self._text = ""  # complete characters only
+        self._held = ""  # complete characters of tokens that end in the middle of another one
         self._lengths: list[int] = []
         self._stopped = False
 
@@ -125,17 +131,20 @@ class Detokenizer:
 
     def _extend(self) -> None:
         after = self._decode(self._tokens[self._base :])
-        if len(after) > len(self._before) and not after.endswith("\ufffd"):
-            self._text += after[len(self._before) :]
+        new = after[len(self._before) :]
+        self._held = new.rstrip("\ufffd") if new.endswith("\ufffd") else ""
+        if new and not new.endswith("\ufffd"):
+            self._text += new
             self._base, self._shown = self._shown, len(self._tokens)
             self._before = self._decode(self._tokens[self._base :])
 
     def _cut(self, known: int) -> None:
         """Cut at the earliest stop string that ends after the first `known` characters."""
-        found = [(self._text.find(s, max(0, known - len(s) + 1)), s) for s in self._stop]
-        places = [place for place, _ in found if place >= 0]
+        text = self._text + self._held  # a stop string ends the text here, whatever the half character becomes
+        found = [text.find(s, max(0, known - len(s) + 1)) for s in self._stop]
+        places = [place for place in found if place >= 0]
         if places:
-            self._text, self._stopped = self._text[: min(places)], True
+            self._text, self._stopped = text[: min(places)], True
 
     def _decode(self, tokens: list[int]) -> str:
         return self._tokenizer.decode(tokens, skip_special_tokens=True)

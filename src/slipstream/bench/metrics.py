@@ -23,6 +23,7 @@ class Ratio:
     value: float
     low: float
     high: float
+    items: int = 0  # that both answered: an interval from two says little
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ def speedup(runs: Sequence[Run], baseline: Sequence[Run]) -> Ratio:
     items = rng.integers(0, len(both), (BOOTSTRAPS, len(both)))
     low, high = np.quantile(ratio(both[items, rng.integers(0, most, items.shape)].sum(1)), [0.025, 0.975])
     typical = np.array([np.median(np.array(pair), axis=0) for pair in pairs])
-    return Ratio(float(ratio(typical.sum(0))), float(low), float(high))
+    return Ratio(float(ratio(typical.sum(0))), float(low), float(high), len(pairs))
 
 
 def _pairs(runs: Sequence[Run], baseline: Sequence[Run]) -> list[list[tuple[float, int, float, int]]]:

@@ -9,8 +9,10 @@ from typing import Any
 
 from slipstream.bench import charts
 from slipstream.bench.charts import PLAIN, STAGES, Look, Row, known, ratio, stages
+from slipstream.bench.glossary import explained, term
 from slipstream.bench.metrics import ALL
 from slipstream.bench.style import DEFINITIONS, STYLE
+from slipstream.files import write_text
 
 WIDE, NARROW = 540, 342  # pixels: each chart is drawn for both, the style sheet shows one
 UNKNOWN = "–"
@@ -19,7 +21,7 @@ UNKNOWN = "–"
 def write_page(document: dict[str, Any], path: Path) -> None:
     """The page for this document. It needs no other file and asks for none."""
     # Names may hold half a surrogate, which no file can.
-    path.write_text(_page(document), encoding="utf-8", errors="replace", newline="\n")
+    write_text(path, _page(document), errors="replace")
 
 
 def _page(document: dict[str, Any]) -> str:
@@ -79,14 +81,16 @@ def _figures(rows: Sequence[Row]) -> str:
     figures = []
     if best and (value := ratio(best, PLAIN)[0]) is not None:
         _, low, high = ratio(best, PLAIN)
-        surely = "" if low is None or high is None else f" (95%: {low:.2f}–{high:.2f})"
-        figures.append((f"{value:.2f}×", f"{best['contestant']} over plain decoding{surely}"))
+        over = term("speed-up", "over plain decoding", "head")
+        interval = "" if low is None or high is None else f"{low:.2f}–{high:.2f} {charts.from_few(best)}".strip()
+        surely = f" ({term('95%', '95%', 'head')}: {interval})" if interval else ""
+        figures.append((f"{value:.2f}×", f"{escape(best['contestant'])} {over}{surely}"))
     for row in [best, *(row for row in whole if row["contestant"] == PLAIN)]:
         if row and (rate := known(row.get("tokens_per_second"))) is not None:
             name = "plain decoding" if row["contestant"] == PLAIN else row["contestant"]
-            figures.append((f"{rate:.1f}", f"tokens/s, {name}"))
-    pairs = "".join(f"<div><dt>{escape(label)}</dt><dd>{value}</dd></div>" for value, label in figures)
-    return f'<dl class="figures">{pairs}</dl>' if figures else ""
+            figures.append((f"{rate:.1f}", f"{term('tokens/s', 'tokens/s', f'head{len(figures)}')}, {escape(name)}"))
+    pairs = "".join(f"<div><dt>{label}</dt><dd>{value}</dd></div>" for value, label in figures)
+    return f'<dl class="figures tips below">{pairs}</dl>' if figures else ""
 
 
 def _notes(document: dict[str, Any], rows: Sequence[Row]) -> str:
@@ -132,23 +136,23 @@ def _plain(value: Any) -> str:
 FIGURES: dict[str, tuple[Callable[[Sequence[Row], dict[str, Look], int], str], str, str]] = {
     "speedups": (
         charts.speedups,
-        "Speed-up over plain decoding",
-        "How many times as fast as plain decoding, which is the line at 1. Whiskers are 95% intervals.",
+        "[speed-up|Speed-up] over plain decoding",
+        "How many times as fast as plain decoding, which is the line at 1. Whiskers are [95%|95% intervals].",
     ),
     "steps": (
         charts.steps,
         "What a step yields and costs",
-        "Up and to the left is faster; dotted lines join equal tokens per second. Large marks are all prompts, "
-        "small ones the categories.",
+        "[tokens per step|Tokens per step] against [ms per step|milliseconds per step]. Up and to the left is faster; "
+        "dotted lines join equal tokens per second. Large marks are all prompts, small ones the categories.",
     ),
     "lengths": (
         charts.histograms,
-        "Drafted tokens kept per step",
+        "Drafted tokens [kept per step|kept per step]",
         "The share of steps that kept so many of the drafted tokens. Each step adds one token of its own.",
     ),
     "times": (
         charts.times,
-        "Time per step",
+        "[ms per step|Time per step]",
         "Milliseconds of one step over all prompts, by what they were spent on.",
     ),
 }
@@ -170,12 +174,14 @@ def _figure(name: str, rows: Sequence[Row], look: dict[str, Look], keys: dict[st
     if not (wide := draw(rows, look, WIDE)):
         return ""
     legend = "".join(
-        f'<li><svg width="14" height="12" aria-hidden="true">{key}</svg>{escape(label)}</li>'
+        f'<li><svg width="14" height="12" aria-hidden="true">{key}</svg>'
+        f"{term(label, label, name) if name == 'times' else escape(label)}</li>"
         for label, key in keys.items()
     )
     return (
-        f'<figure id="{name}"><figcaption><h2>{title}</h2><p>{caption}</p></figcaption>'
-        + (f'<ul class="legend">{legend}</ul>' if legend else "")
+        f'<figure id="{name}"><figcaption class="tips"><h2>{explained(title, name)}</h2>'
+        f"<p>{explained(caption, name)}</p></figcaption>"
+        + (f'<ul class="legend tips">{legend}</ul>' if legend else "")
         + f'<div class="wide">{wide}</div><div class="narrow">{draw(rows, look, NARROW)}</div></figure>'
     )
 
@@ -188,11 +194,15 @@ def _table(rows: Sequence[Row]) -> str:
     if not rows:
         return ""
     baselines = list(dict.fromkeys(name for row in rows for name in row.get("speedup") or {}))
-    heads = ["contestant", "answers", "tokens", "tokens/s <small>slowest–fastest</small>"]
-    heads += [f"× {escape(name)} <small>95%</small>" for name in baselines]
-    heads += ["tokens <small>per step</small>", "accep&shy;tance", "node <small>yield</small>"]
-    heads += [f"{stage} <small>ms/step</small>" for stage in STAGES[:3]]
-    heads += ["unac&shy;counted <small>ms/step</small>", "first <small>token ms</small>", "same <small>texts</small>"]
+    heads: list[tuple[tuple[str, str], ...]]
+    heads = [(("contestant", "contestant"),), (("answers", "answers"),), (("tokens", "tokens"),)]
+    heads += [(("tokens/s", "tokens/s <small>slowest–fastest</small>"),)]
+    heads += [(("speed-up", f"× {escape(name)}"), ("95%", "<small>95% of</small>")) for name in baselines]
+    heads += [(("tokens per step", "tokens <small>per step</small>"),), (("acceptance", "accep&shy;tance"),)]
+    heads += [(("node yield", "node <small>yield</small>"),)]
+    heads += [((stage, f"{stage} <small>ms/step</small>"),) for stage in STAGES[:3]]
+    heads += [(("unaccounted", "unac&shy;counted <small>ms/step</small>"),)]
+    heads += [(("first token", "first <small>token ms</small>"),), (("same texts", "same <small>texts</small>"),)]
     body: list[str] = []
     category = None
     for row in rows:
@@ -202,11 +212,20 @@ def _table(rows: Sequence[Row]) -> str:
             body.append(f"{'</tbody>' if body else ''}<tbody><tr>{named}</tr>")
         cells = "".join(f"<td>{cell}</td>" for cell in _cells(row, baselines))
         body.append(f'<tr class="row"><th scope="row">{escape(row["contestant"])}</th>{cells}</tr>')
-    head = "".join(f'<th scope="col">{name}</th>' for name in heads)
     return (
-        '<section class="numbers"><h2>All numbers</h2><div class="scroll" tabindex="0" role="region" '
-        f'aria-label="All numbers"><table><thead><tr>{head}</tr></thead>{"".join(body)}</tbody></table></div></section>'
+        '<section class="numbers"><h2>All numbers</h2><div class="tips"><div class="scroll" tabindex="0" role="region" '
+        f'aria-label="All numbers"><table><thead><tr>{_heads(heads)}</tr></thead>{"".join(body)}</tbody></table>'
+        "</div></div></section>"
     )
+
+
+def _heads(heads: Sequence[Sequence[tuple[str, str]]]) -> str:
+    """The columns' names: words of the glossary, and how they are shown."""
+    cells = []
+    for i, terms in enumerate(heads):
+        shown = " ".join(term(word, shown, f"column{i}", 100 * i / len(heads)) for word, shown in terms)
+        cells.append(f'<th scope="col">{shown}</th>')
+    return "".join(cells)
 
 
 def _cells(row: Row, baselines: Sequence[str]) -> list[str]:
@@ -217,7 +236,7 @@ def _cells(row: Row, baselines: Sequence[str]) -> list[str]:
         _number(row.get("answers"), 0),
         _number(row.get("tokens"), 0),
         f"{_number(row.get('tokens_per_second'), 1)} {_interval(slowest, fastest, 1)}",
-        *(f"{_number(value)} {_interval(low, high)}" for value, low, high in (ratio(row, name) for name in baselines)),
+        *(_speedup(row, name) for name in baselines),
         *(_number(row.get(name)) for name in ("tokens_per_step", "acceptance_rate", "node_yield")),
         *(_number(spent.get(stage)) for stage in STAGES[:3]),
         _number(spent.get("unaccounted")) + ("" if share is None else f" <small>{share:.1%}</small>"),
@@ -226,11 +245,17 @@ def _cells(row: Row, baselines: Sequence[str]) -> list[str]:
     ]
 
 
+def _speedup(row: Row, baseline: str) -> str:
+    value, low, high = ratio(row, baseline)
+    return f"{_number(value)} {_interval(low, high, of=((row.get('speedup') or {}).get(baseline) or {}).get('items'))}"
+
+
 def _number(value: Any, digits: int = 2) -> str:
     return UNKNOWN if (number := known(value)) is None else f"{number:,.{digits}f}"
 
 
-def _interval(low: Any, high: Any, digits: int = 2) -> str:
+def _interval(low: Any, high: Any, digits: int = 2, of: int | None = None) -> str:
+    """`of`: how many questions it comes from."""
     if known(low) is None or known(high) is None:
         return ""
-    return f"<small>{_number(low, digits)}–{_number(high, digits)}</small>"
+    return f"<small>{_number(low, digits)}–{_number(high, digits)}{f' of {of}' if of else ''}</small>"

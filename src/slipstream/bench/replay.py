@@ -94,7 +94,7 @@ def record(
         for layer in layers:
             hidden[f"{number}.{layer}"] = torch.cat([chunk[layer] for chunk in chunks]).cpu()
     longest = max(items, key=lambda item: len(item.tokens))
-    cost = measure(target, longest.tokens)
+    cost = measure(target, longest.tokens, at_most=60.0)
     padded = bool(target.widths)
     return Recording(list(items), cost, decoding, target.vocabulary, target.context, model, hidden, padded)
 

@@ -94,7 +94,20 @@ def peak_memory(device: torch.device) -> int:
 
 def table(rows: Sequence[Row]) -> Table:
     shown = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("", "", "tokens/s", "spread", "× none", "95%", "× hf", "M", "accepted", "yield", "first ms", "equal"):
+    for name in (
+        "",
+        "",
+        "tokens/s",
+        "spread",
+        "× none",
+        "95% (of)",
+        "× hf",
+        "M",
+        "accepted",
+        "yield",
+        "first ms",
+        "equal",
+    ):
         shown.add_column(name, justify="right" if name else "left")
     last = None
     for row in rows:
@@ -105,7 +118,7 @@ def table(rows: Sequence[Row]) -> Table:
             f"{row.tokens_per_second:.1f}",
             f"{row.spread[0]:.1f}-{row.spread[1]:.1f}",
             _times(none),
-            f"{none.low:.2f}-{none.high:.2f}" if none else "",
+            f"{none.low:.2f}-{none.high:.2f} ({none.items})" if none else "",
             _times(hf),
             _number(row.tokens_per_step),
             _number(row.acceptance_rate),

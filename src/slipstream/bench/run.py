@@ -17,6 +17,7 @@ from slipstream.errors import OptionError
 from slipstream.llm import LLM
 from slipstream.target import load_model
 
+DEFAULT = ("none", "auto", "pld", "hf", "hf-pld")
 Progress = Callable[[str, int, int], None]  # stage, done, of
 
 
@@ -25,7 +26,7 @@ class Plan:
     """What to measure."""
 
     prompts: Sequence[Prompt]
-    contestants: Sequence[str] = ("none", "pld", "hf", "hf-pld")
+    contestants: Sequence[str] = DEFAULT
     drafter_options: dict[str, dict[str, Any]] = field(default_factory=dict)  # by contestant
     decoding: Decoding = field(default_factory=Decoding)
     repeats: int = 3

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-# Okabe and Ito's colours, which stay apart for colour-blind eyes. Their yellow is left out: it vanishes on white.
-STYLE = """
-:root {
-  --hue0: #0072b2; --hue1: #e69f00; --hue2: #009e73; --hue3: #cc79a7; --hue4: #d55e00; --hue5: #56b4e9;
+from slipstream import colours
+
+STYLE = (
+    f"\n{colours.STYLE}"
+    + """:root {
+  --alarm: #d55e00;
   --paper: #fff; --ink: #1d2126; --soft: #59606a; --faint: #8b929c; --line: #e3e6ea; --wash: #f6f7f9;
 }
 @media screen and (prefers-color-scheme: dark) {
   :root {
-    --hue0: #4da3dd; --hue1: #f0b232; --hue2: #2fbf96; --hue3: #dd96bd; --hue4: #ee7d33; --hue5: #8fd0f5;
+    --alarm: #ee7d33;
     --paper: #15181c; --ink: #e4e7eb; --soft: #a0a8b3; --faint: #7b838e; --line: #2c3138; --wash: #1c2025;
   }
 }
-.c0 { --c: var(--hue0); } .c1 { --c: var(--hue1); } .c2 { --c: var(--hue2); }
-.c3 { --c: var(--hue3); } .c4 { --c: var(--hue4); } .c5 { --c: var(--hue5); } .plain { --c: var(--faint); }
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--paper); color: var(--ink); font: 15px/1.5 system-ui, -apple-system, "Segoe UI",
   Roboto, "Noto Sans", "Liberation Sans", sans-serif; }
@@ -30,7 +30,7 @@ h1 { margin: 0; font-size: 24px; font-weight: 600; line-height: 1.25; overflow-w
 .figures dd { margin: 0; font-size: 24px; line-height: 1.25; font-variant-numeric: tabular-nums; }
 .notes { margin: 22px 0 0; padding: 0; list-style: none; overflow-wrap: anywhere; }
 .notes li { margin-top: 6px; padding: 7px 14px; background: var(--wash); border-left: 3px solid var(--faint); }
-.notes .warning { border-left: 6px solid var(--hue4); font-weight: 600; }
+.notes .warning { border-left: 6px solid var(--alarm); font-weight: 600; }
 .provenance { display: flex; flex-wrap: wrap; gap: 8px 28px; margin: 24px 0 0; padding: 12px 0; font-size: 12.5px;
   border: solid var(--line); border-width: 1px 0; line-height: 1.35; }
 .provenance dt { color: var(--soft); }
@@ -60,6 +60,18 @@ path.iso { stroke: var(--faint); stroke-dasharray: 2 4; }
 .part, .swatch { stroke: var(--ink); stroke-width: .75; }
 .ink { fill: var(--ink); } .grey { fill: var(--faint); } .under { fill: var(--paper); }
 .strokes { fill: none; stroke: var(--ink); }
+/* A term says what it means on hover and on focus. Its tip lies in the box of the nearest .tips, not in that of the
+   term: so nothing that scrolls cuts it off, and it is never wider than the page. */
+.tips { position: relative; }
+th .term { display: inline-block; }
+.term { cursor: help; text-decoration: underline dotted 1px; text-underline-offset: 3px; }
+.term:focus-visible { outline: 2px solid var(--ink); outline-offset: 2px; border-radius: 2px; }
+.tip { --wide: min(340px, 100%); position: absolute; z-index: 2; display: none; width: var(--wide); padding: 8px 12px;
+  left: min(var(--at, 0%), 100% - var(--wide)); bottom: calc(100% + 4px); background: var(--ink); color: var(--paper);
+  border-radius: 6px; font: 12.5px/1.45 system-ui, -apple-system, "Segoe UI", Roboto, "Noto Sans", "Liberation Sans",
+  sans-serif; text-align: left; white-space: normal; overflow-wrap: anywhere; }
+.below .tip { top: calc(100% + 4px); bottom: auto; }
+.term:hover .tip, .term:focus .tip { display: block; }
 .numbers { margin-top: 48px; }
 .scroll { overflow-x: auto; margin-top: 12px; }
 table { border-collapse: collapse; width: 100%; font-size: 12.5px; line-height: 1.35;
@@ -84,11 +96,13 @@ tbody th { max-width: 22em; overflow: hidden; text-overflow: ellipsis; }
   .sheet { padding: 0; max-width: none; }
   figure, tr, .notes li { break-inside: avoid; }
   .scroll { overflow: visible; }
+  .term { text-decoration: none; } .term .tip { display: none; }
   table { font-size: 7.5pt; } th small, td small { display: block; font-size: 6.5pt; line-height: 1.1; }
   th, td { padding-left: 5px; vertical-align: top; }
   thead th { white-space: normal; }
 }
 """
+)
 
 # The stages are told apart by grey and hatching: the hues belong to the contestants.
 PATTERN = '<pattern id="{}" width="6" height="6" patternUnits="userSpaceOnUse">{}</pattern>'

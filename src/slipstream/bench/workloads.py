@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from os import PathLike
 from pathlib import Path
@@ -48,10 +48,11 @@ def read(path: str | PathLike[str]) -> list[Prompt]:
 
 
 def select(prompts: Sequence[Prompt], categories: Sequence[str] | None, limit: int | None) -> list[Prompt]:
-    """The prompts of some categories (None or empty: all), at most `limit` of them (None: all), in their order.
+    """The prompts of some categories (None or empty: all), in their order. limit: questions at most (None: all).
 
     A limit is dealt out to the categories one by one, and within a category to prompts at equal distances: files are
-    often sorted by kind or difficulty, so the first few would stand for themselves only.
+    often sorted by kind or difficulty, so the first few would stand for themselves only. What is asked later in a
+    conversation comes last, where every prompt has its first question already.
     """
     places: dict[str, list[int]] = {}
     for place, prompt in enumerate(prompts):
@@ -67,11 +68,15 @@ def select(prompts: Sequence[Prompt], categories: Sequence[str] | None, limit: i
             c: [own[i * len(own) // share] for i in range(share)]
             for (c, own), share in zip(wanted.items(), shares, strict=True)
         }
-    return [prompts[place] for place in sorted(place for own in wanted.values() for place in own)]
+    chosen = [prompts[place] for place in sorted(place for own in wanted.values() for place in own)]
+    if limit is None:
+        return chosen
+    later = _deal(limit - len(chosen), [len(prompt.turns) - 1 for prompt in chosen])
+    return [replace(p, turns=p.turns[: 1 + more]) for p, more in zip(chosen, later, strict=True)]
 
 
 def _deal(limit: int, sizes: Sequence[int]) -> list[int]:
-    """How many each category gets, where small ones leave what they don't have to the others."""
+    """How many each gets, where small ones leave what they don't have to the others."""
     shares = [0] * len(sizes)
     left = min(limit, sum(sizes))
     while left:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import platform
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import cache
+from pathlib import Path
 from time import perf_counter
 
 import numpy as np
 import torch
+import transformers
 from numba import njit
 from numpy.typing import NDArray
 
-from slipstream.embedded import cache_folder
+from slipstream.converted import cache_folder
 from slipstream.sampling import Sampler, Sampling
 from slipstream.target.base import Slot, Target, Want
 from slipstream.tree import TokenTree
@@ -22,6 +26,7 @@ from slipstream.tree import TokenTree
 # Close together where rows are few: on some CPUs four rows take nearly twice as long as three.
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64)
 PATIENCE, AGREE = 5, 1.1  # times as many repeats at most; and how near two of them must be
+AT_MOST = 2.0  # seconds to measure for: users wait for it once per model, and steps correct what is off
 TABLE = 128  # rows that a table has at least
 FOLLOW = 0.05  # how much of what one step took goes into what the next is expected to take
 MOST = 0.5  # more or less than expected, as a share of that, that one step is believed
@@ -56,18 +61,17 @@ class Costs:
             _between(self._rows, self._curve(batch), table, self.padded)
         return table[:rows]
 
-    def observe(self, rows: int, batch: int, seconds: float) -> float:
-        """A step of that shape took so long. Returns what of it is due to the step: one that is far off, because it was
-        compiled first or the machine was busy, counts as what it should have taken, unless that is how it goes on."""
+    def observe(self, rows: int, batch: int, seconds: float) -> None:
+        """A step of that shape took so long. One that is far off, because it was compiled first or the machine was
+        busy, says nothing, unless that is how it goes on."""
         expected = self.seconds(rows, batch)
         self._off = 0 if expected / WILD < seconds < expected * WILD else self._off + 1
         if 0 < self._off < BELIEVED:
-            return expected
+            return
         if batch not in self._seen:
             self._seen[batch] = np.zeros(len(self._rows))
         more = min(MOST, max(-MOST, seconds / expected - 1))
         _follow(self._rows, self._curve(batch), self._tables[batch], self._seen[batch], rows, self.padded, more)
-        return seconds
 
     def _curve(self, batch: int) -> NDArray[np.float64]:
         """Until something is known of a batch, its rows are taken to cost what as many rows of one sequence do."""
@@ -128,25 +132,31 @@ def _follow(known, curve, table, seen, rows, padded, more):  # type: ignore[no-u
 # ---- where they come from
 
 
-def measure(target: Target, text: Sequence[int], repeats: int = 7) -> dict[int, float]:
+def measure(target: Target, text: Sequence[int], repeats: int = 7, at_most: float = AT_MOST) -> dict[int, float]:
     """Seconds of a forward behind the text, by rows, the least of interleaved repeats: whatever else the machine does
-    only ever adds to them. On a busy one there are more repeats, until the best two of each agree."""
+    only ever adds to them. On a busy one there are more repeats, until the best two of each agree or time is up; a
+    large model may have been timed once, for few numbers of rows."""
     slot = target.open()
     for _ in target.prefill(slot, text, Want()):
         pass
     sizes = [n for n in target.widths or ROWS if slot.length + n < target.context and (target.chains or n == 1)]
+    sizes.sort(key=lambda n: abs(n - 16) if n > 1 else -1)  # should time be up: one row, and a usual draft's
     rng = np.random.default_rng(0)
     trees = {n: _trial(n, target, rng) for n in sizes}
-    for n in sizes:
-        _seconds(target, slot, trees[n])  # code is loaded
-    times: dict[int, list[float]] = {n: [] for n in sizes}
-    for repeat in range(PATIENCE * repeats):
+    until, times = perf_counter() + at_most, dict[int, list[float]]()
+    for repeat in range(1 + PATIENCE * repeats):
         for n in sizes:
-            times[n] = sorted([*times[n], _seconds(target, slot, trees[n])])
-        if repeat + 1 >= max(2, repeats) and all(taken[1] < AGREE * taken[0] for taken in times.values()):
-            break
+            if len(times) > 1 and perf_counter() > until:
+                break
+            taken = _seconds(target, slot, trees[n])
+            # The first time loads code, and counts as long as there is no other.
+            times[n] = [taken] if repeat < 2 else sorted([*times[n], taken])
+        else:
+            if repeat < max(2, repeats) or any(taken[1] >= AGREE * taken[0] for taken in times.values()):
+                continue
+        break
     target.close(slot)
-    return {n: taken[0] for n, taken in times.items()}
+    return {n: taken[0] for n, taken in sorted(times.items())}
 
 
 def _trial(rows: int, target: Target, rng: np.random.Generator) -> TokenTree:
@@ -185,12 +195,23 @@ def costs_of(target: Target) -> Costs:
 
 
 def _described(target: Target) -> str:
-    """Everything that a step's time depends on."""
+    """Everything that a step's time depends on: the model's sizes, the machine, and the software."""
     model = getattr(target, "model", None)
-    sizes = getattr(model, "config", None)
-    name = str(getattr(sizes, "_name_or_path", "")) or type(model).__name__
-    shape = [getattr(sizes, s, None) for s in ("hidden_size", "num_hidden_layers", "vocab_size")]
+    config = getattr(model, "config", None)
+    sizes = {k: v for k, v in config.to_dict().items() if k != "_name_or_path"} if config is not None else {}
+    sizes_hash = hashlib.sha256(json.dumps(sizes, sort_keys=True, default=str).encode()).hexdigest()[:16]
     cuda = target.device.type == "cuda"
-    where = torch.cuda.get_device_name(target.device) if cuda else f"{platform.machine()} × {torch.get_num_threads()}"
+    where = torch.cuda.get_device_name(target.device) if cuda else f"{cpu_name()} × {torch.get_num_threads()}"
     way = type(target).__name__ + (" compiled" if getattr(target, "compile", "") else "")
-    return " | ".join(map(str, (name, *shape, target.dtype, where, way, torch.__version__)))
+    versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
+    return " | ".join(map(str, (type(model).__name__, sizes_hash, target.dtype, where, way, versions)))
+
+
+@cache
+def cpu_name() -> str:
+    """As the system tells it: two CPUs of one architecture may differ by many times."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

@@ -7,7 +7,7 @@ from abc import abstractmethod
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from slipstream import drafters as registry
 from slipstream.drafters.base import Drafter, DraftSession, Hidden, Proposal, Seen
@@ -37,6 +37,11 @@ class JointDrafter(Drafter):
         known = {field.name for field in fields(registry.find(name).Options)}
         own = {option: value for option, value in given.items() if option in known and value}
         return registry.make(name, self.target, self.tokenizer, **own)
+
+    @property
+    def rereads(self) -> int | None:
+        again = [part.rereads for part in self.parts.values()]
+        return None if None in again else max(n for n in again if n is not None)
 
     @abstractmethod
     def learn(self, tree: TokenTree, followed: Sequence[int]) -> None:
@@ -75,6 +80,18 @@ class JointSession(DraftSession):
     def keep(self) -> None:
         for part in self.parts.values():
             part.keep()
+
+    def pause(self) -> None:
+        for part in self.parts.values():
+            part.pause()
+
+    def resume(self, other: DraftSession, tokens: list[int]) -> None:
+        known = cast(JointSession, other).parts
+        for name, part in self.parts.items():
+            if name in known:
+                part.resume(known[name], tokens)
+            else:
+                part.observe(Seen(tokens, 0))
 
     def propose(self, root: int, budget: Budget) -> Proposal:
         return self.drafter.propose([self], [root], [budget])[0]

@@ -41,10 +41,10 @@ ENOUGH = 8  # drafts by which a source is known,
 HOPELESS = 0.1  # of the rate: or by the first few, if they lose that much
 PROBING, HEADS_PROBING = 0.005, 0.001  # the share of all time that probes of one source, or head, may lose
 FIRST_PROBES = 0.015  # and that they may take while it is not known
-FREE = 2  # drafts of a source that are not counted: they load its code
+FREE = 3  # drafts of a source that are not counted: they load its code
 SETTLED = 8  # drafts until which the fastest says what one takes
 LATELY = 0.2  # weight of what the latest one took, behind that
-FIRST_WAIT = 8  # plain steps: a source waits four times as many at most after its first draft, 16 times after two, …
+FIRST_WAIT = 8  # plain steps that a source waits at most as long as its drafts don't count, then 4 times, 16 times, …
 DEAR = 0.15  # of a plain step's time: sources that take more are asked later, by what others expect,
 MARGIN = 0.03  # of the rate: if they are expected to raise it by so much, since what is expected is hoped for
 # Where late drafts take longer, a few are a probe, since only the first of them is late; and that begins with a text,
@@ -57,24 +57,21 @@ LEVELS = (1.25, 1.6, 2.2, 3.5)  # tokens per sequence that they expect, from one
 
 @dataclass
 class Usual:
-    """What something usually takes. Its first times load code, and one that takes many times as long as others was
-    interrupted: that is not its fault."""
+    """What something usually takes, whatever one clock reading says. Its first times load code: until some are seen it
+    counts as nothing, then as the fastest. One that takes many times as long as others was interrupted, and moves what
+    is usual a little."""
 
     times: int = 0
     seconds: float = 0.0  # of one of them
 
     def count(self, seconds: float) -> float:
-        """It took so long. Returns what of that counts."""
-        usual = self.seconds
-        if self.times < FREE:
-            self.seconds, seconds = seconds if self.times else 0.0, 0.0
-        elif self.times < SETTLED:
-            self.seconds = seconds = min(seconds, usual)
+        """It took so long. Returns what that counts as."""
+        if self.times < SETTLED:
+            self.seconds = min(seconds, self.seconds) if self.times else seconds
         else:
-            seconds = min(seconds, WILD * usual)
-            self.seconds += LATELY * (seconds - usual)
+            self.seconds += LATELY * (min(seconds, WILD * self.seconds) - self.seconds)
         self.times += 1
-        return seconds
+        return self.seconds if self.times > FREE else 0.0
 
 
 @dataclass
@@ -87,8 +84,9 @@ class Source:
     most: int = sys.maxsize  # nodes that it is asked for
     head: bool = False  # of these one is asked at most, since two would say much the same
     drafting: Usual = field(default_factory=Usual)
-    reading: float = 0.0  # seconds that the last one took besides, as the first of a text or because it began late,
-    delay: float = 0.0  # and those that beginning late usually takes
+    reading: float = 0.0  # seconds that count for the last one besides, as the first of a text or because it was late
+    texts: Usual = field(default_factory=Usual)  # what it takes besides to read a text that it is asked about first,
+    delays: Usual = field(default_factory=Usual)  # and to begin late
     # In the rate of tokens, by which asking it is better than not: by level of what others expect, and the first for a
     # cheap one. None: it was not asked there yet.
     advantages: list[float | None] = field(default_factory=lambda: [None] * (1 + len(LEVELS)))
@@ -105,6 +103,10 @@ class Source:
     def seconds(self) -> float:
         """Of one of them."""
         return self.drafting.seconds
+
+    @property
+    def delay(self) -> float:
+        return self.delays.seconds
 
     def __str__(self) -> str:
         levels = " ".join("-" if a is None else f"{a:.2f}" for a in self.advantages)
@@ -276,17 +278,16 @@ class Pilot:
     def count(
         self, drafting: dict[str, float], new: Container[str] = (), late: Container[str] = ()
     ) -> dict[str, float]:
-        """The seconds that drafting took, less what is nobody's fault, see `Usual`. new: sources that had to read the
+        """What drafting counts as that took so many seconds, see `Usual`. new: sources that had to read the
         text first; late: those that had to begin late."""
         counted = {}
         for name, seconds in drafting.items():
             source = self.sources[name]
             usual, source.reading = source.seconds, 0.0
             if source.drafts >= FREE and (name in new or name in late):
-                source.reading = max(0.0, seconds - usual)
-                source.drafting.seconds = seconds = min(seconds, usual)
-                if name not in new:
-                    source.delay += (LATELY if source.delay else 1.0) * (source.reading - source.delay)
+                besides = source.texts if name in new else source.delays
+                source.reading = besides.count(max(0.0, seconds - usual))
+                seconds = min(seconds, usual)
             counted[name] = source.drafting.count(seconds)
         return counted
 
@@ -386,14 +387,15 @@ class Pilot:
         of a plain one; joining: of what is done with drafts because of it."""
         usual = source.learn(advantage) if source.drafts > FREE else source.advantage()
         lost = source.seconds + joining  # all of it, as long as nothing is verified, or little is known
-        known = source.drafts >= ENOUGH or (source.drafts >= 2 * FREE and usual < -HOPELESS)
+        known = source.drafts >= ENOUGH or (source.drafts > FREE and usual < -HOPELESS)
         whole = step + lost
         if known and not self.resting:
             lost = min(lost, max(LEAST, -min(usual, advantage)) * whole) + self._best_but(source) * whole
         lost *= TRIAL if source.delay else 1
         share = FIRST_PROBES if not known else HEADS_PROBING if source.head else PROBING
         source.wait = round((lost + source.reading) / (share * step))
-        source.wait = min(source.wait, FIRST_WAIT << 2 * min(source.drafts, SETTLED))
+        longest = FIRST_WAIT << 2 * min(source.drafts - FREE, SETTLED) if source.drafts > FREE else FIRST_WAIT
+        source.wait = min(source.wait, longest)
 
     def _best_but(self, source: Source) -> float:
         """The advantage of the best head that could have been asked instead; nothing, if none has any."""
@@ -415,10 +417,11 @@ class Pilot:
         return bool(label(tree.parents, tree.tokens, tree.raw, columns, text, known, self._counts))
 
     def charge(self, rows: int, batch: int, tokens: int, verifying: float, drafting: float) -> None:
-        """A step of that many rows took so long, and gave so many tokens."""
+        """A step of that many rows took so long, and gave so many tokens. It is charged what such steps usually cost:
+        one clock reading may be due to anything."""
         self.judge()
-        verifying = self.costs.observe(rows, batch, verifying)
-        plain = self.costs.seconds(1, batch)
+        self.costs.observe(rows, batch, verifying)
+        verifying, plain = self.costs.seconds(rows, batch), self.costs.seconds(1, batch)
         # A slow plain step is nobody's loss; and probes while it rests must not keep it from beginning anew.
         tried = rows > 1 or (drafting > 0 and not self.resting)
         gained = tokens / batch - (verifying + drafting) / plain if tried else 0.0

@@ -3,31 +3,50 @@
 from __future__ import annotations
 
 import sys
+from typing import Annotated
 
 import typer
 from rich.markup import escape
 
-from slipstream.cli.answer import chat, generate, trace
+from slipstream import __version__
+from slipstream.cli.answer import generate, trace
 from slipstream.cli.bench import bench
+from slipstream.cli.chat import chat
 from slipstream.cli.collect import collect
 from slipstream.cli.embed import embed
 from slipstream.cli.export import export
+from slipstream.cli.heads import app as heads
 from slipstream.cli.inform import demo, drafters, models
 from slipstream.cli.store import app as store
-from slipstream.cli.terminal import err
+from slipstream.cli.terminal import err, out
 from slipstream.cli.train import train
 from slipstream.errors import SlipstreamError
 
 app = typer.Typer(
-    help="Lossless speculative decoding: the same answers, sooner.",
+    epilog="`slipstream --install-completion` teaches your shell to complete commands and options.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 store.command()(embed)
 app.add_typer(store, name="store")
+app.add_typer(heads, name="heads")
 for command in (generate, chat, trace, bench, collect, train, export, drafters, models, demo):
     app.command()(command)
+
+
+def show_version(asked: bool) -> None:
+    if asked:
+        out.print(f"slipstream {__version__}", markup=False)
+        raise typer.Exit()
+
+
+@app.callback()
+def slipstream(
+    version: Annotated[
+        bool, typer.Option("--version", callback=show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Lossless speculative decoding: the same answers, sooner."""
 
 
 def main() -> None:
@@ -36,5 +55,9 @@ def main() -> None:
     except SlipstreamError as error:
         err.print(f"[red]error:[/red] {escape(str(error))}")
         sys.exit(2)
+    except OSError as error:  # of files and folders that nobody looked at before
+        named = f"{error.filename}: " if error.filename else ""
+        err.print(f"[red]error:[/red] {escape(f'{named}{error.strerror or error}')}")
+        sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -1,20 +1,24 @@
-"""generate, chat, trace: the commands that answer."""
+"""generate, trace: the commands that answer a prompt."""
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Annotated, Any
+from secrets import randbits
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.markup import escape
 
+from slipstream import drafters as registry
 from slipstream.cli import options as o
-from slipstream.cli.terminal import err, open_llm, out, say, status
-from slipstream.errors import OptionError, SlipstreamError
+from slipstream.cli.terminal import busy, err, open_llm, say, status
+from slipstream.errors import OptionError
+from slipstream.files import check_writable, told
+
+if TYPE_CHECKING:
+    from slipstream.llm import LLM, Result
 
 
 def generate(
@@ -23,6 +27,7 @@ def generate(
     drafter: o.DrafterName = "auto",
     option: o.DrafterOption = None,
     drafter_path: o.DrafterPath = None,
+    head: o.Heads = None,
     dtype: o.Dtype = None,
     device: o.Device = None,
     max_new_tokens: o.MaxNew = 256,
@@ -30,121 +35,130 @@ def generate(
     top_k: o.TopK = 0,
     top_p: o.TopP = 1.0,
     min_p: o.MinP = 0.0,
+    repetition_penalty: o.RepetitionPenalty = None,
+    presence_penalty: o.PresencePenalty = 0.0,
+    frequency_penalty: o.FrequencyPenalty = 0.0,
     seed: o.Seed = None,
+    answers: Annotated[int, typer.Option("--answers", "-N", help="Write this many, one after the other.")] = 1,
+    logprobs: Annotated[
+        int | None, typer.Option(metavar="K", help="Show each token's log probability, and the K likeliest ones.")
+    ] = None,
     max_draft: o.MaxDraft = None,
     prediction: o.Prediction = None,
     drafters: o.Drafters = None,
     accept: o.Accept = "match",
     stop: Annotated[list[str] | None, typer.Option(help="End before this text. Repeatable.")] = None,
+    system: Annotated[str | None, typer.Option(help="A system message.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
     json_schema: Annotated[str | None, typer.Option(help="A JSON schema, or a file that holds one.")] = None,
     regex: Annotated[str | None, typer.Option(help="A regular expression the answer must match.")] = None,
     learn: Annotated[bool, typer.Option("--learn", help="Append the answer to the drafter's store.")] = False,
     collection: Annotated[str, typer.Option(help="Whose text may draft, and whose the answer becomes.")] = "default",
     explain: Annotated[bool, typer.Option("--explain", help="Say what was decided at each step, and why.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON line last.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON line last, for each answer.")] = False,
     compile: o.Compile = False,
     trust_remote_code: o.Trust = False,
 ) -> None:
     """Answer a prompt."""
     if learn:
         option = [*(option or []), "learn=true"]
-    llm = open_llm(model, drafter, o.with_path(option, drafter_path), dtype, device, trust_remote_code, compile)
-    stream = llm.stream(
-        sys.stdin.read() if prompt == "-" else prompt,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        seed=seed,
-        collection=collection,
-        max_draft=max_draft,
-        prediction=o.read_text(prediction),
-        drafters=drafters,
-        accept=accept,
-        stop=stop or (),
-        template=not raw,
-        json_schema=o.schema_text(json_schema),
-        regex=regex,
-        trace=explain,
-    )
-    say(stream)
-    if stream.stats is None:
-        raise typer.Exit(130)
-    if explain:
-        from slipstream.trace.explain import explain as in_words
-
-        if parts := getattr(llm.engine.drafter, "parts", None):
-            err.print(f"{drafter} can ask {', '.join(parts)}", markup=False)
-        for sentence in in_words(stream.result.trace or []):
-            err.print(sentence, markup=False)
-    err.print(f"[dim]{status(stream.stats, accept)}[/dim]")
+    if raw and system is not None:
+        raise OptionError("--system needs the chat template, which --raw does without: leave one of them out")
+    asked: Any = o.read_prompt(prompt)
+    if system is not None:
+        asked = [{"role": "system", "content": system}, {"role": "user", "content": asked}]
+    sampling: dict[str, Any] = {
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "presence_penalty": presence_penalty,
+        "frequency_penalty": frequency_penalty,
+        **({} if repetition_penalty is None else {"repetition_penalty": repetition_penalty}),
+    }
+    o.at_least(1, answers=answers)
+    o.at_least(0, logprobs=logprobs)
+    with busy("loading the model"):
+        o.check_decoding(max_new_tokens, accept, max_draft, **sampling)
+    wanted: dict[str, Any] = {
+        "prediction": o.read_text(prediction),
+        "json_schema": o.schema_text(json_schema),
+        "regex": regex,
+        "stop": stop or (),
+    }
+    llm = open_llm(model, drafter, o.with_path(option, drafter_path, head), dtype, device, trust_remote_code, compile)
+    results = []
+    for sample in range(answers):
+        stream = llm.stream(
+            asked,
+            **sampling,
+            **wanted,
+            max_new_tokens=max_new_tokens,
+            seed=seed,
+            sample=sample,
+            collection=collection,
+            max_draft=max_draft,
+            drafters=drafters,
+            accept=accept,
+            logprobs=logprobs,
+            template=not raw,
+            trace=explain,
+        )
+        say(stream)
+        if stream.stats is None:
+            raise typer.Exit(130)
+        results.append(stream.result)
+        seed = stream.result.seed  # one for all: the answers differ by their sample index
+        if explain:
+            tell_steps(llm, drafter, stream.result)
+        if logprobs is not None and not as_json:
+            tell_logprobs(llm, stream.result)
+        err.print(f"[dim]{status(stream.stats, accept, stream.result.finish_reason)}[/dim]")
+        if stream.result.finish_reason == "cancelled":
+            break
     if as_json:
-        print(json.dumps(stream.result.as_dict(), ensure_ascii=False), flush=True)
-    if stream.result.finish_reason == "cancelled":
+        for result in results:
+            print(json.dumps(result.as_dict(), ensure_ascii=False), flush=True)
+    if results[-1].finish_reason == "cancelled":
         raise typer.Exit(130)
 
 
-def chat(
-    model: o.Model = None,
-    drafter: o.DrafterName = "auto",
-    option: o.DrafterOption = None,
-    drafter_path: o.DrafterPath = None,
-    dtype: o.Dtype = None,
-    device: o.Device = None,
-    max_new_tokens: o.MaxNew = 1024,
-    temperature: o.Temperature = 0.0,
-    top_k: o.TopK = 0,
-    top_p: o.TopP = 1.0,
-    min_p: o.MinP = 0.0,
-    seed: o.Seed = None,
-    max_draft: o.MaxDraft = None,
-    accept: o.Accept = "match",
-    system: Annotated[str | None, typer.Option(help="A system message.")] = None,
-    compile: o.Compile = False,
-    trust_remote_code: o.Trust = False,
-) -> None:
-    """Talk with a model. An empty line or Ctrl-D ends the conversation, Ctrl-C the answer."""
-    llm = open_llm(model, drafter, o.with_path(option, drafter_path), dtype, device, trust_remote_code, compile)
-    conversation = llm.chat(system)
-    while True:
-        try:
-            said = out.input("[bold]> [/bold]")
-        except (EOFError, KeyboardInterrupt):
-            break
-        if not said.strip():
-            break
-        try:
-            stream = conversation.stream(
-                said,
-                max_new_tokens=max_new_tokens,
-                temperature=temperature,
-                top_k=top_k,
-                top_p=top_p,
-                min_p=min_p,
-                seed=seed,
-                max_draft=max_draft,
-                accept=accept,
-            )
-            say(stream)
-        except SlipstreamError as error:  # a turn that can't be answered must not end the conversation
-            err.print(f"[red]{escape(str(error))}[/red]")
-            continue
-        if stream.stats:
-            err.print(f"[dim]{status(stream.stats, accept)}[/dim]")
-    out.print()
+def tell_steps(llm: LLM, drafter: str, result: Result) -> None:
+    """What was decided at each step, in words."""
+    from slipstream.trace.explain import explain as in_words
+
+    if parts := getattr(llm.engine.drafter, "parts", None):
+        err.print(f"{drafter} can ask {', '.join(parts)}", markup=False)
+    for sentence in in_words(result.trace or []):
+        err.print(sentence, markup=False)
+
+
+def tell_logprobs(llm: LLM, result: Result) -> None:
+    """A line for each token: its log probability, and the likeliest ones at its place."""
+    from slipstream.trace.record import readable
+
+    for entry in result.logprobs or []:
+        likeliest = "  ".join(f"{readable(llm.tokenizer, token)!r} {value:.2f}" for token, value in entry.top.items())
+        said = f"{readable(llm.tokenizer, entry.token)!r:16} {entry.logprob:8.2f}"
+        err.print(f"{said}   likeliest: {likeliest}" if likeliest else said, markup=False)
 
 
 def trace(
     prompt: Annotated[str | None, typer.Argument(help="What to answer; - reads it from standard input.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write the page here. Default: trace.html.")] = None,
     jsonl: Annotated[Path | None, typer.Option(help="Write the trace itself here, line by line.")] = None,
-    source: Annotated[Path | None, typer.Option("--from", help="Show a trace that was recorded before.")] = None,
+    source: Annotated[
+        list[Path] | None,
+        typer.Option("--from", help="Show a trace that was recorded before; given twice, two side by side."),
+    ] = None,
+    against: Annotated[
+        str | None, typer.Option(metavar="DRAFTER", help="Answer with this one too, and show both side by side.")
+    ] = None,
     model: o.Model = None,
     drafter: o.DrafterName = "auto",
     option: o.DrafterOption = None,
     drafter_path: o.DrafterPath = None,
+    head: o.Heads = None,
     dtype: o.Dtype = None,
     device: o.Device = None,
     max_new_tokens: o.MaxNew = 256,
@@ -160,50 +174,95 @@ def trace(
     trust_remote_code: o.Trust = False,
 ) -> None:
     """Answer a prompt and show what happened: one page, each token coloured by who drafted it."""
-    from slipstream.trace.page import read, write_page
+    from slipstream.trace.page import read
 
-    if (prompt is None) == (source is None):
+    if (prompt is None) == (not source):
         raise OptionError("give a prompt to answer, or --from a trace to show: one of them")
-    if source is not None:
-        lines = read(source)
-    else:
-        llm = open_llm(model, drafter, o.with_path(option, drafter_path), dtype, device, trust_remote_code, compile)
-        with line_writer(jsonl) as write:
-            stream = llm.stream(
-                sys.stdin.read() if prompt == "-" else prompt or "",
-                max_new_tokens=max_new_tokens,
-                temperature=temperature,
-                top_p=top_p,
-                seed=seed,
-                max_draft=max_draft,
-                prediction=o.read_text(prediction),
-                drafters=drafters,
-                accept=accept,
-                template=not raw,
-                trace=write or True,
-            )
-            say(stream)
-            if stream.stats is None:
-                raise typer.Exit(130)
-            err.print(f"[dim]{status(stream.stats, accept)}[/dim]")
-            lines = stream.result.trace or []
-    if html is not None or jsonl is None:
-        html = html or Path("trace.html")
-        write_page(lines, html)
-        err.print(f"wrote {html}")
+    if source and (len(source) > 2 or against is not None):
+        raise OptionError("a page shows one trace or two: give --from twice at most, and --against with a prompt")
+    if html is None and jsonl is None:
+        html = Path("trace.html")
+    named = jsonl.with_suffix(f".{against}{jsonl.suffix}") if jsonl and against else None
+    check_writable(html, jsonl, named)
+    if source:
+        tell_page([read(file) for file in source], html)
+        return
+    if against is not None:
+        registry.find(against)  # a misspelt name should not cost a model's loading time
+        seed = randbits(32) if seed is None else seed  # both draw the same
+    asked = {
+        "prompt": o.read_prompt(prompt or ""),
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "seed": seed,
+        "max_draft": max_draft,
+        "accept": accept,
+        "template": not raw,
+    }
+    wishes = {"prediction": o.read_text(prediction), "drafters": drafters}
+    with busy("loading the model"):
+        o.check_decoding(max_new_tokens, accept, max_draft, temperature=temperature, top_p=top_p)
+    llm = open_llm(model, drafter, o.with_path(option, drafter_path, head), dtype, device, trust_remote_code, compile)
+    other = None
+    if against is not None:
+        other = type(llm)(llm.model, llm.tokenizer, against, compile=compile)
+        other.generate("Hello!", max_new_tokens=2)  # a model's first steps are slow, whoever drafts
+    with line_writer(jsonl) as write, line_writer(named) as write_other:
+        traces = [recorded(llm, write, asked | wishes)]
+        if other is not None:
+            taken = {name: wish for name, wish in wishes.items() if name in other.engine.drafter.takes}
+            traces.append(recorded(other, write_other, asked | taken))
+        tell_page(traces, html)
+
+
+def tell_page(traces: list[list[dict[str, Any]]], html: Path | None) -> None:
+    from slipstream.trace.page import write_page
+
+    if html is not None:
+        write_page(traces[0], html, traces[1] if len(traces) > 1 else None)
+        err.print(f"wrote {html}", markup=False)
+
+
+def recorded(llm: LLM, write: Any, asked: dict[str, Any]) -> list[dict[str, Any]]:
+    """Answer aloud; the lines of the trace, each of which is written at once if there is somebody to write it."""
+    stream = llm.stream(**asked, trace=write or True)
+    say(stream)
+    if stream.stats is None:
+        raise typer.Exit(130)
+    err.print(f"[dim]{status(stream.stats, asked['accept'], stream.result.finish_reason)}[/dim]")
+    return stream.result.trace or []
 
 
 @contextmanager
 def line_writer(path: Path | None) -> Iterator[Any]:
-    """A function that appends JSON lines to a new file, each on the disk before the next; None without a path."""
+    """A function that writes JSON lines to a new file, each on the disk before the next; None without a path.
+
+    A line that can't be written costs the lines after it, but not the answer: it is told at the end.
+    """
     if path is None:
         yield None
         return
-    with path.open("w", encoding="utf-8") as file:
+    file: Any = None  # opened with the first line: until then, a file that was there before stays as it is
+    failed: OSError | None = None
 
-        def write(line: dict[str, Any]) -> None:
-            file.write(json.dumps(line, ensure_ascii=False) + "\n")
-            file.flush()
+    def write(line: dict[str, Any]) -> None:
+        nonlocal file, failed
+        if failed is None:
+            try:
+                file = file or path.open("w", encoding="utf-8")
+                file.write(json.dumps(line, ensure_ascii=False) + "\n")
+                file.flush()
+            except OSError as error:
+                failed = error
 
+    try:
         yield write
-    err.print(f"wrote {path}")
+    finally:
+        if file is not None:
+            with suppress(OSError):  # what could not be written before can't be written now
+                file.close()
+    if failed is not None:
+        with told(path):
+            raise failed
+    err.print(f"wrote {path}", markup=False)

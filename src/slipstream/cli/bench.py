@@ -10,16 +10,18 @@ from rich.console import Console
 from rich.markup import escape
 
 from slipstream.cli import options as o
-from slipstream.cli.terminal import busy, ensure_embedded, err, out, progress_bars
+from slipstream.cli.terminal import busy, check_place, ensure_embedded, err, out, progress_bars
+from slipstream.errors import SlipstreamError
+from slipstream.files import check_folder, check_writable, write_text
 
 
 def bench(
     prompts: Annotated[Path | None, typer.Option(help="A file of prompts. Default: the built-in ones.")] = None,
-    limit: Annotated[int | None, typer.Option(help="Use this many, spread over the categories.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Ask this many questions, spread over the categories.")] = None,
     categories: Annotated[str | None, typer.Option(help="Use these alone, separated by commas.")] = None,
     contestants: Annotated[
         str, typer.Option("--contestants", "-c", help="Drafters, and hf, hf-pld, hf-assisted; separated by commas.")
-    ] = "none,pld,hf,hf-pld",
+    ] = "none,auto,pld,hf,hf-pld",
     sweep: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME=1,2,4", help="Run every drafter that has this option with each value."),
@@ -34,7 +36,10 @@ def bench(
     seed: Annotated[int, typer.Option(help="For sampled runs.")] = 0,
     repeats: Annotated[int, typer.Option(help="How often everything is measured.")] = 3,
     batch: Annotated[int, typer.Option(help="Prompts answered together.")] = 1,
-    out_json: Annotated[Path | None, typer.Option("--json", help="Also write the JSON document here.")] = None,
+    out_json: Annotated[
+        Path | None,
+        typer.Option("--json", help="Print the JSON document last, and write it to this file too (-: to none)."),
+    ] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page with charts here.")] = None,
     record: Annotated[Path | None, typer.Option(help="Keep plain runs in this folder, to replay drafters on.")] = None,
     replay: Annotated[Path | None, typer.Option(help="Try drafters on a recording, without the target.")] = None,
@@ -49,6 +54,12 @@ def bench(
         for said in compare_files(*compare):
             out.print(escape(said))
         return
+    check_writable(html, None if out_json == Path("-") else out_json)
+    if record is not None:
+        check_folder(record)
+    o.at_least(1, repeats=repeats, batch=batch, limit=limit)
+    with busy("loading the model"):
+        o.check_decoding(max_new_tokens, temperature=temperature, top_p=top_p)
     names, drafter_options = o.sweep_contestants(contestants.split(","), sweep or [])
     if replay is not None:
         from slipstream.bench.replay import Recording
@@ -66,6 +77,8 @@ def bench(
         categories.split(",") if categories else None,
         limit,
     )
+    with busy("loading the model"):
+        check_place(dtype, device)
     if model is None:
         ensure_embedded()
     with busy("loading the model"):
@@ -97,7 +110,10 @@ def bench(
 
 
 def tell(rows: Any, document: dict[str, Any], html: Path | None, out_json: Path | None) -> None:
-    """A benchmark's results: the table, the files asked for, and the JSON line last."""
+    """A benchmark's results: the table, the files asked for, and with --json the JSON line last.
+
+    It is printed as well where a file can't be written: what was measured is not lost.
+    """
     from slipstream.bench.page import write_page
     from slipstream.bench.report import line, stages, table
 
@@ -107,9 +123,15 @@ def tell(rows: Any, document: dict[str, Any], html: Path | None, out_json: Path 
         wide.print(said, markup=False)
     if document["missing"]:
         err.print(f"[yellow]{document['missing']}[/yellow]")
-    if html is not None:
-        write_page(document, html)
-        err.print(f"wrote {html}")
+    try:
+        if out_json is not None and out_json != Path("-"):
+            write_text(out_json, line(document) + "\n")
+            err.print(f"wrote {out_json}", markup=False)
+        if html is not None:
+            write_page(document, html)
+            err.print(f"wrote {html}", markup=False)
+    except SlipstreamError:
+        print(line(document), flush=True)
+        raise
     if out_json is not None:
-        out_json.write_text(line(document) + "\n", encoding="utf-8")
-    print(line(document), flush=True)
+        print(line(document), flush=True)

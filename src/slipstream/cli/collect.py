@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 
 from slipstream.cli import options as o
-from slipstream.cli.terminal import busy, counting_bars, ensure_embedded, err, out
+from slipstream.cli.terminal import busy, check_place, counting_bars, ensure_embedded, err, out
+from slipstream.files import check_writable
 
 
 def collect(
@@ -34,6 +35,11 @@ def collect(
     """Let the target answer prompts, to train a head on. Interrupted, the same command goes on where it stopped."""
     from slipstream.training.prompts import read_questions
 
+    check_writable(out_file)
+    o.at_least(1, batch=batch, limit=limit, rounds=rounds)
+    with busy("loading the model"):
+        o.check_decoding(max_new_tokens, temperature=temperature, top_p=top_p)
+        check_place(dtype, device)
     with busy("reading the prompts"):
         questions = read_questions(prompts, system, rounds, limit)
     if model is None:

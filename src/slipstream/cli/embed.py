@@ -12,7 +12,7 @@ import typer
 
 from slipstream.cli import options as o
 from slipstream.cli.store import Collection, Folder, load_encoder
-from slipstream.cli.terminal import busy, counting_bars, err, out
+from slipstream.cli.terminal import busy, check_place, counting_bars, err, out
 
 if TYPE_CHECKING:
     from slipstream.datastores.store import Store
@@ -26,7 +26,7 @@ def embed(
         typer.Option("--answers", help="Add what `slipstream collect` wrote first; makes the store. Repeatable."),
     ] = None,
     collection: Collection = "default",
-    dims: Annotated[int | None, typer.Option(help="Numbers of a vector: 32, 64, 96, 128. Default: 64.")] = None,
+    dims: Annotated[int | None, typer.Option(help="Numbers of a vector, as 32, 64, 96 or 128. Default: 64.")] = None,
     window: Annotated[int, typer.Option(help="Tokens that the model reads at a time.")] = 1024,
     overlap: Annotated[int, typer.Option(help="Tokens that a window repeats of the one before.")] = 256,
     sample: Annotated[int, typer.Option(help="Positions that the transform is fitted on.")] = 1_000_000,
@@ -45,18 +45,17 @@ def embed(
     """
     from slipstream.datastores.dense.build import Settings
     from slipstream.datastores.dense.build import embed as read
-    from slipstream.datastores.dense.manifest import FOLDER, NAME, read_manifest
     from slipstream.datastores.store import Store
 
+    o.at_least(1, workers=workers)
+    check_place(dtype, device)
+    settings = Settings(dims, window, overlap, sample, batch_tokens)
     if answers:
         _add(folder, answers, collection, model)
     with Store.open(folder) as store:
         model = model or store.manifest.notes.get("model")
         _, _, fingerprint = load_encoder(model)
         store.expect(fingerprint)
-        if dims is None and (folder / FOLDER / NAME).exists():
-            dims = read_manifest(folder / FOLDER).dims
-        settings = Settings(dims or 64, window, overlap, sample, batch_tokens)
         loads = [Load(model, dtype, place, trust_remote_code) for place in _devices(device, workers)]
         with _bar() as progress:
             try:

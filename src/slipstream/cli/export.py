@@ -18,14 +18,20 @@ def export(
         str | None,
         typer.Option(help="speculators: EAGLE-3 as vLLM loads it. Default: the head's own published layout."),
     ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="Of what is written: float32, bfloat16 or float16. Default: as the head is.")
+    ] = None,
     model: o.Model = None,
     trust_remote_code: o.Trust = False,
 ) -> None:
     """Write a head in the layout it is published in, with everything that it shares with its target."""
     from slipstream.errors import OptionError
 
-    if out_folder.exists() and any(out_folder.iterdir()):
+    if out_folder.exists() and (not out_folder.is_dir() or any(out_folder.iterdir())):
         raise OptionError(f"{out_folder} is there already: name a new folder")
+    from slipstream.target.loading import to_dtype
+
+    wanted = to_dtype(dtype or "auto")
     if model is None:
         ensure_embedded()
     with busy("loading the model"):
@@ -33,6 +39,6 @@ def export(
         from slipstream.target import load_model
 
         target, _ = load_model(model, device="cpu", trust_remote_code=trust_remote_code)
-        found = load_head(head, target)
+        found = load_head(head, target, wanted)
     export_head(found, out_folder, layout)
     out.print(f"wrote {found.kind} for {found.config.target or 'its target'} to {out_folder}", markup=False)

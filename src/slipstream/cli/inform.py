@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
-import re
-from dataclasses import fields
+import shutil
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -12,33 +11,47 @@ from rich.markup import escape
 
 from slipstream.cli import options as o
 from slipstream.cli.terminal import ensure_embedded, open_llm, out
+from slipstream.errors import OptionError
 
 
 def drafters() -> None:
     """What can draft, and its options."""
     from slipstream import drafters as registry
+    from slipstream.cli.listing import about
 
     for name in registry.names():
-        kind = registry.find(name)
-        out.print(f"[bold]{name}[/bold]  {(kind.__doc__ or '').strip().splitlines()[0]}")
-        comments = comments_of(kind.Options)
-        for field in fields(kind.Options):
-            out.print(f"    {field.name}={field.default}  [dim]{escape(comments.get(field.name, ''))}[/dim]")
+        sentence, options = about(name)
+        out.print(f"[bold]{name}[/bold]  {escape(sentence)}")
+        for option in options:
+            out.print(f"    {option.name}={escape(option.default)}  [dim]{escape(option.comment)}[/dim]")
 
 
 def models(
-    remove: Annotated[bool, typer.Option("--remove", help="Delete the converted embedded model.")] = False,
+    names: Annotated[list[str] | None, typer.Argument(help="Which of them. Default: all.")] = None,
+    remove: Annotated[
+        bool, typer.Option("--remove", help="Delete them. They are converted again when needed.")
+    ] = False,
 ) -> None:
-    """Fetch and convert the embedded model, and say where it lies."""
+    """Converted models, the embedded one and GGUF files, and where they lie. The embedded one is fetched if need be."""
+    from slipstream import converted
+
+    if not names and not remove:
+        ensure_embedded()
+    kept = {name_of(folder): folder for folder in converted.listed()}
+    if unknown := set(names or []) - kept.keys():
+        has = ", ".join(kept) or "none"
+        raise OptionError(f"no converted model is called {', '.join(sorted(unknown))}: there is {has}")
+    for name in names or kept:
+        size = converted.size_of(kept[name])
+        if remove:
+            shutil.rmtree(kept[name])
+        out.print(f"{'removed ' if remove else ''}{name}  {size / 1e6:.0f} MB  {kept[name]}")
+
+
+def name_of(folder: Path) -> str:
     from slipstream import embedded
 
-    if remove:
-        embedded.remove()
-        out.print(f"removed {embedded.folder()}")
-        return
-    ensure_embedded()
-    size = sum(f.stat().st_size for f in embedded.folder().iterdir())
-    out.print(f"{embedded.NAME}  {size / 1e6:.0f} MB  {embedded.folder()}")
+    return embedded.NAME if folder == embedded.folder() else folder.name
 
 
 def demo(
@@ -52,13 +65,6 @@ def demo(
     """A race: the same prompt with and without speculation, side by side."""
     from slipstream.demo import PROMPT, race
 
+    o.at_least(1, max_new_tokens=max_new_tokens)
     llm = open_llm(model, drafter, option, dtype, device, False)
     race(llm, PROMPT, drafter, max_new_tokens, out)
-
-
-def comments_of(kind: type) -> dict[str, str]:
-    """The comment beside each field: the one place where an option is explained."""
-
-    lines = inspect.getsource(kind).splitlines()
-    found = (re.match(r"\s+(\w+): .*?#\s*(.+)$", line) for line in lines)
-    return {m[1]: m[2] for m in found if m}

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from slipstream.errors import OptionError
+from slipstream.errors import OptionError, PromptError
 
 Model = Annotated[
     str | None,
-    typer.Option("--model", "-m", help="A hub id, a folder or a .gguf file. Default: the embedded model."),
+    typer.Option(
+        "--model",
+        "-m",
+        help="A hub id, a folder (a model's or an adapter's) or a .gguf file. Default: the embedded one.",
+    ),
 ]
 DrafterName = Annotated[str, typer.Option("--drafter", "-d", help="Who drafts: see `slipstream drafters`.")]
 DrafterOption = Annotated[
@@ -26,6 +31,12 @@ Temperature = Annotated[float, typer.Option("--temperature", "-t", help="0 is gr
 TopK = Annotated[int, typer.Option(help="Sample among the k most probable tokens; 0: all.")]
 TopP = Annotated[float, typer.Option(help="Sample among the fewest tokens that together have this probability.")]
 MinP = Annotated[float, typer.Option(help="Leave out tokens below this share of the best one's probability.")]
+RepetitionPenalty = Annotated[
+    float | None,
+    typer.Option(help="Above 1: less of what prompt and answer hold already. Default: the model's own, mostly 1."),
+]
+PresencePenalty = Annotated[float, typer.Option(help="Taken off the logit of every token that the answer holds.")]
+FrequencyPenalty = Annotated[float, typer.Option(help="The same, as often as the answer holds it.")]
 Seed = Annotated[int | None, typer.Option(help="The same seed gives the same text; under match, with any drafter.")]
 MaxDraft = Annotated[
     int | None,
@@ -42,12 +53,17 @@ Compile = Annotated[bool, typer.Option("--compile", help="On a GPU: compile each
 DrafterPath = Annotated[
     str | None, typer.Option("--drafter-path", help="A trained head: a folder or a hub id. Default: the one shipped.")
 ]
+Heads = Annotated[
+    list[str] | None,
+    typer.Option("--head", metavar="FOLDER", help="A trained head that auto asks too. Repeatable. See `heads add`."),
+]
 Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")]
 
 
-def with_path(option: list[str] | None, drafter_path: str | None) -> list[str]:
-    """A drafter's options, the folder of its head among them."""
-    return [*(option or []), *([f"drafter_path={drafter_path}"] if drafter_path is not None else [])]
+def with_path(option: list[str] | None, drafter_path: str | None, heads: list[str] | None = None) -> list[str]:
+    """A drafter's options, the folder of its head, or those of auto's, among them."""
+    path = [f"drafter_path={drafter_path}"] if drafter_path is not None else []
+    return [*(option or []), *path, *([f"heads={','.join(heads)}"] if heads else [])]
 
 
 def parse_options(kind: type, given: list[str]) -> dict[str, Any]:
@@ -73,6 +89,39 @@ def parse_options(kind: type, given: list[str]) -> dict[str, Any]:
     return options
 
 
+def at_least(least: int, **numbers: int | None) -> None:
+    """Refuse the first number below `least`, by the name of its option; None was not given."""
+    for name, value in numbers.items():
+        if value is not None and value < least:
+            option = name.replace("_", "-")
+            raise OptionError(f"--{option} {value} is out of range: it must be at least {least}")
+
+
+def check_decoding(max_new_tokens: int, accept: str = "match", max_draft: int | None = None, **sampling: Any) -> None:
+    """Refuse what no answer can be asked for with, before a model is loaded."""
+    at_least(1, max_new_tokens=max_new_tokens)
+    at_least(0, max_draft=max_draft)
+    from slipstream.accept import make_rule
+    from slipstream.sampling import Sampling
+
+    make_rule(accept)
+    Sampling(**{name: value for name, value in sampling.items() if value is not None})
+
+
+def read_prompt(given: str) -> str:
+    """A prompt, or for - what standard input holds."""
+    try:
+        if given == "-":
+            sys.stdin.reconfigure(encoding="utf-8", errors="strict")  # type: ignore[union-attr]
+            given = sys.stdin.read()
+        given.encode()  # an argument that is not UTF-8 arrives with characters that nothing can encode
+    except (UnicodeDecodeError, UnicodeEncodeError) as error:
+        raise PromptError(f"the prompt is not UTF-8 text ({error.reason}): convert it first, as with iconv") from error
+    if not given:
+        raise PromptError("the prompt is empty: give some text to answer or to continue")
+    return given
+
+
 def read_text(file: Path | None) -> str | None:
     try:
         return None if file is None else file.read_text(encoding="utf-8")
@@ -83,8 +132,8 @@ def read_text(file: Path | None) -> str | None:
 def schema_text(given: str | None) -> str | None:
     if given and not given.lstrip().startswith(("{", "[")):
         try:
-            return Path(given).read_text()
-        except OSError as error:
+            return Path(given).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
             raise OptionError(f"--json-schema {given!r} is neither JSON nor a readable file: {error}") from error
     return given
 

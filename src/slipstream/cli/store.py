@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
-from slipstream.cli.terminal import busy, ensure_embedded, err, out
+from slipstream.cli.terminal import busy, counting_bars, ensure_embedded, err, out
 from slipstream.errors import OptionError
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def build(
     dedup: Dedup = False,
     collection: Collection = "default",
     segment_tokens: Annotated[
-        int, typer.Option(help="Tokens of a segment at most: building takes 10 bytes of memory for each.")
+        int, typer.Option(help="Tokens of a segment at most: building takes 5 bytes of memory for each.")
     ] = 1 << 27,
 ) -> None:
     """Make a store. Interrupted, the same command goes on where it stopped."""
@@ -133,8 +133,7 @@ def search(
     from slipstream.datastores.store import Store
 
     with Store.open(folder) as store:
-        encoder, _, fingerprint = load_encoder(model or store.manifest.notes.get("model"))
-        store.expect(fingerprint)
+        encoder = own_encoder(store, model or store.manifest.notes.get("model"))
         tokens = encoder.encode([text])[0]
         if not len(tokens):
             raise OptionError("the text is empty: give at least a word")
@@ -217,14 +216,27 @@ def load_encoder(model: str | None) -> tuple[Any, int, str]:
         return Encoder(tokenizer), vocabulary, tokenizer_fingerprint(tokenizer)
 
 
+def own_encoder(store: Store, model: str | None) -> Any:
+    """The encoder that a store was made with: from the tokenizer's file alone, if that gives the same ids, since
+    transformers takes seconds to load."""
+    from slipstream import embedded
+    from slipstream.datastores.encoding import Encoder, FileTokenizer, tokenizer_fingerprint
+
+    file = (Path(model) if model else embedded.folder()) / "tokenizer.json"
+    if file.is_file():
+        tokenizer = FileTokenizer(file)
+        if tokenizer_fingerprint(tokenizer) == store.manifest.tokenizer:
+            return Encoder(tokenizer)
+    encoder, _, fingerprint = load_encoder(model)
+    store.expect(fingerprint)
+    return encoder
+
+
 def fill(store: Store, found: Any, encoder: Any, collection: str, field: str | None, dedup: bool) -> None:
     """Read sources into a store, with a bar that tells rate and time left."""
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
     from slipstream.datastores.ingest import ingest
 
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=err, disable=not err.is_terminal) as bars:
+    with counting_bars(counts=False) as bars:
         task = bars.add_task("reading", total=None)
 
         def progress(done: int, of: int, tokens: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -30,14 +30,18 @@ def open_llm(
     device: str | None,
     trust: bool,
     compile: bool = False,
+    shown: bool = True,
 ) -> LLM:
-    """The model and drafter that the options name; a misspelt one is refused before anything is loaded."""
+    """The model and drafter that the options name; a misspelt one is refused before anything is loaded. shown: whether
+    the screen is free to tell that it takes a while."""
     from slipstream import drafters as registry
 
-    options = parse_options(registry.find(drafter).Options, option or [])
+    with busy("loading the model"):
+        options = parse_options(registry.find(drafter).Options, option or [])
+        check_place(dtype, device)
     if model is None:
         ensure_embedded()
-    with busy("loading the model"):
+    with busy("loading the model") if shown else nullcontext():
         from slipstream.llm import load
 
         llm = load(
@@ -45,6 +49,14 @@ def open_llm(
         )
     show_with(busy)
     return llm
+
+
+def check_place(dtype: str | None, device: str | None) -> None:
+    """Refuse a precision or a device that is not there, before a model is fetched and read."""
+    from slipstream.target.loading import to_device, to_dtype
+
+    to_device(device)
+    to_dtype(dtype or "auto")
 
 
 def ensure_embedded() -> None:
@@ -59,7 +71,7 @@ def ensure_embedded() -> None:
         tasks: dict[str, Any] = {}
         labels = {
             "fetch": "fetching the embedded model (98 MB)",
-            "convert": "converting it once (about 30 s)",
+            "convert": "converting it once (about 10 s)",
         }
 
         def progress(stage: str, share: float) -> None:
@@ -96,7 +108,8 @@ def say(stream: Any) -> None:
     print(flush=True)
 
 
-def status(stats: Stats, accept: str) -> str:
+def status(stats: Stats, accept: str, finish: str | None = None) -> str:
+    """One line: what was written, how fast, by whom; and finish, why it ended (stop, length, cancelled)."""
     from slipstream.accept import RULES
 
     exact = "exact" if stats.exact else "same rule, rounding may differ"
@@ -104,12 +117,12 @@ def status(stats: Stats, accept: str) -> str:
         exact = f"LOSSY ({accept})"
     return (
         f"{stats.new_tokens} tokens in {stats.seconds:.2f} s · {stats.tokens_per_second:.1f} tokens/s · "
-        f"{stats.tokens_per_step:.2f} tokens/step · {stats.drafter} · {exact}"
+        f"{stats.tokens_per_step:.2f} tokens/step · {stats.drafter} · {exact}" + f" · finish: {finish}" * bool(finish)
     )
 
 
-def counting_bars(shown: bool = True, **options: Any) -> Progress:
-    """Bars with counts, time taken and time left."""
+def counting_bars(shown: bool = True, counts: bool = True, **options: Any) -> Progress:
+    """Bars with time taken and time left, and with counts; a line for every tenth where there is no terminal."""
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
@@ -122,11 +135,27 @@ def counting_bars(shown: bool = True, **options: Any) -> Progress:
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
-        MofNCompleteColumn(),
+        *([MofNCompleteColumn()] if counts else []),
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
-    return Progress(*columns, console=err, disable=not (shown and err.is_terminal), **options)
+    if not shown or err.is_terminal:
+        return Progress(*columns, console=err, disable=not shown, **options)
+
+    class Lines(Progress):
+        def update(self, task_id: Any, **changes: Any) -> None:
+            task = self.tasks[task_id]
+            before = tenths(task.completed, task.total)
+            super().update(task_id, **changes)
+            if (now := tenths(task.completed, task.total)) > before:
+                told = f"{task.completed:,.0f} of {task.total:,.0f}"
+                err.print(f"{task.description}: {now}0% ({told})", markup=False)
+
+    return Lines(*columns, console=err, disable=True, **options)
+
+
+def tenths(done: float, of: float | None) -> int:
+    return int(10 * done / of) if of else 0
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import typer
 
 from slipstream.cli import options as o
 from slipstream.cli.terminal import busy, counting_bars, ensure_embedded, err, out
+from slipstream.files import check_folder
 
 
 def train(
@@ -103,6 +104,7 @@ def train(
         eval_every=eval_every,
         save_every=save_every,
     )
+    check_folder(out_folder)
     processes = Processes(device)
     if model is None and processes.rank == 0:
         ensure_embedded()

@@ -12,7 +12,7 @@ import numpy as np
 from slipstream.datastores.encoding import tokenizer_fingerprint
 from slipstream.datastores.live import LiveText
 from slipstream.datastores.manifest import NAME
-from slipstream.datastores.runs import Runs
+from slipstream.datastores.runs import Runs, token_type
 from slipstream.datastores.search import Shape, draft
 from slipstream.datastores.store import Store
 from slipstream.drafters.base import DraftSession, Proposal, Seen
@@ -52,14 +52,23 @@ class RetrievalSession(DraftSession):
 def open_store(given: Any, target: Target, tokenizer: Any, write: bool) -> Store:
     """The store that a drafter's option names. One that is to learn is made if need be."""
     if isinstance(given, Store):
+        check_vocabulary(given, target)
         return given
     fingerprint = tokenizer_fingerprint(tokenizer) if tokenizer is not None else ""
     if write and not (Path(given) / NAME).exists():
         return Store.create(given, target.vocabulary, fingerprint)
     store = Store.open(given, write, fingerprint)
-    if store.manifest.vocabulary > target.vocabulary:
-        raise StoreError(
-            f"{given} holds ids up to {store.manifest.vocabulary - 1}, the model knows {target.vocabulary} ids: the "
-            "store was made with another tokenizer"
-        )
+    check_vocabulary(store, target)
     return store
+
+
+def check_vocabulary(store: Store, target: Target) -> None:
+    """Refuse a store that names tokens the model does not have, or has too few bits for those it has."""
+    ids = store.manifest.vocabulary
+    narrow = store.dtype.itemsize < token_type(target.vocabulary).itemsize
+    if ids > target.vocabulary or narrow:
+        bits = f" in {store.manifest.width} bits" if narrow else ""
+        raise StoreError(
+            f"{store.folder} holds ids up to {ids - 1}{bits}, the model knows {target.vocabulary} ids: the store was "
+            "made with another tokenizer"
+        )

@@ -6,9 +6,11 @@ import copy
 import hashlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+import tokenizers
 
 from slipstream.datastores.records import Document, text_size
 
@@ -34,6 +36,21 @@ def batches(
         total += size(document)
     if batch:
         yield batch
+
+
+class FileTokenizer:
+    """A tokenizer.json by itself: as much of a fast tokenizer as an Encoder needs, without transformers."""
+
+    is_fast = True
+
+    def __init__(self, path: Path) -> None:
+        self.backend_tokenizer = tokenizers.Tokenizer.from_file(str(path))
+
+    def get_vocab(self) -> dict[str, int]:
+        return self.backend_tokenizer.get_vocab(with_added_tokens=True)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self.backend_tokenizer.decode([int(i) for i in ids], skip_special_tokens=False))
 
 
 class Encoder:

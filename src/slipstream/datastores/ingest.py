@@ -8,13 +8,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from slipstream.datastores.encoding import Encoder, batches
+from slipstream.datastores.header import SourceEntry
 from slipstream.datastores.pages import checksum
 from slipstream.datastores.records import Document as Text
 from slipstream.datastores.records import read_documents, text_size
-from slipstream.datastores.segment import SourceEntry
 from slipstream.datastores.sources import Source
 from slipstream.datastores.store import DEFAULT, Document, Store
 
+BATCH = 1_000_000  # characters encoded at once: the tokenizer needs about a hundred bytes for each of its tokens
 Progress = Callable[[int, int, int], None]  # bytes read, bytes in all, tokens added
 
 
@@ -34,6 +35,8 @@ class Ingested:
 class _Piece:
     source: Source
     text: Text | None  # None marks the end of a source
+    number: int = 0  # of the text in its source
+    skip: int = 0  # tokens of it that are in the store already
 
     def size(self) -> int:
         return 0 if self.text is None else text_size(self.text)
@@ -51,11 +54,13 @@ def ingest(
 ) -> Ingested:
     """Add what is not in the store yet. A source that was read to its end is read again only if it has changed."""
     counts = Ingested()
-    seen = _hashes(store, collection) if deduplicate else None
     total, read = sum(s.size for s in sources), 0
-    for batch in batches(_pieces(store, sources, collection, field, counts, skips=seen is None), size=_Piece.size):
-        texts = [piece.text for piece in batch if piece.text is not None]
-        encoded = iter(encoder.encode(texts))
+    pieces = _pieces(store, sources, collection, field, counts)
+    seen: set[int] | None = None
+    for batch in batches(pieces, BATCH, size=_Piece.size):
+        if deduplicate and seen is None:  # after the first sources that had changed were removed
+            seen = _hashes(store, collection)
+        encoded = iter(encoder.encode([piece.text for piece in batch if piece.text is not None]))
         documents = []
         for piece in batch:
             if piece.text is None:
@@ -63,17 +68,16 @@ def ingest(
                 counts.sources += 1
                 read += piece.source.size
                 continue
-            tokens = next(encoded)
-            if seen is not None:
-                key = checksum(tokens.astype(store.dtype))
-                if key in seen:
-                    counts.duplicates += 1
-                    continue
-                seen.add(key)
-            for part in _parts(tokens, store.segment_tokens - 1):
-                documents.append(Document(part, piece.source.name))
+            for document in _documents(piece, next(encoded), store.segment_tokens - 1):
+                if seen is not None:
+                    key = checksum(np.asarray(document.tokens, store.dtype))
+                    if key in seen:
+                        counts.duplicates += 1
+                        continue
+                    seen.add(key)
+                documents.append(document)
                 counts.documents += 1
-                counts.tokens += len(part)
+                counts.tokens += len(document.tokens)
         store.extend(documents, collection, bulk=True)
         if progress is not None:
             progress(read, total, counts.tokens)
@@ -82,30 +86,34 @@ def ingest(
 
 
 def _pieces(
-    store: Store, sources: Sequence[Source], collection: str, field: str | None, counts: Ingested, skips: bool
+    store: Store, sources: Sequence[Source], collection: str, field: str | None, counts: Ingested
 ) -> Iterator[_Piece]:
-    """skips: go on behind the documents of an interrupted source that are stored. Where duplicates are left out, fewer
-    are stored than were read; then it is read again, and what is stored is a duplicate."""
+    """What is still to be read: of a source that was interrupted what comes behind the stored part, unless it has
+    changed since; then all of it, instead of what is stored."""
     known = store.sources(collection)
     for source in sources:
         entry = known.get(source.name, SourceEntry(source.name, 0, complete=False))
-        skip = entry.documents if skips and not entry.complete else 0
-        if entry.complete:
-            if (entry.size, entry.modified) == (source.size, source.modified):
-                counts.known += 1
-                continue
+        same = (entry.size, entry.modified) == (source.size, source.modified)
+        if entry.complete and same:
+            counts.known += 1
+            continue
+        if source.name in known and not same:
             store.remove(source.name, collection)
-            counts.replaced += 1
-        for i, text in enumerate(read_documents(source, field)):
-            if i >= skip:
-                yield _Piece(source, text)
+            counts.replaced += entry.complete
+            entry = SourceEntry(source.name, 0, complete=False)
+        for number, text in enumerate(read_documents(source, field)):
+            if number >= entry.texts:
+                yield _Piece(source, text, number, entry.tokens if number == entry.texts else 0)
         yield _Piece(source, None)
 
 
-def _parts(tokens: np.ndarray, limit: int) -> Iterator[np.ndarray]:
-    """A document that is longer than a segment can hold, in several."""
-    for start in range(0, len(tokens), limit):
-        yield tokens[start : start + limit]
+def _documents(piece: _Piece, tokens: np.ndarray, limit: int) -> Iterator[Document]:
+    """A text as a document, or as several if it is longer than a segment can hold. Each says how far its source was
+    read with it, so that reading can go on from there."""
+    for start in range(piece.skip, len(tokens), limit):
+        end = min(start + limit, len(tokens))
+        done = (piece.number + 1, 0) if end == len(tokens) else (piece.number, end)
+        yield Document(tokens[start:end], piece.source.name, read=(piece.source.size, piece.source.modified, *done))
 
 
 def _hashes(store: Store, collection: str) -> set[int]:

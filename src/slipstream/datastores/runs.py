@@ -3,7 +3,7 @@ mapped segments of a store, what was appended since, the text so far. One search
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +11,16 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from slipstream.datastores.sort import DEPTH, Positions, Tokens, context_key, separator, sort_positions
+from slipstream.datastores.sort import (
+    DEPTH,
+    Positions,
+    Tokens,
+    context_key,
+    count_positions,
+    separator,
+    sort_positions,
+    sorted_pieces,
+)
 
 EVERY = 32  # positions per key
 NONE = np.empty(0, np.int64)
@@ -35,6 +44,7 @@ class Run:
     keys: NDArray[np.uint64] | None = None
     checks: dict[str, Checks] = field(default_factory=dict)  # of tokens, positions and keys, if they are mapped
     dead: NDArray[np.int64] = field(default_factory=lambda: NONE)  # (2d,) starts and ends of removed text, ascending
+    vocabulary: int = 0  # ids from there on are no tokens, whatever a file says; 0: all but the separator are
 
     @classmethod
     def of(cls, documents: Sequence[Sequence[int] | NDArray[Any]], dtype: Any = np.uint16) -> Run:
@@ -67,7 +77,7 @@ def join(documents: Sequence[Sequence[int] | NDArray[Any]], dtype: Any) -> Token
 # The columns of the table that hands runs to compiled code: addresses and lengths. Of each section: where it lies, the
 # checksums of its pages, and which pages are known to be right.
 TOKENS, TOKEN_SUMS, TOKEN_SEEN, POSITIONS, POSITION_SUMS, POSITION_SEEN, KEYS, KEY_SUMS, KEY_SEEN = range(9)
-LENGTH, COUNT, DEAD, DEADS, COLUMNS = range(9, 14)
+LENGTH, COUNT, DEAD, DEADS, LIMIT, COLUMNS = range(9, 15)
 
 
 class Runs:
@@ -90,9 +100,23 @@ class Runs:
                     row[column + 2] = run.checks[name].seen.ctypes.data
             row[LENGTH], row[COUNT] = len(run.tokens), len(run.positions)
             row[DEAD], row[DEADS] = run.dead.ctypes.data, len(run.dead)
+            row[LIMIT] = min(run.vocabulary or separator(run.tokens), separator(run.tokens))
 
     def __len__(self) -> int:
         return sum(len(run) for run in self.runs)
+
+
+class Pieces:
+    """Positions in order, sorted a piece at a time, each with its keys."""
+
+    def __init__(self, tokens: Tokens) -> None:
+        self.tokens, self.count = tokens, count_positions(tokens)
+
+    def __iter__(self) -> Iterator[tuple[Positions, NDArray[np.uint64]]]:
+        done = 0
+        for positions in sorted_pieces(self.tokens):
+            yield positions, _keys(self.tokens, positions[-done % EVERY :: EVERY].copy())
+            done += len(positions)
 
 
 def keys_of(tokens: Tokens, positions: Positions) -> NDArray[np.uint64]:

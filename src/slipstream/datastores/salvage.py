@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Set
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,8 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from slipstream.datastores.header import SourceEntry, parse_sources, read_header
 from slipstream.datastores.pages import PAGE, checksum, page_sums
-from slipstream.datastores.segment import SourceEntry, read_header
 from slipstream.datastores.sort import Tokens, separator
 from slipstream.errors import StoreError
 
@@ -51,7 +50,18 @@ class Salvaged:
 
 def any_header(path: Path) -> dict[str, Any] | None:
     """The header of a segment file, from its first page or else from its last."""
-    if not path.exists():
+    found = _any_page(path)
+    return None if found is None else found[0]
+
+
+def header_sum(path: Path) -> str:
+    """What a manifest knows a segment by; empty: it has no header left."""
+    found = _any_page(path)
+    return "" if found is None else f"{int.from_bytes(found[1][12:20], 'little'):016x}"
+
+
+def _any_page(path: Path) -> tuple[dict[str, Any], bytes] | None:
+    if not path.is_file():
         return None
     with path.open("rb") as file:
         first = file.read(PAGE)
@@ -64,19 +74,21 @@ def any_header(path: Path) -> dict[str, Any] | None:
         except StoreError:
             continue
         if page is first or header["bytes"] == size:
-            return header
+            return header, page
     return None
 
 
 def salvage_segment(path: Path, header: dict[str, Any]) -> Salvaged:
     """Whatever is left of it."""
-    file = _File(np.memmap(path, np.uint8, "r"), header)
+    file = _File(np.fromfile(path, np.uint8), header)
     tokens, good = file.tokens()
     starts, ends, numbers = file.places(tokens, good)
     page = PAGE // tokens.itemsize
     bad_before = np.concatenate([[0], np.cumsum(~good)])  # (pages + 1,)
     whole = bad_before[(ends.astype(np.int64) - 1) // page + 1] == bad_before[starts.astype(np.int64) // page]
     sources = file.sources()
+    if numbers is not None and sources is not None and len(numbers) and numbers.max() >= len(sources):
+        numbers = None
     named = sources is not None and numbers is not None
     if sources is None or numbers is None:
         sources, numbers = [SourceEntry(SALVAGED, 0, complete=False)], np.zeros(len(starts), np.uint32)
@@ -108,7 +120,10 @@ class _File:
 
     def sources(self) -> list[SourceEntry] | None:
         data = self.section("sources")
-        return [SourceEntry(*s) for s in json.loads(data.tobytes())] if self.is_whole("sources", data) else None
+        try:
+            return parse_sources(Path(), data.tobytes()) if self.is_whole("sources", data) else None
+        except StoreError:
+            return None
 
     def tokens(self) -> tuple[Tokens, NDArray[np.bool_]]:
         """(n,) zeros where the file ends early, and (pages,) which are as they were written."""
@@ -142,6 +157,8 @@ class _File:
         if not self.is_whole("documents", table):
             return *found, None
         starts = table.view(np.uint32)[:count]
+        if count and (starts[-1] >= len(tokens) or (np.diff(starts.astype(np.int64)) <= 0).any()):
+            return *found, None
         return starts, np.append(starts, len(tokens))[1:] - 1, table.view(np.uint32)[count:]
 
 

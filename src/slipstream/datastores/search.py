@@ -16,6 +16,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
+from slipstream.datastores.mapping import missing, pages_missed
 from slipstream.datastores.pages import PAGE, xxh64
 from slipstream.datastores.runs import (
     COUNT,
@@ -26,6 +27,7 @@ from slipstream.datastores.runs import (
     KEY_SUMS,
     KEYS,
     LENGTH,
+    LIMIT,
     POSITION_SEEN,
     POSITION_SUMS,
     POSITIONS,
@@ -78,11 +80,13 @@ def draft(runs: Runs, text: NDArray[np.int32], shape: Shape, source: str = "") -
     """Continuations of `text`, whose last token is the root of the tree. A node's score is its conditional frequency
     among the matches, a match weighted by its length. Its raw score is how probable it is: a lone match of one token
     has no rival, and is seldom right."""
-    failed = np.zeros(3, np.int64)
+    failed, missed = np.zeros(3, np.int64), pages_missed()
     tokens, parents, raw, score, lengths, counts = _draft(
         runs.table, runs.width, text, shape.longest, shape.shortest, shape.matches, shape.length, shape.nodes,
         shape.fill, shape.random, shape.exact, failed,
     )  # fmt: skip
+    if pages_missed() != missed:
+        raise missing(", ".join(run.name for run in runs.runs if run.checks))
     if failed[0]:
         run = runs.runs[failed[0] - 1]
         part = ("tokens", "positions", "keys")[failed[1]]
@@ -105,7 +109,7 @@ def _pointer(_context, address):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def _fine(sums, seen, data, page):  # type: ignore[no-untyped-def]
-    """Check a page that was never read before."""
+    """Check a page that is not trusted yet."""
     content = carray(_pointer(data + page * PAGE), (PAGE,), np.uint8)
     if xxh64(content, np.uint64(0)) != carray(_pointer(sums), (page + 1,), np.uint64)[page]:
         return False
@@ -124,7 +128,11 @@ def _position(t, r, i, failed):  # type: ignore[no-untyped-def]
         ):
             failed[0], failed[1], failed[2] = r + 1, 1, page
             return np.int64(DEPTH)
-    return np.int64(carray(_pointer(t[r, POSITIONS]), (i + 1,), np.uint32)[i])
+    position = np.int64(carray(_pointer(t[r, POSITIONS]), (i + 1,), np.uint32)[i])
+    if position < DEPTH or position >= t[r, LENGTH]:  # whatever a file says, nothing outside of it is read
+        failed[0], failed[1], failed[2] = r + 1, 1, i * 4 // PAGE
+        return np.int64(DEPTH)
+    return position
 
 
 @njit(cache=True, nogil=True)
@@ -239,7 +247,8 @@ def _edge(t, r, width, query, inside, outside, n, exact, failed):  # type: ignor
     are known better afterwards. Of very many, a few at the edge don't matter: they count as shorter matches then."""
     if t[r, KEYS] != 0 and n <= 8 // width.itemsize:
         _narrow(t, r, width, query, inside, outside, n, failed)
-        if not exact and abs(outside[n] - inside) > MANY:
+        # Among removed ones, the few at the edge may be all that live.
+        if not exact and t[r, DEADS] == 0 and abs(outside[n] - inside) > MANY:
             return outside[n] + (EVERY if outside[n] < inside else -EVERY)
     beyond = outside[n]
     while abs(beyond - inside) > 1 and failed[0] == 0:
@@ -272,12 +281,37 @@ def _dead_among(t, begin, size, failed):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
+def _query(text, longest, limit):  # type: ignore[no-untyped-def]
+    """The end of a text, reversed: the last token first. No further back than to what can't be in a store."""
+    size = 0
+    while size < min(longest, len(text)) and text[len(text) - 1 - size] >= 0 and text[len(text) - 1 - size] < limit:
+        size += 1
+    return text[::-1][:size].copy()
+
+
+@njit(cache=True, nogil=True)
+def _living(t, begin, size, first, last, failed):  # type: ignore[no-untyped-def]
+    """Of the entries first..last of a shell the first that was not removed: its run and position, or -1."""
+    before = np.int64(0)
+    for shell in range(len(size)):
+        r = np.int64(shell // 2)
+        for i in range(max(first - before, 0), min(last - before, size[shell])):
+            p = _position(t, r, begin[shell] + i, failed)
+            if failed[0] != 0:
+                return r, np.int64(-1)
+            if t[r, DEADS] == 0 or not _is_dead(t, r, p):
+                return r, p
+        before += size[shell]
+    return np.int64(-1), np.int64(-1)
+
+
+@njit(cache=True, nogil=True)
 def _draft(t, width, text, longest, shortest, most, length, nodes, fill, random, exact, failed):  # type: ignore[no-untyped-def]
-    query = text[::-1][:longest].copy()  # reversed: the last token first
+    query = _query(text, longest, (np.int64(1) << (8 * width.itemsize)) - 1)
     owner, found, agreed = np.empty((3, most), np.int64)
     lengths, counts = np.empty((2, longest), np.int64)
     # Entries lo..hi of each run are taken; beyond them, the neighbours agree with the query in left and right tokens.
-    runs = len(t)
+    runs = len(t) if len(query) > 0 else 0
     lo, hi, left, right = np.empty((4, runs), np.int64)
     below, above = np.empty((2, runs, len(query) + 1), np.int64)
     for r in range(runs):
@@ -319,7 +353,9 @@ def _draft(t, width, text, longest, shortest, most, length, nodes, fill, random,
                 shell += 1
             r = shell // 2
             p = _position(t, r, begin[shell] + at - before, failed)
-            if t[r, DEADS] == 0 or not _is_dead(t, r, p):
+            if t[r, DEADS] > 0 and _is_dead(t, r, p):  # then any other one for which it stands
+                r, p = _living(t, begin, size, np.int64(j * spacing), np.int64((j + 1) * spacing), failed)
+            if p >= 0:
                 owner[taken], found[taken], agreed[taken] = r, p, n
                 taken += 1
     matches = owner[:taken], found[:taken], agreed[:taken]
@@ -363,7 +399,7 @@ def _next(t, width, matches, i, depth, length):  # type: ignore[no-untyped-def]
     if depth >= length or at >= t[r, LENGTH]:
         return np.int64(-1)
     token = np.int64(carray(_pointer(t[r, TOKENS]), (at + 1,), width.dtype)[at])
-    return np.int64(-1) if token == (np.int64(1) << (8 * width.itemsize)) - 1 else token
+    return np.int64(-1) if token >= t[r, LIMIT] else token
 
 
 @njit(cache=True, nogil=True)

@@ -8,7 +8,6 @@ positions page by page.
 from __future__ import annotations
 
 import json
-import mmap
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,26 +19,12 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from slipstream.datastores.header import PAGED, SECTIONS, SourceEntry, header_page, parse_sources, read_header
+from slipstream.datastores.mapping import Mapping, watching
 from slipstream.datastores.pages import PAGE, checksum, page_sums
-from slipstream.datastores.runs import Checks, Run, keys_of
-from slipstream.datastores.sort import DEPTH, Positions, Tokens, precedes, separator
+from slipstream.datastores.runs import EVERY, Checks, Pieces, Run, keys_of
+from slipstream.datastores.sort import DEPTH, Positions, Tokens, count_positions, precedes, separator
 from slipstream.errors import DamagedError
-
-MAGIC = b"SLIPSEG1"
-# In this order: what a cut-off file loses first can be made again.
-SECTIONS = ("sources", "documents", "tokens_sums", "positions_sums", "keys_sums", "tokens", "positions", "keys")
-PAGED = ("tokens", "positions", "keys")  # checked page by page
-
-
-@dataclass(frozen=True)
-class SourceEntry:
-    """Where documents came from, and how far it was read."""
-
-    name: str
-    documents: int
-    size: int = -1  # of the file, in bytes; -1 if it is no file
-    modified: int = -1  # of the file, in nanoseconds
-    complete: bool = True  # False: there may be more documents in it
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,49 +38,103 @@ class Content:
     starts: NDArray[np.uint32]  # (documents,) where each begins in tokens
     source: NDArray[np.uint32]  # (documents,) which of the sources each is from
     sources: list[SourceEntry]
-    # The log or the segments whose documents these are. Should the manifest be lost, this tells which files say the
-    # same thing twice.
-    made_from: tuple[str, ...] = ()
+    # The log or the segments whose documents these are, with their ids. Should the manifest be lost, this tells which
+    # files say the same thing twice.
+    made_from: tuple[tuple[str, str], ...] = ()
+    store: str = ""  # its id
+    generation: int = 0  # of the manifest when this was made
 
 
-def write_segment(path: Path, content: Content, positions: Positions) -> None:
-    """The file, whole and on the disk, or not at all."""
+def write_segment(path: Path, content: Content, positions: Pieces) -> None:
+    """The file, whole and on the disk, or not at all. positions: in pieces, each written before the next is asked for,
+    since they take twice the memory of the text."""
+    count = positions.count
+    lengths = {
+        "tokens": content.tokens.nbytes,
+        "positions": 4 * count,
+        "keys": 8 * -(-count // EVERY),
+    }
     parts: dict[str, NDArray[Any]] = {
         "sources": _bytes(json.dumps([list(vars(s).values()) for s in content.sources]).encode()),
         "documents": _bytes(np.stack([content.starts, content.source])),
-        "tokens": _bytes(content.tokens),
-        "positions": _bytes(positions),
-        "keys": _bytes(keys_of(content.tokens, positions)),
     }
-    for name in PAGED:
-        whole, rest = _pages(parts[name])
-        parts[name + "_sums"] = _bytes(np.concatenate([page_sums(whole), page_sums(rest)]))
+    sizes = {n: len(p) for n, p in parts.items()} | lengths
+    sizes |= {n + "_sums": 8 * -(-size // PAGE) for n, size in lengths.items()}
     offset, sections = PAGE, {}
     for name in SECTIONS:
-        sections[name] = [offset, len(parts[name])]
-        offset += -(-len(parts[name]) // PAGE) * PAGE
-    header = {
-        "collection": content.collection,
-        "tokenizer": content.tokenizer,
-        "vocabulary": content.vocabulary,
-        "width": content.tokens.itemsize * 8,
-        "documents": len(content.starts),
-        "made_from": content.made_from,
-        "bytes": offset + PAGE,
-        "sections": sections,
-        "checksums": {n: f"{checksum(parts[n]):016x}" for n in ("sources", "documents", "tokens_sums")},
-    }
+        sections[name] = [offset, sizes[name]]
+        offset += -(-sizes[name] // PAGE) * PAGE
     made = path.with_suffix(".making")
-    with made.open("wb") as file:
-        file.write(_header_page(header))
-        for name in SECTIONS:
-            file.write(parts[name].data)
-            file.write(b"\0" * (-len(parts[name]) % PAGE))
-        file.write(_header_page(header))  # once more: without it, nothing of a segment can be told
-        file.flush()
-        os.fsync(file.fileno())
-    made.rename(path)
+    try:
+        with made.open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, offset + PAGE)  # a full disk is found out here
+            into = _Sections(file.fileno(), sections)
+            for name in ("sources", "documents"):
+                into.write(name, parts[name])
+            into.write("tokens", _bytes(content.tokens))
+            for piece, keys in positions:
+                into.write("positions", _bytes(piece))
+                into.write("keys", _bytes(keys))
+            sums = {n: into.finish(n) for n in PAGED}
+            for name, array in sums.items():
+                into.write(name + "_sums", _bytes(array))
+            parts |= {n + "_sums": _bytes(array) for n, array in sums.items()}
+            page = header_page(
+                {
+                    "store": content.store,
+                    "generation": content.generation,
+                    "collection": content.collection,
+                    "tokenizer": content.tokenizer,
+                    "vocabulary": content.vocabulary,
+                    "width": content.tokens.itemsize * 8,
+                    "documents": len(content.starts),
+                    "made_from": content.made_from,
+                    "bytes": offset + PAGE,
+                    "sections": sections,
+                    "checksums": {n: f"{checksum(parts[n]):016x}" for n in parts},
+                }
+            )
+            for at in (0, offset):  # twice: without it, nothing of a segment can be told
+                os.pwrite(file.fileno(), page, at)
+            os.fsync(file.fileno())
+        made.rename(path)
+    except BaseException:
+        made.unlink(missing_ok=True)
+        raise
     sync_folder(path.parent)
+
+
+class _Sections:
+    """Sections that are written piece by piece, with the sums of their pages."""
+
+    def __init__(self, file: int, sections: dict[str, list[int]]) -> None:
+        self._file, self._at = file, {n: offset for n, (offset, _) in sections.items()}
+        self._rest = {n: np.empty(0, np.uint8) for n in PAGED}  # of a page that is not full yet
+        self._sums: dict[str, list[NDArray[np.uint64]]] = {n: [] for n in PAGED}
+
+    def write(self, name: str, data: NDArray[np.uint8]) -> None:
+        done = 0
+        while done < len(data):
+            done += os.pwrite(self._file, data[done : done + (1 << 30)].data, self._at[name] + done)
+        self._at[name] += len(data)
+        if name in PAGED:
+            if len(self._rest[name]):
+                fill = PAGE - len(self._rest[name])
+                page = np.concatenate([self._rest[name], data[:fill]])
+                if len(page) < PAGE:
+                    self._rest[name] = page
+                    return
+                self._sums[name].append(page_sums(page))
+                data = data[fill:]
+            whole = len(data) // PAGE * PAGE
+            self._sums[name].append(page_sums(data[:whole]))
+            self._rest[name] = data[whole:].copy()
+
+    def finish(self, name: str) -> NDArray[np.uint64]:
+        """(pages,) of all that was written; zeros fill the last."""
+        if len(self._rest[name]):
+            self._sums[name].append(page_sums(np.pad(self._rest[name], (0, PAGE - len(self._rest[name])))))
+        return np.concatenate([np.empty(0, np.uint64), *self._sums[name]])
 
 
 class Segment:
@@ -104,16 +143,19 @@ class Segment:
     def __init__(self, path: Path) -> None:
         self.path, self.name = path, path.name
         with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            self.header = read_header(path, file.read(PAGE))
-            if size != self.header["bytes"]:
+            there = os.fstat(file.fileno())
+            page = file.read(PAGE)
+            self.header = read_header(path, page)
+            self.sum = f"{int.from_bytes(page[12:20], 'little'):016x}"
+            if there.st_size != self.header["bytes"]:
                 raise DamagedError(
-                    f"{path} has {size} bytes instead of {self.header['bytes']}: `slipstream store repair` keeps the "
-                    "documents that are left whole"
+                    f"{path} has {there.st_size} bytes instead of {self.header['bytes']}: `slipstream store repair` "
+                    "keeps the documents that are left whole"
                 )
-            self._map = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+            self._map = Mapping(file.fileno(), there.st_size)
+        self._state = _state_of(there)
         # A search jumps: reading ahead would fetch a hundred pages for each that is wanted.
-        self._map.madvise(mmap.MADV_RANDOM)
+        self._map.advise("random")
         self.collection: str = self.header["collection"]
         self.dtype = np.dtype(f"<u{self.header['width'] // 8}")
         self.tokens: Tokens = self._section("tokens", self.dtype)
@@ -122,24 +164,54 @@ class Segment:
     def __len__(self) -> int:
         return len(self.tokens)
 
+    def trust_again(self, always: bool = False) -> None:
+        """Before a page that was checked is believed again: has the file been changed since? Then all are checked once
+        more. always: check them in any case, since a disk changes bytes without telling."""
+        now = _state_of(os.stat(self.path))
+        if now[:3] != self._state[:3]:
+            raise DamagedError(
+                f"{self.path} was replaced or cut off while it was in use: `slipstream store repair` keeps what is "
+                "whole"
+            )
+        if always or now != self._state:
+            for check in self.checks.values():
+                check.seen[:] = 0
+            self._state = now
+
     def _section(self, name: str, dtype: Any) -> NDArray[Any]:
         offset, size = self.header["sections"][name]
-        return np.frombuffer(self._map, dtype, size // np.dtype(dtype).itemsize, offset)
+        return self._map.array(dtype, size // np.dtype(dtype).itemsize, offset)
 
     def _whole(self, name: str, dtype: Any) -> NDArray[Any]:
-        """A section that is small enough to be checked as a whole."""
-        data = self._section(name, np.uint8)
+        """A section that is small enough to be checked as a whole. A copy: it is believed for long."""
+        with watching(self.path):
+            data = self._section(name, np.uint8).copy()
         if f"{checksum(data):016x}" != self.header["checksums"][name]:
             raise DamagedError(f"{self.path}: its {name} are damaged; `slipstream store repair` keeps its text")
         return data.view(dtype)
 
     @cached_property
     def sources(self) -> list[SourceEntry]:
-        return [SourceEntry(*entry) for entry in json.loads(self._whole("sources", np.uint8).tobytes())]
+        return parse_sources(self.path, self._whole("sources", np.uint8).tobytes())
+
+    @cached_property
+    def numbers(self) -> dict[str, int]:
+        """Of the sources, by their names."""
+        return {s.name: i for i, s in enumerate(self.sources)}
+
+    @cached_property
+    def _places(self) -> NDArray[np.uint32]:
+        """(2, documents) where each begins, and the number of its source."""
+        places = self._whole("documents", np.uint32).reshape(2, -1)
+        starts = places[0].astype(np.int64)
+        ordered = len(starts) == 0 or (starts[0] >= DEPTH and starts[-1] < len(self) and (np.diff(starts) > 0).all())
+        if not ordered or (len(starts) and places[1].max() >= len(self.sources)):
+            raise DamagedError(f"{self.path}: its documents lie outside its text: `slipstream store repair`")
+        return places
 
     @cached_property
     def starts(self) -> NDArray[np.uint32]:
-        return self._whole("documents", np.uint32)[: self.header["documents"]]
+        return self._places[0]
 
     @cached_property
     def ends(self) -> NDArray[np.uint32]:
@@ -148,7 +220,7 @@ class Segment:
 
     @cached_property
     def source(self) -> NDArray[np.uint32]:
-        return self._whole("documents", np.uint32)[self.header["documents"] :]
+        return self._places[1]
 
     @cached_property
     def checks(self) -> dict[str, Checks]:
@@ -159,7 +231,8 @@ class Segment:
     def run(self, removed: Sequence[str] = ()) -> Run:
         """To search it, without what came from the removed sources."""
         keys = self._section("keys", np.uint64)
-        return Run(self.tokens, self.positions, str(self.path), keys, self.checks, self.dead(removed))
+        dead, vocabulary = self.dead(removed), self.header["vocabulary"]
+        return Run(self.tokens, self.positions, str(self.path), keys, self.checks, dead, vocabulary)
 
     def dead(self, removed: Sequence[str]) -> NDArray[np.int64]:
         """(2d,) where the removed documents start and end."""
@@ -170,7 +243,8 @@ class Segment:
 
     def is_from(self, names: Sequence[str]) -> NDArray[np.bool_]:
         """(documents,) whether each is from one of the sources."""
-        chosen = np.array([s.name in set(names) for s in self.sources], np.bool_)
+        chosen = np.zeros(len(self.sources), np.bool_)
+        chosen[[self.numbers[name] for name in names if name in self.numbers]] = True
         return chosen[self.source] if len(chosen) else np.zeros(len(self.starts), np.bool_)
 
     def documents(self, removed: Sequence[str] = ()) -> Iterator[tuple[Tokens, str]]:
@@ -190,33 +264,40 @@ class Segment:
 
     def damaged_pages(self, name: str) -> list[int]:
         """Of tokens, positions or keys."""
-        self._map.madvise(mmap.MADV_SEQUENTIAL)
+        self._map.advise("sequential")
         offset, size = self.header["sections"][name]
         pages = -(-size // PAGE)
-        data = np.frombuffer(self._map, np.uint8, pages * PAGE, offset)
+        data = self._map.array(np.uint8, pages * PAGE, offset)
         bad: list[int] = []
         for first in range(0, pages, 4096):  # in pieces, so that a huge segment never is in memory as a whole
             last = min(first + 4096, pages)
             differs = page_sums(data[first * PAGE : last * PAGE]) != self.checks[name].sums[first:last]
             bad += (np.flatnonzero(differs) + first).tolist()
-        self._map.madvise(mmap.MADV_RANDOM)
+        self._map.advise("random")
         return bad
 
     def verify(self) -> list[str]:
         """Read everything: what is wrong, in words."""
         wrong = []
-        for name in ("sources", "documents", "tokens_sums"):
+        for name in self.header["checksums"]:
             try:
                 self._whole(name, np.uint8)
             except DamagedError as error:
                 wrong.append(str(error))
         try:
-            read_header(self.path, self._map[-PAGE:])
+            last = self._map.array(np.uint8, PAGE, self.header["bytes"] - PAGE).tobytes()
+            if read_header(self.path, last) != self.header:
+                raise DamagedError("it is another one")
         except DamagedError:
             wrong.append(f"{self.path}: its second header, at its end, is damaged; `slipstream store repair` renews it")
         for name in PAGED:
             if bad := self.damaged_pages(name):
                 wrong.append(f"{self.path}: {len(bad)} pages of its {name} are damaged, the first is {bad[0]}")
+        if not wrong:
+            try:
+                self._places  # noqa: B018
+            except DamagedError as error:
+                wrong.append(str(error))
         if not wrong:
             counts = np.bincount(self.source, minlength=len(self.sources)).tolist()
             if counts != [s.documents for s in self.sources]:
@@ -226,24 +307,15 @@ class Segment:
             at = _first_unsorted(self.tokens, self.positions, separator(self.tokens))
             if at >= 0:
                 wrong.append(f"{self.path}: its positions are not in order at {at}")
-            elif len(self.positions) != _sortable(self.tokens, separator(self.tokens)):
+            elif len(self.positions) != count_positions(self.tokens):
                 wrong.append(f"{self.path}: it has {len(self.positions)} positions, not one for each place in its text")
             elif not np.array_equal(self._section("keys", np.uint64), keys_of(self.tokens, self.positions)):
                 wrong.append(f"{self.path}: its keys are not those of its positions")
         return wrong
 
 
-def read_header(path: Path, page: bytes) -> dict[str, Any]:
-    """Page 0 of a segment file."""
-    length = int.from_bytes(page[8:12], "little")
-    told = int.from_bytes(page[12:20], "little")
-    body = page[20 : 20 + length]
-    if page[:8] != MAGIC or len(body) != length or checksum(body) != told:
-        raise DamagedError(
-            f"{path} does not begin with the header of a segment: `slipstream store repair` goes on without it"
-        )
-    header: dict[str, Any] = json.loads(body)
-    return header
+def _state_of(there: os.stat_result) -> tuple[int, ...]:
+    return there.st_dev, there.st_ino, there.st_size, there.st_ctime_ns
 
 
 def sync_folder(path: Path) -> None:
@@ -255,23 +327,8 @@ def sync_folder(path: Path) -> None:
         os.close(folder)
 
 
-def _header_page(header: dict[str, Any]) -> bytes:
-    body = json.dumps(header).encode()
-    page = MAGIC + len(body).to_bytes(4, "little") + checksum(body).to_bytes(8, "little") + body
-    assert len(page) <= PAGE, "the collection's name is limited so that the header fits"
-    return page.ljust(PAGE, b"\0")
-
-
 def _bytes(array: NDArray[Any] | bytes) -> NDArray[np.uint8]:
     return np.frombuffer(array, np.uint8) if len(array) else np.empty(0, np.uint8)
-
-
-def _pages(data: NDArray[np.uint8]) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-    """Whole pages, and the rest filled up with zeros to one more, or none."""
-    whole = len(data) // PAGE * PAGE
-    rest = np.zeros(PAGE if len(data) > whole else 0, np.uint8)
-    rest[: len(data) - whole] = data[whole:]
-    return data[:whole], rest
 
 
 @njit(cache=True, nogil=True)
@@ -300,11 +357,3 @@ def _first_unsorted(tokens, positions, sep):  # type: ignore[no-untyped-def]
         if i > 0 and not precedes(tokens, np.int64(positions[i - 1]), p, 0):
             return i
     return -1
-
-
-@njit(cache=True, nogil=True)
-def _sortable(tokens, sep):  # type: ignore[no-untyped-def]
-    count = 0
-    for p in range(DEPTH, len(tokens)):
-        count += tokens[p] != sep and tokens[p - 1] != sep
-    return count

@@ -4,12 +4,15 @@ The order is that of the reversed contexts: of two positions, the one whose prev
 tie the token before that decides, and so on for DEPTH tokens; then the smaller position. All positions that follow one
 n-gram are thus neighbours, for every n at once, and the neighbours of a text's end are its longest matches.
 
-A segment of n tokens needs 4n bytes of memory here besides the tokens themselves, and buffers of less than 2n bytes.
+Buckets of one previous token are sorted for themselves, a piece of the whole at a time, so a segment of n tokens needs
+about n bytes of memory here besides the tokens themselves.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import pairwise
 from os import sched_getaffinity
 from typing import Any
@@ -21,6 +24,7 @@ from numpy.typing import NDArray
 DEPTH = 32  # tokens of context that decide the order
 SMALL = 4  # groups up to this size are sorted by comparing whole contexts
 SHORT = 20  # pairs that are sorted by insertion
+PIECES = 4  # in which a large segment is sorted
 LARGE = 1 << 14  # larger ones are first spread by a digit
 DIGITS = 1 << 16
 
@@ -42,9 +46,15 @@ def sort_positions(tokens: Tokens, threads: int | None = None) -> Positions:
 
     `tokens` begin with DEPTH separators, so that no context reaches beyond the array.
     """
+    return np.concatenate([np.empty(0, np.uint32), *sorted_pieces(tokens, threads)])
+
+
+def sorted_pieces(tokens: Tokens, threads: int | None = None) -> Iterator[Positions]:
+    """The same in pieces, one after the other."""
     sep = separator(tokens)
     if len(tokens) < 1 << 17:  # not worth the buckets and threads
-        return _sort_all(tokens, sep)
+        yield _sort_all(tokens, sep)
+        return
     threads = threads or cores()
     vocabulary = sep + 1 if sep < 1 << 16 else int(_largest(tokens, sep)) + 2
     cuts = np.linspace(DEPTH, len(tokens), threads + 1).astype(np.int64)
@@ -53,14 +63,36 @@ def sort_positions(tokens: Tokens, threads: int | None = None) -> Positions:
         counts = np.stack(list(pool.map(lambda part: _count(tokens, *part, sep, vocabulary), parts)))
         # Buckets by previous token; within a bucket, the first thread's positions come first.
         ends = np.cumsum(counts.sum(axis=0))
-        starts = ends - counts.sum(axis=0)
-        offsets = starts + np.cumsum(counts, axis=0) - counts  # (threads, vocabulary)
-        positions = np.empty(int(ends[-1]), np.uint32)
-        list(pool.map(lambda i: _scatter(tokens, *parts[i], sep, offsets[i], positions), range(threads)))
-        room = max(1 << 16, len(positions) // (16 * threads))
-        tasks = _split(starts, ends, max(1 << 14, len(positions) // (64 * threads)))
-        list(pool.map(lambda task: _sort_buckets(tokens, positions, starts, ends, *task, room), tasks))
-    return positions
+        total = int(ends[-1])
+        room = max(1 << 16, total // (16 * threads))
+        before = np.cumsum(counts, axis=0) - counts  # (threads, vocabulary)
+        for first, last in _stretches(ends, max(1 << 20, total // PIECES)):
+            base = int(ends[first - 1]) if first else 0
+            stops = ends[first:last] - base
+            starts = np.concatenate([[0], stops[:-1]])
+            offsets = starts + before[:, first:last]
+            positions = np.empty(int(stops[-1]), np.uint32)
+            scatter = partial(_scatter, tokens, sep, first, last, positions)
+            list(pool.map(scatter, cuts[:-1], cuts[1:], offsets))
+            tasks = _split(starts, stops, max(1 << 14, len(positions) // (16 * threads)))
+            sort = partial(_sort_buckets, tokens, positions, starts, stops, room)
+            list(pool.map(sort, *zip(*tasks, strict=True)))
+            yield positions
+
+
+def _stretches(ends: NDArray[np.int64], size: int) -> Iterator[tuple[int, int]]:
+    """Buckets from one to before another, of about `size` positions together, or of one bucket that has more."""
+    first = 0
+    while first < len(ends):
+        base = ends[first - 1] if first else 0
+        last = max(first + 1, int(np.searchsorted(ends, base + size, side="right")))
+        if ends[last - 1] > base:
+            yield first, last
+        first = last
+
+
+def count_positions(tokens: Tokens) -> int:
+    return int(_sortable(tokens, separator(tokens)))
 
 
 def _split(starts: NDArray[np.int64], ends: NDArray[np.int64], size: int) -> list[tuple[int, int]]:
@@ -106,16 +138,25 @@ def _count(tokens, lo, hi, sep, vocabulary):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
-def _scatter(tokens, lo, hi, sep, offsets, positions):  # type: ignore[no-untyped-def]
-    for p in range(lo, hi):
-        if tokens[p] != sep and tokens[p - 1] != sep:
-            bucket = tokens[p - 1]
-            positions[offsets[bucket]] = p
-            offsets[bucket] += 1
+def _sortable(tokens, sep):  # type: ignore[no-untyped-def]
+    count = 0
+    for p in range(DEPTH, len(tokens)):
+        count += tokens[p] != sep and tokens[p - 1] != sep
+    return count
 
 
 @njit(cache=True, nogil=True)
-def _sort_buckets(tokens, positions, starts, ends, first, last, room):  # type: ignore[no-untyped-def]
+def _scatter(tokens, sep, first, last, positions, lo, hi, offsets):  # type: ignore[no-untyped-def]
+    """The positions of the buckets from first to before last."""
+    for p in range(lo, hi):
+        bucket = tokens[p - 1]
+        if bucket >= first and bucket < last and tokens[p] != sep and bucket != sep:
+            positions[offsets[bucket - first]] = p
+            offsets[bucket - first] += 1
+
+
+@njit(cache=True, nogil=True)
+def _sort_buckets(tokens, positions, starts, ends, room, first, last):  # type: ignore[no-untyped-def]
     buffers = _buffers(tokens, room)
     for bucket in range(first, last):
         if ends[bucket] - starts[bucket] > 1:

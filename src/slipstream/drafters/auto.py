@@ -3,26 +3,35 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
+
 from slipstream import drafters as registry
+from slipstream.budget import Budget, usual_draft
 from slipstream.budget.costs import costs_of
 from slipstream.budget.drafting import JointDrafter, JointSession
-from slipstream.budget.pilot import Choice, Luck, Pilot
+from slipstream.budget.pilot import SETTLED, Choice, Luck, Pilot
 from slipstream.datastores.dense import manifest as dense
-from slipstream.drafters.base import Drafter, DraftSession, Proposal, Seen
+from slipstream.drafters.base import Drafter, DraftSession, Hidden, Proposal, Seen
 from slipstream.errors import DamagedError, DrafterError, OptionError, StoreError
+from slipstream.heads import Head
+from slipstream.heads.check import check_head
+from slipstream.heads.drafting import HeadDrafter
+from slipstream.heads.registry import heads_for
+from slipstream.request import Request
+from slipstream.sampling import Sampler, Sampling
+from slipstream.target.base import Want
 from slipstream.target.capture import Stopwatch
 from slipstream.tree import TokenTree, fuse
 
 if TYPE_CHECKING:
-    from slipstream.budget import Budget
-    from slipstream.request import Request
     from slipstream.target.steps import FixedStep
 
 log = logging.getLogger("slipstream")
@@ -30,12 +39,13 @@ log = logging.getLogger("slipstream")
 # Labels that some sources begin with, whatever the text: a head's probabilities were trained to be right, and whoever
 # gives a prediction expects it to come true. What the others find is as good as the text is repetitive.
 TRUST = 20
-HEADS = ("eagle3", "redrafter")  # asked too, where one comes with slipstream for the model
 
 
 @dataclass(frozen=True)
 class AutoOptions:
-    drafters: str = ""  # names, separated by commas; empty: suffix, shipped heads, and those that search the store
+    drafters: str = ""  # names, separated by commas; empty: suffix, heads, and those that search the store
+    heads: Any = ()  # folders of trained heads, separated by commas; empty: those registered for the model, or shipped
+    draft_model: Any = None  # a smaller model with the same vocabulary, to be asked like a head
     store: Any = ""  # a store to draft from too: rest searches its text, and dresd its vectors where it has any
     learn: bool = False  # append to the store what the model says
     shared: int = 0  # tokens of earlier answers to draft from too
@@ -46,7 +56,7 @@ class AutoOptions:
                 raise OptionError(f"{name} asks others: leave it out of drafters=…")
 
     def names(self) -> list[str]:
-        return [name.strip() for name in self.drafters.split(",") if name.strip()]
+        return listed(self.drafters)
 
 
 class AutoDrafter(JointDrafter):
@@ -57,14 +67,63 @@ class AutoDrafter(JointDrafter):
 
     def __init__(self, target: Any, tokenizer: Any, options: AutoOptions) -> None:
         super().__init__(target, tokenizer, options)
-        heads = {name: part.sizes for name, part in self.parts.items() if part.generates}
-        self.pilot = Pilot(costs_of(target), list(self.parts), target.trees, heads)
+        self.pilot = Pilot(costs_of(target), list(self.parts), target.trees, self._heads())
         for name in self._trusted():
             self.pilot.sources[name].calibration.trust(TRUST)
         self._step: tuple[int, int, float] | None = None  # batch, rows, seconds of the step that was verified last
         self._drafting = 0.0  # seconds that its drafts took
         self.emitted = 0  # and tokens that it gave
         self._unlearnt: Callable[[], None] | None = None  # what the last steps say, if nobody had time for it yet
+
+        if getattr(target, "model", None) is not None:  # a recording has nothing to say to a text of no meaning
+            self._rehearse()
+
+    @torch.inference_mode()
+    def _rehearse(self) -> None:
+        """Ask everybody about a text of no meaning, before the first answer: then code is loaded or compiled, steps
+        and drafts of one sequence are captured, and it is known what they take."""
+        text = [1 + 389 * i % (self.target.vocabulary - 1) for i in range(12)] * 4
+        text, root = text[: max(1, self.target.context // 2)], text[0]
+        trial = Pilot(self.pilot.costs, list(self.parts), self.target.trees, self._heads())
+        request = Request(text, max_new_tokens=32, prediction=text)
+        sessions = {name: part.begin(request) for name, part in self.parts.items()}
+        slot = self.target.open()
+        for score in self.target.prefill(slot, text, Want(self.layers)):
+            start, hidden = slot.length - len(next(iter(score.hidden.values()), text)), Hidden(score.hidden)
+            for name, session in sessions.items():
+                layers = self.parts[name].layers
+                session.observe(Seen(text[start : slot.length], start, hidden.of(layers) if layers else Hidden()))
+        limit = Budget(usual_draft(self.target), min(8, self.target.context - slot.length - 1))
+        for _ in range(SETTLED):
+            trees, drafting = [TokenTree.root(root)], {}
+            for name, source in trial.sources.items():
+                taken, budget = Stopwatch(), limit.upto(source.most)
+                (found,) = self.parts[source.part].propose([sessions[source.part]], [root], [budget])
+                drafting[name] = taken.seconds()
+                trees.append(limit.limit(found.tree.cut(limit.depth)))
+                trees[-1].check(self.target.vocabulary, root)
+            whole = fuse(trees)
+            (kept,) = trial.choose([whole], [limit.nodes], trial.count(drafting))
+            trial.judge()
+            trial.learn(whole, text[:1])
+            kept.child(0, root)
+        want = Want(self.layers, samplers=(Sampler(Sampling(), text),), behind=partial(self._behind, sessions))
+        for rows in self.target.widths:
+            if rows <= 1 + limit.nodes and slot.length + rows < self.target.context:
+                self.target.score([slot], [TokenTree.chain(root, text[1:rows])], want)
+        for session in sessions.values():
+            session.close()
+        self.target.close(slot)
+        for name, source in self.pilot.sources.items():
+            source.drafting = trial.sources[name].drafting
+
+    def _behind(self, sessions: dict[str, DraftSession], step: FixedStep) -> None:
+        for name in self._heads():
+            self.parts[name].behind(sessions[name], step)
+
+    def _heads(self) -> dict[str, tuple[int, ...]]:
+        """Parts that are models of their own, and the sizes in which they may be asked."""
+        return {name: part.sizes for name, part in self.parts.items() if part.generates}
 
     def _trusted(self) -> set[str]:
         return {name for name, part in self.parts.items() if part.generates or name == "prediction"}
@@ -79,14 +138,40 @@ class AutoDrafter(JointDrafter):
         for name in names:
             alone = {"shared": o.shared} if name == "suffix" and "rest" in names else given
             parts[name] = self.make_part(name, alone)
-        for name in () if o.names() else (*HEADS, *(["dresd"] if has_vectors(o.store) else [])):
+        for name, options in self._models():
             try:
-                parts[name] = self.make_part(name, given)
+                part = registry.make(name.partition("-")[0], self.target, self.tokenizer, **options)
+            except DrafterError as error:
+                if o.heads or o.draft_model:
+                    raise
+                log.warning("auto does without %s: %s", name, error)  # nobody named it
+                continue
+            if isinstance(part, HeadDrafter):
+                part.source = name
+            parts[name] = part
+        if not o.names() and has_vectors(o.store):
+            try:
+                parts["dresd"] = self.make_part("dresd", given)
             except DamagedError:
                 raise
             except (DrafterError, StoreError) as error:  # nobody asked for it by name
-                log.debug("auto does without %s: %s", name, error)
+                log.debug("auto does without dresd: %s", error)
         return parts | {"prediction": registry.make("prediction", self.target, self.tokenizer)}
+
+    def _models(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Heads and the draft model, by the names that drafters= knows them by: eagle3, eagle3-2, …, model."""
+        o, model = self.options, getattr(self.target, "model", None)
+        heads: list[tuple[str, Any]] = []
+        if given := listed(o.heads):
+            heads = [(check_head(head).kind if not isinstance(head, Head) else head.kind, head) for head in given]
+        elif model is not None and not o.names() and model.get_output_embeddings() is not None:
+            heads = [*heads_for(model)]
+        kinds = Counter[str]()
+        for kind, head in heads:
+            kinds[kind] += 1
+            yield kind if kinds[kind] == 1 else f"{kind}-{kinds[kind]}", {"drafter_path": head}
+        if o.draft_model:
+            yield "model", {"draft_model": o.draft_model}
 
     @classmethod
     def trials(cls, model: Any) -> list[dict[str, Any]]:  # noqa: ARG003
@@ -252,6 +337,11 @@ class AutoSession(JointSession):
             self.parts[name].skip()
         self.latest, self.asked = self.asked, set()
 
+    def pause(self) -> None:
+        super().pause()
+        if self._last is not None:
+            self._last = replace(self._last, hidden=self._last.hidden.safe())
+
     def proposed(self, tree: TokenTree) -> None:
         if len(tree) > 1:
             self._judged.append((tree, len(self._said), 0))
@@ -269,6 +359,13 @@ class AutoSession(JointSession):
             self.drafter.pilot.learn(tree, self._said[place + 1 :], known)
         self._judged = []
         super().close()
+
+
+def listed(given: Any) -> list[Any]:
+    """Several, from a list, from one, or from a string that separates them by commas."""
+    if isinstance(given, str):
+        return [word.strip() for word in given.split(",") if word.strip()]
+    return [given] if isinstance(given, Path | Head) else list(given)
 
 
 def has_vectors(store: Any) -> bool:

@@ -65,6 +65,10 @@ class Hidden(Mapping[int, Any]):
         """The same, for as long as it is needed."""
         return Hidden({layer: self[layer].clone() for layer in self})
 
+    def safe(self) -> Hidden:
+        """The same, and later steps don't write into it."""
+        return self.copy() if self.lasting else self
+
     def end(self, count: int) -> Hidden:
         """The last rows alone."""
         rows = self.rows
@@ -124,6 +128,12 @@ class Drafter(ABC):
     def begin(self, request: Request) -> DraftSession:
         """A session for one sequence. The prompt arrives through `observe`."""
 
+    @property
+    def rereads(self) -> int | None:
+        """Where a text was read before: how many of its last tokens a session that resumes there must be shown again,
+        with their states. None: all of it, as whoever reads hidden states and can't resume."""
+        return None if self.layers else 0
+
     def attach(self, said: Said) -> None:  # noqa: B027  (most drafters share nothing)
         """Called once by an engine, if `shared` is set: where what earlier requests were answered can be read."""
 
@@ -157,6 +167,15 @@ class DraftSession(ABC):
 
     def keep(self) -> None:  # noqa: B027  (a session may hold nothing of the kind)
         """The next forward is about to run: whatever of the last one's states is still wanted must be copied."""
+
+    def pause(self) -> None:  # noqa: B027  (likewise)
+        """Forwards for others come before the next of this sequence: what lies in the target's own tensors and is still
+        wanted must be copied."""
+
+    def resume(self, other: DraftSession, tokens: list[int]) -> None:  # noqa: ARG002
+        """Before anything else: the text begins with these tokens, as that of `other` does, which knows them. What is
+        taken from there is copied."""
+        self.observe(Seen(tokens, 0))
 
     def skip(self) -> None:
         """Instead of `keep`: nobody asked for a draft behind these states, and it may go without them."""

@@ -87,6 +87,11 @@ class Dresd(Drafter):
         store = embedded_answers(model)
         return [{"store": store, "live": True}, {"store": store, "unfiltered": True, "drafts": 3}]
 
+    @property
+    def rereads(self) -> int | None:
+        """The last state is all it needs, unless it also searches those of the text itself."""
+        return None if self.options.live else 0
+
     def begin(self, request: Request) -> DraftSession:
         self.finder.refresh()
         self._compare(request)
@@ -135,6 +140,9 @@ class DresdSession(DraftSession):
             with torch.inference_mode():
                 states = seen.hidden.get(self.drafter.layer)
                 self.own.extend(seen.tokens, None if states is None else self.drafter.reduce(states))
+
+    def pause(self) -> None:
+        self.state = None if self.state is None else self.state.clone()
 
     def ask(self, root: int) -> Asked:
         assert self.state is not None, "nobody is asked about a state that was not shown"

@@ -43,10 +43,11 @@ class MedusaDrafter(ChainDrafter):
 
     def __init__(self, target: Target, tokenizer: Any, options: MedusaOptions) -> None:
         super().__init__(target, tokenizer, options)
-        vocabulary = self.head.config.vocab_size
-        self.width, self.length = min(options.width, vocabulary), self.head.reach
+        self._ids = self.head.draft_ids  # (V',)
+        self._guessable = self.head.config.vocab_size if self._ids is None else len(self._ids)
+        self.width, self.length = min(options.width, self._guessable), self.head.reach
         self.paths = self._choose_tree()[: options.nodes]
-        parents = check_tree(self.paths, self.head.reach, vocabulary)
+        parents = check_tree(self.paths, self.head.reach, self._guessable)
         self._depths = max(map(len, self.paths))
         self._ranks = 1 + max(map(max, self.paths))
         at = [(len(path) - 1) * self._ranks + path[-1] for path in self.paths]
@@ -58,7 +59,7 @@ class MedusaDrafter(ChainDrafter):
         if given is None and self.folder is not None and (self.folder / FILE).is_file():
             given = self.folder / FILE
         if given is None:
-            ranks = min(RANKS, self.head.config.vocab_size)
+            ranks = min(RANKS, self._guessable)
             return tune(assumed(self.head.reach, ranks), self.options.nodes)
         paths = read_tree(Path(given)) if isinstance(given, str | Path) else [tuple(path) for path in given]
         if not paths:
@@ -66,11 +67,13 @@ class MedusaDrafter(ChainDrafter):
         return paths
 
     def best(self, *inputs: Tensor) -> Tensor:
-        logits = self._all(inputs[0], self._depths)  # (b, K, V)
+        logits = self._all(inputs[0], self._depths)  # (b, K, V')
         top = logits.topk(self._ranks)  # (b, K, R)
         p = (top.values - logits.logsumexp(-1, keepdim=True)).exp()
         tokens, p = (x.flatten(1)[:, self._at] for x in (top.indices, p))  # (b, n)
         first = likeliest(logits[:, 0], self.first) if self.first else None
+        if self._ids is not None:
+            tokens, first = self._ids[tokens], None if first is None else self._ids[first]
         return pack_first(pack(tokens, self._parents.expand_as(tokens), p), first)
 
     # A chain's own tokens don't matter to what follows: all there is to remember is how many chains there are.
@@ -80,11 +83,15 @@ class MedusaDrafter(ChainDrafter):
 
     def logits(self, carry: Carry, depth: int) -> Tensor:
         every, chains = carry
-        return every[:, depth, None].expand(-1, chains, -1)
+        logits = every[:, depth, None]
+        if self._ids is not None:
+            whole = logits.new_full((len(logits), 1, self.head.config.vocab_size), -torch.inf)
+            logits = whole.index_copy(2, self._ids, logits)
+        return logits.expand(-1, chains, -1)
 
     def advance(self, carry: Carry, chain: Tensor, tokens: Tensor, depth: int) -> Carry:  # noqa: ARG002
         return carry[0], chain.shape[1]
 
     def _all(self, states: Tensor, depths: int) -> Tensor:
-        """(b, H) -> (b, depths, V) float32."""
+        """(b, H) -> (b, depths, V') float32."""
         return torch.stack([self.head.logits(states, k).float() for k in range(depths)], dim=1)

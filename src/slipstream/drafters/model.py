@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -115,6 +115,13 @@ class DraftModelSession(DraftSession):
             self.draft.commit(self.slot, path)
             self._unread = self._unread[self._lead :]
         self._unread += accepted
+
+    def resume(self, other: DraftSession, tokens: list[int]) -> None:
+        self.draft.close(self.slot)
+        self.slot = self.draft.fork(cast(DraftModelSession, other).slot)
+        known = self.slot.shared(tokens)
+        self.draft.truncate(self.slot, known)
+        self._unread = tokens[known:]
 
     def propose(self, root: int, budget: Budget) -> Proposal:
         positions = self.draft.context - 1 - self.slot.length - len(self._unread)

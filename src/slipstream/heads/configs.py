@@ -8,7 +8,7 @@ from typing import Any
 from slipstream.heads.base import Head
 from slipstream.heads.decoder import LayerConfig
 from slipstream.heads.eagle import Eagle
-from slipstream.heads.eagle3 import Eagle3
+from slipstream.heads.eagle3 import Eagle3, Eagle3Config
 from slipstream.heads.medusa import Medusa
 from slipstream.heads.mlp import MLPSpeculator
 from slipstream.heads.redrafter import ReDrafter
@@ -28,6 +28,8 @@ def published_config(head: Head) -> dict[str, Any]:
             "base_model_name_or_path": c.target,
             "hidden_size": c.hidden_size,
             "vocab_size": c.vocab_size,
+            "medusa_fc_bias": True,  # without it vLLM leaves the biases out
+            **({} if c.draft_vocab_size is None else {"truncated_vocab_size": c.draft_vocab_size}),
         }
     if isinstance(head, ReDrafter):
         return {
@@ -54,10 +56,10 @@ def published_config(head: Head) -> dict[str, Any]:
             "torch_dtype": dtype,
         }
     if isinstance(head, Eagle):
-        biases = {"bias": c.bias, "attention_bias": False, "qkv_bias": c.qkv_bias}
+        biases = {"bias": c.bias, "attention_bias": c.o_bias, "qkv_bias": c.qkv_bias}
         return {"architectures": ["LlamaForCausalLM"], **_llama(c, c.hidden_size), **biases, "torch_dtype": dtype}
     fields: dict[str, Any] = {
-        "architectures": ["LlamaForCausalLMEagle3"],
+        "architectures": ["Eagle3Qwen3ForCausalLM" if c.qk_norm else "LlamaForCausalLMEagle3"],
         **_llama(c, c.width),
         "draft_vocab_size": c.draft_vocab_size,
         "torch_dtype": dtype,
@@ -66,20 +68,23 @@ def published_config(head: Head) -> dict[str, Any]:
         fields["target_hidden_size"] = c.hidden_size
     if c.aux_layers is not None:
         fields["eagle_aux_hidden_state_layer_ids"] = list(c.aux_layers)
-    if c.norm_before_residual:
-        fields["norm_before_residual"] = True
-    if c.norm_before_fc:
-        fields["norm_before_fc"] = True
+        fields |= _states(c)
+    fields |= {
+        name: True for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output") if getattr(c, name)
+    }
     return fields
 
 
 def _llama(c: LayerConfig, width: int) -> dict[str, Any]:
+    kinds = ["full_attention" if c.window(n) is None else "sliding_attention" for n in range(c.num_hidden_layers)]
+    window = next((size for size in c.windows if size is not None), None)
+    sliding = {"sliding_window": window, "layer_types": kinds} if window is not None else {}
     return {
-        "model_type": "llama",
+        "model_type": "qwen3" if c.qk_norm else "llama",
         "vocab_size": c.vocab_size,
         "hidden_size": width,
         "intermediate_size": c.intermediate_size,
-        "num_hidden_layers": 1,
+        "num_hidden_layers": c.num_hidden_layers,
         "num_attention_heads": c.num_attention_heads,
         "num_key_value_heads": c.num_key_value_heads,
         "head_dim": c.head_dim,
@@ -90,12 +95,18 @@ def _llama(c: LayerConfig, width: int) -> dict[str, Any]:
         "max_position_embeddings": c.max_position_embeddings,
         "tie_word_embeddings": False,
         "attention_bias": c.qkv_bias,
+        **sliding,
     }
+
+
+def _states(c: Eagle3Config) -> dict[str, int]:
+    """What vLLM asks for where it is not three."""
+    return {} if c.states == 3 else {"num_aux_hidden_states": c.states}
 
 
 def speculators_config(head: Eagle3) -> dict[str, Any]:
     c = head.config
-    aux = c.aux_layers if c.target_layers is None else head.layers(c.target_layers)
+    aux = c.aux_layers if c.target_layers is None else head.aux_ids(c.target_layers)
     return {
         "architectures": ["Eagle3DraftModel"],
         "speculators_model_type": "eagle3",
@@ -103,12 +114,14 @@ def speculators_config(head: Eagle3) -> dict[str, Any]:
         "draft_vocab_size": c.draft_vocab_size,
         "norm_before_residual": c.norm_before_residual,
         "norm_before_fc": c.norm_before_fc,
+        "fc_norm": c.fc_norm,
+        "norm_output": c.norm_output,
         "target_hidden_size": c.hidden_size if c.hidden_size != c.width else None,
         "eagle_aux_hidden_state_layer_ids": None if aux is None else list(aux),
         "embed_requires_grad": False,
         "tie_word_embeddings": False,
         "torch_dtype": str(head.dtype).removeprefix("torch."),
-        "transformer_layer_config": _llama(c, c.width),
+        "transformer_layer_config": {**_llama(c, c.width), **_states(c)},
         "speculators_config": {
             "algorithm": "eagle3",
             "default_proposal_method": "greedy",

@@ -1,6 +1,6 @@
-"""One decoder layer of Llama's shape, and the heads made of it, which predict states and read them again.
+"""Decoder layers of Llama's shape, and the heads made of one or few, which predict states and read them again.
 
-The layer owns no cache: whoever calls it passes `attend`, a function of queries, keys and values. `Chains` is the one
+A layer owns no cache: whoever calls it passes `attend`, a function of queries, keys and values. `Chains` is the one
 for training: it attends as if a chain were being drafted from every position at once. `keys.Look` is the one for
 drafting, which on a GPU takes few launches.
 """
@@ -16,13 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import LlamaConfig
 from transformers.activations import ACT2FN
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from slipstream.errors import DrafterError, OptionError
+from slipstream.errors import OptionError
 from slipstream.heads.base import Head, HeadConfig, Prediction, by_kernels, follow, later
 from slipstream.heads.keys import Look
+from slipstream.heads.rotary import Rotary, rotate
 from slipstream.target.standins import Part
 
 # (b, heads, n, d), (b, kv, n, d), (b, kv, n, d) -> (b, w, heads, d) of the last w, those that look
@@ -41,9 +40,16 @@ class LayerConfig(HeadConfig):
     rope_scaling: Mapping[str, Any] | None = None
     max_position_embeddings: int = 2048
     qkv_bias: bool = False
+    o_bias: bool = False
+    qk_norm: bool = False  # norms of queries and keys, head by head, as Qwen 3 has them
+    num_hidden_layers: int = 1
+    windows: tuple[int | None, ...] = ()  # layer by layer, how many positions it sees, its own included; None: all
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        for window in self.windows:
+            if window is not None and window < 1:
+                raise OptionError(f"the sliding window of a head must be 1 or more, not {window}")
         if self.num_attention_heads % self.num_key_value_heads:
             raise OptionError(
                 f"{self.num_attention_heads} attention heads can't share {self.num_key_value_heads} key heads evenly"
@@ -52,6 +58,9 @@ class LayerConfig(HeadConfig):
             raise OptionError(f"head_dim must be even for rotary positions, not {self.head_dim}")
         if self.hidden_act not in ACT2FN:
             raise OptionError(f"hidden_act {self.hidden_act!r} is unknown: use one that transformers has, as silu")
+
+    def window(self, layer: int) -> int | None:
+        return self.windows[layer] if layer < len(self.windows) else None
 
 
 def layer_sizes(text: Any, width: int) -> dict[str, Any]:
@@ -74,6 +83,8 @@ class FeatureHead(Head):
     """A head that predicts the target's next state, reads it again and goes on: EAGLE's kind."""
 
     config: Any
+    # Whether the next depth reads features under the last norm. Then they are handed out so, and normed no more.
+    norm_output = False
 
     @abstractmethod
     def read(self, states: Tensor) -> Tensor:
@@ -86,7 +97,12 @@ class FeatureHead(Head):
     @property
     @abstractmethod
     def decoder(self) -> Layer:
-        """Its layer."""
+        """Its first layer."""
+
+    @property
+    def further(self) -> Sequence[FurtherLayer]:
+        """The layers after that."""
+        return ()
 
     @property
     def last_norm(self) -> RMSNorm | None:
@@ -99,19 +115,36 @@ class FeatureHead(Head):
 
     def logits(self, features: Tensor) -> Tensor:
         """(…, H) -> (…, V')."""
-        return self.output(features if self.last_norm is None else self.last_norm(features))
+        norm = None if self.norm_output else self.last_norm
+        return self.output(features if norm is None else norm(features))
 
-    def step(self, tokens: Tensor, features: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """(b, n) tokens and (b, n, H) the features of the states before them -> (b, n, H) the features after them."""
-        return torch.add(*self.decoder.carry(*self.enter(tokens, features, None), positions, attend))
+    def step(self, tokens: Tensor, features: Tensor, positions: Tensor, *attends: Attend) -> Tensor:
+        """(b, n) tokens and (b, n, H) the features of the states before them -> (b, n, H) the features after them.
+        attends: one for each layer."""
+        after = torch.add(*self._carry(*self.enter(tokens, features, None), positions, attends))
+        return self.last_norm(after) if self.norm_output and self.last_norm is not None else after
 
     def draft(
         self, tokens: Tensor, features: Tensor, chain: Tensor | None, positions: Tensor, look: Look
     ) -> tuple[Tensor, Tensor | None]:
         """A step of those (b, n) tokens whose features (b, ·, H) before them have the numbers chain (b, n); None: one
         after the other. Gives the features after the last w, those that look, and the same under the last norm."""
-        rest, h = self.decoder.carry(*self.enter(tokens, features, chain), positions, look)
-        return (h + rest, None) if self.last_norm is None else add_norm(rest, h, self.last_norm)
+        looks = look.for_layers(1 + len(self.further))
+        rest, h = self._carry(*self.enter(tokens, features, chain), positions, looks)
+        if self.last_norm is None:
+            return h + rest, None
+        after, normed = add_norm(rest, h, self.last_norm)
+        return (normed if self.norm_output else after), normed
+
+    def _carry(
+        self, x: Tensor, residual: Tensor, positions: Tensor, attends: Sequence[Attend]
+    ) -> tuple[Tensor, Tensor]:
+        """`Layer.carry` through all layers."""
+        rest, h = self.decoder.carry(x, residual, positions, attends[0])
+        for layer, attend in zip(self.further, attends[1:], strict=True):
+            h, normed = add_norm(rest, h, layer.input_layernorm)
+            rest, h = layer.carry(normed, h, positions, attend)
+        return rest, h
 
     def side_by_side(
         self, tokens: Tensor, features: Tensor, chain: Tensor | None, norms: tuple[RMSNorm, RMSNorm] | None = None
@@ -134,41 +167,58 @@ class FeatureHead(Head):
         self.check_depths(depths)
         features = self.read(states)
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-        attend = Chains()
+        attends = self.chains()
         for k in range(depths):
-            features = self.step(later(tokens, 1 + k), features, positions + k, attend)
+            features = self.step(later(tokens, 1 + k), features, positions + k, *attends)
             yield Prediction(self.logits(features), features)
+
+    def chains(self) -> list[Chains]:
+        """Attention for its layers, for one unrolling of `step`."""
+        return [Chains(self.config.window(layer)) for layer in range(1 + len(self.further))]
 
 
 class Chains:
     """Attention in chains drafted from every position at once, called once per depth.
 
     At depth k, position i sees the keys of depth 0 up to i, which were made from true states, and of each later depth
-    only its own: those that its own chain made.
+    only its own: those that its own chain made. It is at place i + k, and a window counts from there.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, window: int | None = None) -> None:
+        self._window = window
         self._keys: list[Tensor] = []  # per depth (b, kv, 1, t, d)
         self._values: list[Tensor] = []
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         self._keys.append(key[:, :, None])
         self._values.append(value[:, :, None])
-        if len(self._keys) == 1:
+        if len(self._keys) == 1 and self._window is None:
             grouped = query.shape[1] != key.shape[1]
             out = functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
             return out.transpose(1, 2)
         t, d = query.shape[2:]
         q = query.unflatten(1, (key.shape[1], -1)) / math.sqrt(d)  # (b, kv, g, t, d): query heads that share a key
         past = q @ self._keys[0].transpose(-1, -2)  # (b, kv, g, t, t)
-        past = past.masked_fill(torch.ones(t, t, dtype=torch.bool, device=q.device).triu(1), -torch.inf)
-        own = torch.stack([(q * k).sum(-1) for k in self._keys[1:]], dim=-1)  # (b, kv, g, t, depth)
+        past = past.masked_fill(self._hidden(t, q.device), -torch.inf)
+        own = [(q * k).sum(-1, keepdim=True) for k in self._keys[1:]]  # (b, kv, g, t, 1) each
+        if self._window is not None:
+            gone = len(own) - self._window
+            own = [torch.full_like(x, -torch.inf) if n < gone else x for n, x in enumerate(own)]
         wide = torch.promote_types(q.dtype, torch.float32)
-        weights = torch.cat((past, own), dim=-1).softmax(-1, dtype=wide).to(q.dtype)
+        weights = torch.cat((past, *own), dim=-1).softmax(-1, dtype=wide).to(q.dtype)
         mixed = weights[..., :t] @ self._values[0]  # (b, kv, g, t, d)
         for j, v in enumerate(self._values[1:]):
             mixed = mixed + weights[..., t + j, None] * v
         return mixed.flatten(1, 2).transpose(1, 2)
+
+    def _hidden(self, t: int, device: torch.device) -> Tensor:
+        """(t, t) which true keys each position does not see."""
+        place = torch.arange(t, device=device)
+        ahead = place > place[:, None]
+        if self._window is None:
+            return ahead
+        depth = len(self._keys) - 1
+        return ahead | (place <= place[:, None] + depth - self._window)
 
 
 class Layer(nn.Module):
@@ -189,6 +239,14 @@ class Layer(nn.Module):
         return self.mlp(normed), h
 
 
+class FurtherLayer(Layer):
+    """One that reads the sum of the layer before, under a norm."""
+
+    def __init__(self, config: LayerConfig, width: int) -> None:
+        super().__init__(config, width=width, reads=width)
+        self.input_layernorm = RMSNorm(width, config.rms_norm_eps)
+
+
 class _Attention(nn.Module):
     def __init__(self, config: LayerConfig, width: int, reads: int) -> None:
         super().__init__()
@@ -197,17 +255,24 @@ class _Attention(nn.Module):
         self.q_proj = nn.Linear(reads, rows, bias=config.qkv_bias)
         self.k_proj = nn.Linear(reads, shared, bias=config.qkv_bias)
         self.v_proj = nn.Linear(reads, shared, bias=config.qkv_bias)
-        self.o_proj = nn.Linear(rows, width, bias=False)
-        self.rotary = _Rotary(config)
+        self.o_proj = nn.Linear(rows, width, bias=config.o_bias)
+        self.normed = config.qk_norm
+        if self.normed:
+            self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+            self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+        self.rotary = Rotary(config)
 
     def forward(self, x: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         products = (self.q_proj, self.k_proj, self.v_proj)
-        if isinstance(attend, Look) and by_kernels(x):
+        if isinstance(attend, Look) and by_kernels(x) and not self.normed:
             mixed = attend.turned(_together(products, x), positions, self.rotary.frequencies, self.rotary.scale)
         else:
-            query, key, value = (proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for proj in products)
+            query, key, value = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in products)
+            if self.normed:
+                query, key = self.q_norm(query), self.k_norm(key)
+            query, key, value = (part.transpose(1, 2) for part in (query, key, value))
             cos, sin = self.rotary(positions)
-            mixed = attend(_rotate(query, cos, sin), _rotate(key, cos, sin), value)  # (b, w, heads, d)
+            mixed = attend(rotate(query, cos, sin), rotate(key, cos, sin), value)  # (b, w, heads, d)
         return self.o_proj(mixed.flatten(2))
 
 
@@ -254,52 +319,3 @@ def _together(layers: Sequence[nn.Module], x: Tensor) -> Tensor:
     if isinstance(layers[0], Part):  # they are one already
         return layers[0].whole(x, True)
     return torch.cat([layer(x) for layer in layers], dim=-1)
-
-
-class _Rotary(nn.Module):
-    """Cosines and sines of positions. Its frequencies keep their precision whatever the head is cast to."""
-
-    frequencies: Tensor
-
-    def __init__(self, config: LayerConfig) -> None:
-        super().__init__()
-        with torch.device("cpu"):  # real values, also in a blank head
-            self._exact, self.scale = _frequencies(config)
-        self.register_buffer("frequencies", self._exact, persistent=False)  # (d/2,)
-
-    def _apply(self, fn: Any, recurse: bool = True) -> _Rotary:
-        super()._apply(fn, recurse)
-        self.frequencies = self._exact.to(self.frequencies.device)
-        return self
-
-    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """(b, n) -> twice (b, 1, n, d)."""
-        angles = positions[:, None, :, None].float() * self.frequencies
-        angles = torch.cat((angles, angles), dim=-1)
-        return angles.cos() * self.scale, angles.sin() * self.scale
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = x.chunk(2, dim=-1)
-    return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
-
-
-def _frequencies(config: LayerConfig) -> tuple[Tensor, float]:
-    """(d/2,) radians per position, and what cosines and sines are multiplied by."""
-    scaling = dict(config.rope_scaling or {})
-    kind = scaling.pop("rope_type", None) or scaling.pop("type", None) or "default"
-    scaling.pop("type", None)
-    d = config.head_dim
-    if kind == "default":
-        return config.rope_theta ** -(torch.arange(0, d, 2).float() / d), 1.0
-    if kind not in ("linear", "llama3", "yarn"):
-        raise DrafterError(f"this head scales rotary positions by {kind!r}: known are default, linear, llama3, yarn")
-    like = LlamaConfig(
-        hidden_size=config.num_attention_heads * d,
-        num_attention_heads=config.num_attention_heads,
-        head_dim=d,
-        max_position_embeddings=config.max_position_embeddings,
-        rope_parameters={"rope_theta": config.rope_theta, **scaling, "rope_type": kind},
-    )
-    frequencies, scale = ROPE_INIT_FUNCTIONS[kind](like, torch.device("cpu"))
-    return frequencies.float(), float(scale)

@@ -26,9 +26,9 @@ from torch import Tensor
 
 from slipstream.drafters.base import Drafter, DraftSession, Hidden, Proposal, Seen
 from slipstream.errors import DrafterError, OptionError
-from slipstream.heads import HEADS, Head, load_head
+from slipstream.heads import HEADS, Head, load_head, registry
 from slipstream.heads.base import Lender
-from slipstream.heads.files import CONFIG, find_folder, read_config
+from slipstream.heads.files import find_folder
 from slipstream.sampling import noise_key
 from slipstream.target.captured import Captured, Pending
 from slipstream.target.graphs import BATCHES, bucket
@@ -46,12 +46,11 @@ MODES = ("best", "sample")
 FIRST = -2  # marks a token behind packed nodes: no parent, no probability has these bits
 FEW = 16  # tokens that the kernel for the best few is asked for at most
 SMALL = 2  # nodes of a draft that a head which goes on token by token makes in notably less time than a whole one
-SHIPPED = Path(__file__).parent / "shipped"  # <kind>/: heads for the embedded model
 
 
 @dataclass(frozen=True)
 class HeadOptions:
-    drafter_path: Any = None  # a folder, a hub id or a Head in memory; None: the one shipped for this model
+    drafter_path: Any = None  # a folder, a hub id or a Head in memory; None: the model's own, registered or shipped
     mode: str = "best"  # best: the head's most probable tokens; sample: drawn from it, where the request draws
 
     def __post_init__(self) -> None:
@@ -74,6 +73,7 @@ class HeadDrafter(Drafter):
     def __init__(self, target: Target, tokenizer: Any, options: Any) -> None:
         super().__init__(target, tokenizer, options)
         self.head, self.folder = open_head(self.kind, options.drafter_path, target)
+        self.source = self.kind  # what its drafts are labelled with; `auto` may ask several heads of one kind
         self.layers = self.head.layers(self.head.lender.layers)
         self.device = next(self.head.parameters()).device
         self.fixed = self.device.type == "cuda"  # whether all drafts have one shape, so that one capture serves them
@@ -91,6 +91,11 @@ class HeadDrafter(Drafter):
     def trials(cls, model: Any) -> list[dict[str, Any]]:
         """An untrained head. Where the request is greedy, it drafts as in the other mode."""
         return [{"drafter_path": HEADS[cls.kind].fresh(model), "mode": "sample"}]
+
+    @property
+    def rereads(self) -> int | None:
+        """The last state is all that a session needs, and a prompt's last token is always read."""
+        return 0
 
     def begin(self, request: Request) -> HeadSession:
         return HeadSession(self, request)
@@ -184,7 +189,7 @@ class HeadDrafter(Drafter):
         proposals = []
         for i, (session, root, budget) in enumerate(zip(sessions, roots, budgets, strict=True)):
             session.asked(root)
-            tree = budget.limit(unpack(root, nodes[i], self.kind, budget.nodes if self.ordered else None))
+            tree = budget.limit(unpack(root, nodes[i], self.source, budget.nodes if self.ordered else None))
             proposals.append(Proposal(tree, unpack_first(nodes[i]) if self.first else None))
         return proposals
 
@@ -229,7 +234,7 @@ class HeadDrafter(Drafter):
         return TokenTree.build(
             np.concatenate([[root], tokens[:width, :length].ravel()]),
             np.concatenate([[-1], np.where(depth == 0, 0, number - 1)]),
-            source=self.kind,
+            source=self.source,
             raw=np.concatenate([[1.0], p[:width, :length].ravel()]),
             q=None if q is None else q.clone(),  # the next draft may be written into the same place
             q_row=None if q is None else np.concatenate([[0], row]),
@@ -284,6 +289,11 @@ class HeadSession(DraftSession):
     def keep(self) -> None:
         self.ahead = None
 
+    def pause(self) -> None:
+        """What a draft behind the last step gave lies where the next such draft writes too."""
+        HeadSession.close(self)
+        self.hidden = self.hidden.safe().end(1) if self.hidden else self.hidden
+
     def asked(self, root: int) -> None:
         """A draft after this root was made."""
 
@@ -312,7 +322,7 @@ def open_head(kind: str, source: Any, target: Any) -> tuple[Head, Path | None]:
             "use it with a model"
         )
     if source is None:
-        source = shipped(kind, model)
+        source = own_head(kind, model)
     if isinstance(source, Head):
         head, folder, called = source.bind(model), None, "the given head"
     else:
@@ -326,18 +336,16 @@ def open_head(kind: str, source: Any, target: Any) -> tuple[Head, Path | None]:
     return head, folder
 
 
-def shipped(kind: str, model: Any) -> Path:
-    """The folder of the head that comes with slipstream for this model."""
-    name, folder = Lender.of(model).name, SHIPPED / kind
-    made_for = None
-    if (folder / CONFIG).is_file():
-        made_for = read_config(folder).get("slipstream", {}).get("target")
-        if made_for == name:
+def own_head(kind: str, model: Any) -> Path:
+    """The folder of the head of this kind that is registered for this model, or comes with slipstream."""
+    for known, folder in registry.heads_for(model):
+        if known == kind:
             return folder
-    known = f"the one that comes with slipstream is for {made_for}" if made_for else "none comes with slipstream"
+    others = [registry.made_for(folder) for known, folder in registry.shipped() if known == kind]
+    known = f"the one that comes with slipstream is for {others[0]}" if others else "none comes with slipstream"
     raise DrafterError(
-        f"drafter {kind!r} needs a head for {name}; {known}. Name one with drafter_path=<folder or hub id>, or "
-        f"train it: slipstream collect, then slipstream train {kind}"
+        f"drafter {kind!r} needs a head for {Lender.of(model).name}; {known}. Name one with "
+        f"drafter_path=<folder or hub id>, or train it: slipstream collect, then slipstream train {kind}"
     )
 
 

@@ -1,6 +1,7 @@
-"""EAGLE-3: one layer over three of the target's hidden states, with an output matrix and often a vocabulary of its own.
+"""EAGLE-3: a layer over three of the target's hidden states, with an output matrix and often a vocabulary of its own.
 
-Its features need not resemble the target's states: it is trained on its own, unrolled.
+Its features need not resemble the target's states: it is trained on its own, unrolled. Some read other than three
+states, or have a second layer. EAGLE-3.1 norms each state by itself and hands its own states on under the last norm.
 """
 
 from __future__ import annotations
@@ -14,16 +15,26 @@ from torch import Tensor, nn
 
 from slipstream.errors import DrafterError, OptionError
 from slipstream.heads.base import Lender, product
-from slipstream.heads.decoder import FeatureHead, Layer, LayerConfig, RMSNorm, layer_sizes
+from slipstream.heads.decoder import FeatureHead, FurtherLayer, Layer, LayerConfig, RMSNorm, layer_sizes
+from slipstream.target.states import final_norm
 
 
 @dataclass(frozen=True, kw_only=True)
 class Eagle3Config(LayerConfig):
     width: int  # the head's own hidden size
     draft_vocab_size: int
-    aux_layers: tuple[int, int, int] | None = None  # which states it reads; None: the published rule
+    # Which states it reads, by transformers' numbers, but that of the last layer is read before the final norm. None:
+    # the published rule.
+    aux_layers: tuple[int, ...] | None = None
     norm_before_residual: bool = False
-    norm_before_fc: bool = False
+    norm_before_fc: bool = False  # one norm over all states it reads
+    fc_norm: bool = False  # a norm for each of them
+    norm_output: bool = False  # what the next depth reads is normed
+
+    @property
+    def states(self) -> int:
+        """How many it reads."""
+        return 3 if self.aux_layers is None else len(self.aux_layers)
 
 
 class Eagle3(FeatureHead):
@@ -35,13 +46,19 @@ class Eagle3(FeatureHead):
 
     def __init__(self, config: Eagle3Config, borrowed: Iterable[str] = ()) -> None:
         super().__init__(config, borrowed)
-        width, eps = config.width, config.rms_norm_eps
+        width, eps, reads = config.width, config.rms_norm_eps, config.states * config.hidden_size
+        self.norm_output = config.norm_output
         if "embed_tokens.weight" not in self.borrowed:
             self.embed_tokens = nn.Embedding(config.vocab_size, width).requires_grad_(False)
         if config.norm_before_fc:
-            self.input_norm = RMSNorm(3 * config.hidden_size, eps)
-        self.fc = nn.Linear(3 * config.hidden_size, width, bias=False)
+            self.input_norm = RMSNorm(reads, eps)
+        if config.fc_norm:
+            self.fc_norm = nn.ModuleList(RMSNorm(config.hidden_size, eps) for _ in range(config.states))
+        self.fc = nn.Linear(reads, width, bias=False)
         self.midlayer = _MidLayer(config)
+        if config.num_hidden_layers > 1:  # published as `layers.1.…`; as an attribute that name is a method
+            above = range(1, config.num_hidden_layers)
+            self._modules["layers"] = nn.ModuleDict({str(n): FurtherLayer(config, width) for n in above})
         self.norm = RMSNorm(width, eps)
         if "lm_head.weight" not in self.borrowed:
             self.lm_head = nn.Linear(width, config.draft_vocab_size, bias=False)
@@ -107,10 +124,16 @@ class Eagle3(FeatureHead):
 
     def bind(self, model: Any) -> Self:
         super().bind(model)
-        if max(self.layers(self.lender.layers)) > self.lender.layers:
+        count = self.lender.layers
+        if max(self.aux_ids(count)) > count:
             raise DrafterError(
                 f"this eagle3 head reads hidden states {self.config.aux_layers}, but {self.lender.name} has "
-                f"{self.lender.layers} layers: use it with the model it was trained for"
+                f"{count} layers: use it with the model it was trained for"
+            )
+        if count in self.aux_ids(count) and final_norm(model) is None:
+            raise DrafterError(
+                f"this eagle3 head reads the last layer's state before the final norm, and {self.lender.name} has no "
+                "norm that slipstream finds: use another head"
             )
         if "lm_head.weight" in self.borrowed and self.draft_ids is not None:
             self._rows = self.lent("lm_head.weight")
@@ -123,6 +146,10 @@ class Eagle3(FeatureHead):
         return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
     def layers(self, count: int) -> tuple[int, ...]:
+        return tuple(count + 1 if number == count else number for number in self.aux_ids(count))
+
+    def aux_ids(self, count: int) -> tuple[int, ...]:
+        """The same, by the numbers of its config."""
         if self.config.aux_layers is not None:
             return self.config.aux_layers
         if count < 6:
@@ -137,17 +164,29 @@ class Eagle3(FeatureHead):
             which = self.layers(self._lender.layers)
         else:
             which = self.config.aux_layers or tuple(sorted(hidden))
-        if len(which) != 3 or not set(which) <= set(hidden):
-            raise DrafterError(f"an eagle3 head reads three hidden states, {which}, but got {sorted(hidden)}")
+        if len(which) != self.config.states or not set(which) <= set(hidden):
+            raise DrafterError(
+                f"this eagle3 head reads {self.config.states} hidden states, {which}, but got {sorted(hidden)}"
+            )
         return torch.cat([hidden[layer] for layer in which], dim=-1)
 
     def read(self, states: Tensor) -> Tensor:
         x = states.to(self.dtype)
-        return self.fc(self.input_norm(x) if self.config.norm_before_fc else x)
+        if self.config.norm_before_fc:
+            x = self.input_norm(x)
+        if self.config.fc_norm:
+            each = zip(self.fc_norm, x.chunk(self.config.states, dim=-1), strict=True)
+            x = torch.cat([norm(state) for norm, state in each], dim=-1)
+        return self.fc(x)
 
     @property
     def decoder(self) -> _MidLayer:
         return self.midlayer
+
+    @property
+    def further(self) -> list[Any]:
+        layers: Any = self._modules.get("layers")
+        return [] if layers is None else list(layers.values())
 
     @property
     def last_norm(self) -> RMSNorm:
@@ -175,11 +214,10 @@ class _MidLayer(Layer):
 
 def _final_scale(model: Any) -> Tensor | None:
     """(H,) what the target's final norm, whatever its kind, multiplies a state of unit size by."""
-    for name in ("norm", "ln_f", "final_layernorm", "final_layer_norm"):
-        norm = getattr(model.base_model, name, None)
-        if norm is not None and getattr(norm, "weight", None) is not None:
-            unit = torch.ones_like(norm.weight)
-            unit[1::2] = -1  # a mean of zero, so that taking it away changes nothing
-            with torch.no_grad():
-                return (norm(unit) - norm(-unit)) / 2 * unit
-    return None
+    norm: Any = final_norm(model)
+    if norm is None or getattr(norm, "weight", None) is None:
+        return None
+    unit = torch.ones_like(norm.weight)
+    unit[1::2] = -1  # a mean of zero, so that taking it away changes nothing
+    with torch.no_grad():
+        return (norm(unit) - norm(-unit)) / 2 * unit

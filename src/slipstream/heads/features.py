@@ -7,6 +7,7 @@ not grow, and writes the keys of drafted tokens behind it, where the next draft 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
@@ -70,6 +71,11 @@ class FeatureDrafter(ChainDrafter):
         """The shape of its trees; the head can guess this many tokens."""
         return Growth.dynamic(self.options.width, self.options.depth, self.options.nodes, guessable)
 
+    @property
+    def rereads(self) -> int | None:
+        """The state before the first new token, whose pair that token completes."""
+        return 1
+
     def begin(self, request: Request) -> FeatureSession:
         return FeatureSession(self, request)
 
@@ -123,8 +129,10 @@ class FeatureDrafter(ChainDrafter):
         return torch.from_numpy(table)
 
     def behind(self, session: DraftSession, step: FixedStep) -> None:
-        self._make_room(1, cast(FeatureSession, session).length + 1 + self.waiting)
-        super().behind(session, step)
+        """Only where all tables are equally wide: else what it was made of can't be compared with what is decided."""
+        if self.fixed:
+            self._make_room(1, cast(FeatureSession, session).length + 1 + self.waiting)
+            super().behind(session, step)
 
     def _make_room(self, batch: int, length: int) -> None:
         drawn = self.width * (self.length - 1)
@@ -200,21 +208,27 @@ class FeatureSession(HeadSession):
     def __init__(self, drafter: FeatureDrafter, request: Request) -> None:
         super().__init__(drafter, request)
         self.row = drafter.cache.open()
-        self.length = 0  # keys there
+        self.pairs: list[int] = []  # the text's positions whose keys are there, by column
         self.pieces: list[Hidden] = []
         self.following: list[int] = []  # the tokens after these states, but for the last one
         self.root: int | None = None  # which the last state was read with; its key is there then
-        self.prompt: tuple[list[Hidden], list[int]] | None = None  # the same, to be read before the first draft
+        self.prompt: tuple[list[Hidden], list[int], int] | None = None  # the same, to be read before the first draft
         self.begun = False  # whether the first draft was asked for, or not
 
+    @property
+    def length(self) -> int:
+        """Keys there."""
+        return len(self.pairs)
+
     def observe(self, seen: Seen) -> None:
-        self.read = seen.position + len(seen.tokens)
         if self.root == seen.tokens[0]:
-            self.length += 1
+            self.pairs.append(self.read - 1)
             self.pieces.clear()
         self.root = None
         if not seen.hidden:  # a piece of the text that it goes without, and what waited for its first token
             self._let_go()
+        self.read = seen.position + len(seen.tokens)
+        if not seen.hidden:
             return
         if self.pieces:
             self.following.append(seen.tokens[0])
@@ -228,15 +242,15 @@ class FeatureSession(HeadSession):
         elif len(self.following) >= AT_ONCE:
             self.catch_up()
 
-    def catch_up(self) -> None:
-        """Before a draft: read what does not fit into it."""
+    def catch_up(self, everything: bool = False) -> None:
+        """Before a draft: read what does not fit into it, or all that can be read."""
         if self.prompt is not None:
-            latest = self.pieces, self.following
-            self.pieces, self.following = self.prompt
+            latest = self.pieces, self.following, self.read
+            self.pieces, self.following, self.read = self.prompt
             self.drafter.read(self)
-            self.pieces, self.following = latest
+            self.pieces, self.following, self.read = latest
             self.prompt = None
-        if len(self.following) >= self.drafter.waiting:
+        if len(self.following) >= (1 if everything else self.drafter.waiting):
             self.drafter.read(self)
 
     @property
@@ -258,7 +272,19 @@ class FeatureSession(HeadSession):
     def keep(self) -> None:
         super().keep()
         if self.root is None:  # no draft has read them
-            self.pieces = [piece.copy() if piece.lasting else piece for piece in self.pieces]
+            self.pieces = [piece.safe() for piece in self.pieces]
+
+    def pause(self) -> None:
+        HeadSession.close(self)
+        self.pieces = [piece.safe() for piece in self.pieces]
+
+    def resume(self, other: DraftSession, tokens: list[int]) -> None:
+        """The keys of the pairs that begin in these tokens: the last one's second token is the first that is read."""
+        it = cast(FeatureSession, other)
+        it.catch_up(everything=True)
+        count = bisect_left(it.pairs, len(tokens))
+        self.drafter.cache.copy(it.row, self.row, count)
+        self.pairs, self.read = it.pairs[:count], len(tokens)
 
     def skip(self) -> None:
         super().keep()
@@ -268,12 +294,12 @@ class FeatureSession(HeadSession):
     def _let_go(self) -> None:
         """Of states that no draft has read, the prompt's alone are kept."""
         if not self.begun and self.following:
-            self.prompt = self.pieces, self.following
+            self.prompt = self.pieces, self.following, self.read
         self.pieces, self.following, self.begun = [], [], True
 
     def forget(self) -> None:
         """All states but the last are in the cache."""
-        self.length += len(self.following)
+        self.pairs += range(self.read - 1 - len(self.following), self.read - 1)
         self.pieces, self.following = [self.pieces[-1].end(1)], []
 
     def close(self) -> None:

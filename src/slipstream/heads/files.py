@@ -5,21 +5,32 @@ from __future__ import annotations
 import json
 import os
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import huggingface_hub
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
+from slipstream import hub
 from slipstream.errors import DrafterError
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
-_NAMES = (WEIGHTS, "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+_NAMES = (
+    WEIGHTS,
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+    "medusa_lm_head.safetensors",
+    "medusa_lm_head.pt",
+)
 _ENDINGS = (".safetensors", ".pt", ".bin")
+_NO_WEIGHTS = ("training_args.bin", "optimizer.pt", "optimizer.bin", "scheduler.pt", "scaler.pt")  # a trainer's
+_WITHIN = "medusa_head."  # what heads are called in a file that holds their whole model
 
 
 def find_folder(source: str | Path) -> Path:
@@ -34,7 +45,8 @@ def find_folder(source: str | Path) -> Path:
         raise DrafterError(f"there is no folder {name!r}, and it isn't a name on the model hub either (owner/name)")
     try:
         wanted = ["*.json", *(f"*{ending}" for ending in _ENDINGS)]
-        return Path(huggingface_hub.snapshot_download(name, allow_patterns=wanted))
+        with hub.asked_once():
+            return Path(huggingface_hub.snapshot_download(name, allow_patterns=wanted))
     except Exception as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise DrafterError(f"there is no folder {name!r}, and the model hub gave no such head: {reason}") from error
@@ -55,12 +67,14 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """Every tensor in the folder's weights, which may be spread over several files."""
+    """Every tensor in the folder's weights, which may be spread over several files. Of a whole model with heads in it,
+    the heads' alone."""
     file = _weights(folder)
     if file.suffix != ".json":
         return _read(file)
     try:
-        shards = sorted(set(json.loads(file.read_text(encoding="utf-8"))["weight_map"].values()))
+        places = dict(json.loads(file.read_text(encoding="utf-8"))["weight_map"])
+        shards = sorted({places[name] for name in _heads_of(places)})
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise DrafterError(f"{file} is no index of weights: {error}") from error
     tensors: dict[str, Tensor] = {}
@@ -75,7 +89,7 @@ def _weights(folder: Path) -> Path:
     for name in _NAMES:
         if (folder / name).is_file():
             return folder / name
-    found = sorted(p for p in folder.iterdir() if p.suffix in _ENDINGS)
+    found = sorted(p for p in folder.iterdir() if p.suffix in _ENDINGS and p.name not in _NO_WEIGHTS)
     if len(found) != 1:
         names = f"several ({', '.join(p.name for p in found)})" if found else "none"
         raise DrafterError(
@@ -89,7 +103,8 @@ def _read(file: Path) -> dict[str, Tensor]:
         raise DrafterError(f"{file.parent} lacks {file.name}, which its index names: fetch the checkpoint again")
     try:
         if file.suffix == ".safetensors":
-            return load_file(file)
+            with safe_open(file, framework="pt") as inside:
+                return {name: inside.get_tensor(name) for name in _heads_of(inside.keys())}
         tensors = torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise DrafterError(
@@ -100,7 +115,13 @@ def _read(file: Path) -> dict[str, Tensor]:
         raise DrafterError(f"{file} can't be read as weights: {error}") from error
     if not isinstance(tensors, dict) or not all(isinstance(t, Tensor) for t in tensors.values()):
         raise DrafterError(f"{file} must hold tensors by name, but holds something else: is it a head's file?")
-    return tensors
+    return {name: tensors[name] for name in _heads_of(tensors)}
+
+
+def _heads_of(names: Iterable[str]) -> list[str]:
+    """All names, but of a whole model with heads in it those of the heads."""
+    every = list(names)
+    return [name for name in every if name.startswith(_WITHIN)] or every
 
 
 def write(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], name: str = WEIGHTS) -> None:

@@ -1,4 +1,4 @@
-"""KeyCache: the keys and values of a head's only layer, for all sessions, and attention over them.
+"""KeyCache: the keys and values of a head's layers, for all sessions, and attention over them.
 
 A session's text lies in the first columns of its row. Drafted tokens lie behind it, and each looks at the text and at
 its own path. Who looks where is all in tensors, so that a captured CUDA graph follows it.
@@ -6,7 +6,7 @@ its own path. Who looks where is all in tensors, so that a captured CUDA graph f
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,18 +22,28 @@ FIRST_CAPACITY = 8192  # every growth captures anew, and capacity that isn't use
 
 
 class KeyCache:
-    keys: Tensor  # (rows, kv heads, capacity, d); row 0 is where the padding of a batch writes
-    values: Tensor
+    # By layer, keys and values: (rows, kv heads, capacity, d) each; row 0 is where the padding of a batch writes.
+    layers: list[tuple[Tensor, Tensor]]
 
     def __init__(self, config: LayerConfig, dtype: torch.dtype, device: torch.device) -> None:
         self.generation = 0  # how often the tensors moved
+        self.windows = [config.window(layer) for layer in range(config.num_hidden_layers)]
         self._heads, self._device = config.num_attention_heads, device
         self.scratch: dict[int, tuple[Any, Tensor]] = {}  # by batch
         self._free: list[int] = []
         with torch.inference_mode():
             empty = torch.zeros(1, config.num_key_value_heads, 0, config.head_dim, dtype=dtype, device=device)
-        self.keys = self.values = empty
+        self.layers = [(empty, empty)] * config.num_hidden_layers
         self._resize(2, FIRST_CAPACITY)
+
+    @property
+    def keys(self) -> Tensor:
+        """Of the first layer."""
+        return self.layers[0][0]
+
+    @property
+    def values(self) -> Tensor:
+        return self.layers[0][1]
 
     @property
     def capacity(self) -> int:
@@ -47,6 +57,12 @@ class KeyCache:
 
     def close(self, row: int) -> None:
         self._free.append(row)
+
+    @torch.inference_mode()
+    def copy(self, source: int, to: int, length: int) -> None:
+        """The first columns of a row, into another."""
+        for tensor in (self.keys, self.values):
+            tensor[to, :, :length] = tensor[source, :, :length]
 
     def reserve(self, length: int) -> None:
         """Room for this many columns and one more, which padding may write to."""
@@ -66,7 +82,7 @@ class KeyCache:
             new[:had, :, :used] = old
             return new
 
-        self.keys, self.values = larger(self.keys), larger(self.values)
+        self.layers = [(larger(keys), larger(values)) for keys, values in self.layers]
         self.scratch.clear()
         self.generation += 1
 
@@ -98,34 +114,49 @@ class Look:
     columns: Tensor
     lengths: Tensor | None
     paths: Tensor | None
+    layer: int = 0
+    everyone: bool = False  # whether all n look, each at the columns up to its own; for what is text
+
+    def for_layers(self, count: int) -> list[Look]:
+        """One for each layer. Below the last one everyone must look, since the keys above are made of what they see;
+        where all that are read look anyway, they do it along their paths."""
+        if count == 1:
+            return [self]
+        text = self._count < self.columns.shape[1]
+        return [replace(self, layer=n, everyone=text and n < count - 1) for n in range(count)]
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """(b, heads, n, d), (b, kv, n, d), (b, kv, n, d) -> (b, w, heads, d)."""
-        write_keys(self.cache.keys, self.cache.values, key, value, self.rows, self.columns.contiguous())
+        write_keys(*self.cache.layers[self.layer], key, value, self.rows, self.columns.contiguous())
         return self._mixed(query[:, :, query.shape[2] - self._count :])
 
     def turned(self, qkv: Tensor, positions: Tensor, frequencies: Tensor, scale: float) -> Tensor:
         """The same of all three side by side, (b, n, ·), which are rotated on the way."""
         from slipstream.target.pieces import turn
 
-        keys, values = self.cache.keys, self.cache.values
+        keys, values = self.cache.layers[self.layer]
         return self._mixed(turn(qkv, positions, frequencies, scale, keys, values, self.rows, self.columns, self._count))
 
     @property
     def _count(self) -> int:
+        """How many look, the last ones."""
+        if self.everyone:
+            return self.columns.shape[1]
         return 0 if self.paths is None else self.paths.shape[1]
 
     def _mixed(self, query: Tensor) -> Tensor:
         """(b, heads, w, d) -> (b, w, heads, d)."""
+        (keys, values), window = self.cache.layers[self.layer], self.cache.windows[self.layer]
+        if self.everyone:
+            return causal_attention(query, keys, values, self.rows, self.columns, window)
         if self.lengths is None or self.paths is None:
             return query.transpose(1, 2)  # no rows
-        keys, values = self.cache.keys, self.cache.values
         if not query.is_cuda:
-            return masked_attention(query, keys, values, self.rows, self.lengths, self.paths)
+            return masked_attention(query, keys, values, self.rows, self.lengths, self.paths, window)
         b, w, depth = self.paths.shape
         scratch, depths = self.cache.scratch[b]
         where = (self.rows, self.lengths, depths[depth - 1, :, :w], self.paths, scratch.stats, scratch.sums)
-        return attend(query, keys, values, *where, query.shape[3] ** -0.5, None, None)
+        return attend(query, keys, values, *where, query.shape[3] ** -0.5, window, None)
 
 
 @torch.library.custom_op("slipstream::first_places", mutates_args=())
@@ -173,7 +204,13 @@ def _path_shape(paths: Tensor, chain: Tensor, _free: Tensor, _used: int) -> Tens
 
 
 def masked_attention(
-    query: Tensor, keys: Tensor, values: Tensor, rows: Tensor, lengths: Tensor, paths: Tensor
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    rows: Tensor,
+    lengths: Tensor,
+    paths: Tensor,
+    window: int | None = None,
 ) -> Tensor:
     """(b, heads, w, d) -> (b, w, heads, d): one sequence after the other, each over no more columns than it has."""
     heads, w, d = query.shape[1:]
@@ -181,8 +218,31 @@ def masked_attention(
     out = []
     for q, row, length, path in zip(query, rows.tolist(), lengths.tolist(), paths.long(), strict=True):
         end = int(path.max()) + 1
-        see = (torch.arange(end, device=q.device) < length).repeat(w, 1).scatter(1, path, True)  # (w, end)
+        column = torch.arange(end, device=q.device)
+        text = column < length
+        if window is not None:  # what is looked for is at place length + depth - 1, since paths follow the text
+            text &= column >= length + path.shape[1] - window
+            path = path[:, -window:]
+        see = text.repeat(w, 1).scatter(1, path, True)  # (w, end)
         mask = see.repeat(heads // kv, 1)  # query heads that share a key head are rows of one product
         k, v = keys[row : row + 1, :, :end], values[row : row + 1, :, :end]
         out.append(scaled_dot_product_attention(q.reshape(1, kv, -1, d), k, v, attn_mask=mask).reshape(heads, w, d))
     return torch.stack(out).transpose(1, 2)
+
+
+def causal_attention(
+    query: Tensor, keys: Tensor, values: Tensor, rows: Tensor, columns: Tensor, window: int | None
+) -> Tensor:
+    """(b, heads, n, d) -> (b, n, heads, d): each row sees the columns up to its own, (b, n). On a GPU over all that
+    the cache has room for, so that nobody waits for a number."""
+    b, heads, n, d = query.shape
+    kv = keys.shape[1]
+    end = keys.shape[2] if query.is_cuda else int(columns.max()) + 1
+    column, own = torch.arange(end, device=query.device), columns[:, None, :, None]
+    see = column <= own  # (b, 1, n, end)
+    if window is not None:
+        see &= column > own - window
+    k, v = (x[rows.long(), :, :end] for x in (keys, values))
+    mask = see.repeat(1, 1, heads // kv, 1)  # query heads that share a key head are rows of one product
+    mixed = scaled_dot_product_attention(query.reshape(b, kv, -1, d), k, v, attn_mask=mask)
+    return mixed.reshape(b, heads, n, d).transpose(1, 2)

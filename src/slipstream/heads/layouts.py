@@ -6,7 +6,8 @@ are the target's: `config.json` names those under `slipstream`, and reading them
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import logging
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import reduce
 from pathlib import Path
@@ -20,25 +21,26 @@ from slipstream.heads.base import Head, Lender
 from slipstream.heads.configs import VERSION, published_config, speculators_config, spell_speculators
 from slipstream.heads.eagle3 import Eagle3
 from slipstream.heads.files import WEIGHTS, find_folder, read_config, read_tensors, write
+from slipstream.heads.found import EMBEDDING, Found, Tensors
 from slipstream.heads.medusa import Medusa
-from slipstream.heads.readers import EMBEDDING, Found, Tensors, understand
+from slipstream.heads.mlp import MLPSpeculator
+from slipstream.heads.readers import understand
 from slipstream.heads.redrafter import ReDrafter
 
+log = logging.getLogger("slipstream")
 
-def load_head(source: str | Path, model: Any = None, dtype: torch.dtype | None = None) -> Head:
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def load_head(source: str | Path, model: Any = None, dtype: torch.dtype | str | None = None) -> Head:
     """The head in a folder, or under a name on the model hub, whatever its layout.
 
     With a model (the transformers causal LM that is its target) it is checked against it, bound, and on its device.
-    dtype: the model's unless told, without a model the file's.
+    dtype: the model's unless told, without a model or with "auto" the file's.
     """
     folder = find_folder(source)
-    config, tensors = read_config(folder), read_tensors(folder)
-    try:
-        found = understand(folder, config, tensors)
-    except KeyError as error:
-        raise DrafterError(f"config.json of {folder} lacks {error}, which its layout has") from error
-    except (TypeError, ValueError, AttributeError, OptionError) as error:
-        raise DrafterError(f"{folder} can't be understood as a head: {error}") from error
+    config = read_config(folder)
+    found = find_head(folder, config, None if model is None else Lender.of(model).vocab_size)
     if model is None:
         if found.borrowed and "slipstream" in config:
             raise DrafterError(
@@ -47,15 +49,36 @@ def load_head(source: str | Path, model: Any = None, dtype: torch.dtype | None =
             )
     else:
         found = _share_embedding(found, model)
-    head = found.kind.blank(found.config, found.borrowed)
-    _check(folder, head, found)
+    head = blank_head(folder, found)
     head.load_state_dict(found.tensors, assign=True)
-    if dtype is None:
+    if dtype is None and model is not None:
+        dtype = model.dtype
+    elif not isinstance(dtype, torch.dtype):
         floats = (tensor.dtype for tensor in found.tensors.values() if tensor.is_floating_point())
-        dtype = reduce(torch.promote_types, floats) if model is None else model.dtype
+        dtype = reduce(torch.promote_types, floats)
     head.to(dtype)
     if model is not None:
         head.to(model.get_output_embeddings().weight.device).bind(model)
+    return head
+
+
+def find_head(folder: Path, config: Mapping[str, Any], vocabulary: int | None = None) -> Found:
+    """What a folder's files say they are. vocabulary: the target's, if it is known."""
+    try:
+        return understand(folder, config, read_tensors(folder), vocabulary)
+    except KeyError as error:
+        raise DrafterError(f"config.json of {folder} lacks {error}, which its layout has") from error
+    except (TypeError, ValueError, AttributeError, OptionError) as error:
+        raise DrafterError(f"{folder} can't be understood as a head: {error}") from error
+
+
+def blank_head(folder: Path, found: Found) -> Head:
+    """The head without values, for which those of the files have proved to fit."""
+    try:
+        head = found.kind.blank(found.config, found.borrowed)
+    except (KeyError, OptionError) as error:
+        raise DrafterError(f"{folder} can't be understood as a head: {error}") from error
+    _check(folder, head, found)
     return head
 
 
@@ -93,6 +116,17 @@ def export_head(head: Head, folder: str | Path, layout: str | None = None) -> No
     tensors = _complete(head, head.borrowed - theirs)
     if isinstance(head, ReDrafter):
         tensors.pop("d2t", None)  # unknown to others
+    elif isinstance(head, MLPSpeculator) and head.config.tie_weights:  # vLLM ties all but the output matrices
+        for k in range(1, head.config.n_predict):
+            tensors[f"speculator.head.{k}.weight"] = tensors["speculator.head.0.weight"].clone()
+    elif isinstance(head, Eagle3):
+        tensors |= _output_biases(head)
+    elif isinstance(head, Medusa) and head.config.blocks > 1:
+        log.warning(
+            "the %d blocks of each Medusa head are computed one after the other, as vLLM does it: FasterDecoding's own "
+            "code repeats a single one, and would draft something else",
+            head.config.blocks,
+        )
     if layout is None:
         name = "medusa_lm_head.pt" if isinstance(head, Medusa) else WEIGHTS
         write(Path(folder), published_config(head), tensors, name)
@@ -101,6 +135,14 @@ def export_head(head: Head, folder: str | Path, layout: str | None = None) -> No
     else:
         known = '"speculators" or none' if isinstance(head, Eagle3) else "none: there is one"
         raise OptionError(f"layout {layout!r} of {head.kind} heads is unknown: give {known}")
+
+
+def _output_biases(head: Eagle3) -> Tensors:
+    """To others `attention_bias` means a bias of all four projections: zeros, where this head has three."""
+    if not head.config.qkv_bias or head.config.o_bias:
+        return {}
+    names = [name for name, _ in head.named_parameters() if name.endswith("self_attn.o_proj.weight")]
+    return {name.replace("weight", "bias"): torch.zeros(head.config.width, dtype=head.dtype) for name in names}
 
 
 def _share_embedding(found: Found, model: Any) -> Found:
@@ -124,7 +166,7 @@ def _check(folder: Path, head: Head, found: Found) -> None:
     wrong += [
         f"{found.spell(name)} holds {found.tensors[name].dtype}, not floating point"
         for name, _ in head.named_parameters()
-        if name in has and not found.tensors[name].is_floating_point()
+        if name in has and found.tensors[name].dtype not in _DTYPES
     ]
     missing = sorted(found.spell(name) for name in wanted.keys() - has.keys())
     extra = sorted(found.spell(name) for name in has.keys() - wanted.keys())
@@ -135,6 +177,10 @@ def _check(folder: Path, head: Head, found: Found) -> None:
         faults.append(f"has {_some(extra)}, unknown to this layout")
     if wrong:
         faults.append(f"doesn't hold what its config.json says: {_some(wrong)}")
+    elif broken := sorted(found.spell(name) for name, t in found.tensors.items() if not bool(t.isfinite().all())):
+        faults.append(
+            f"holds values in {_some(broken)} that are infinite or no numbers: fetch it again or train it anew"
+        )
     if faults:
         raise DrafterError(f"{folder} looks like {head.kind}, but {'; '.join(faults)}")
 

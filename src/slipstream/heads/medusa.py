@@ -16,20 +16,24 @@ from slipstream.heads.base import Head, HeadConfig, Lender, Prediction, Residual
 class MedusaConfig(HeadConfig):
     heads: int = 5
     blocks: int = 1
+    draft_vocab_size: int | None = None  # how many tokens it guesses among; None: all
 
 
 class Medusa(Head):
     kind = "medusa"
     Config = MedusaConfig
     config: MedusaConfig
+    token_map: Tensor
 
     def __init__(self, config: MedusaConfig, borrowed: Iterable[str] = ()) -> None:
         super().__init__(config, borrowed)
         for k, name in enumerate(self.lendable(config)):  # "0", "1", …: the published names
             parts: list[nn.Module] = [Residual(config.hidden_size) for _ in range(config.blocks)]
             if name not in self.borrowed:
-                parts.append(nn.Linear(config.hidden_size, config.vocab_size, bias=False))
+                parts.append(nn.Linear(config.hidden_size, config.draft_vocab_size or config.vocab_size, bias=False))
             self.add_module(str(k), nn.ModuleList(parts))
+        if config.draft_vocab_size is not None:  # as vLLM has it
+            self.register_buffer("token_map", torch.zeros(config.draft_vocab_size, dtype=torch.long))
 
     @classmethod
     def fresh(
@@ -64,7 +68,12 @@ class Medusa(Head):
         return tuple(f"{k}.{config.blocks}.weight" for k in range(config.heads))
 
     def lent(self, name: str) -> Tensor:  # noqa: ARG002
-        return self.lender.matrix()
+        matrix, ids = self.lender.matrix(), self.draft_ids
+        return matrix if ids is None else matrix[ids.to(matrix.device)]
+
+    @property
+    def draft_ids(self) -> Tensor | None:
+        return self._buffers.get("token_map")
 
     @property
     def embedding(self) -> None:
@@ -75,16 +84,19 @@ class Medusa(Head):
         return self.config.heads
 
     def heads(self, h: Tensor) -> Tensor:
-        """(b, H) -> (b, K, V) the logits of all heads."""
+        """(b, H) -> (b, K, V') the logits of all heads."""
         return torch.stack([self.logits(h, k) for k in range(self.config.heads)], dim=1)
 
     def logits(self, h: Tensor, k: int) -> Tensor:
-        """(…, H) -> (…, V) the logits of head k."""
+        """(…, H) -> (…, V') the logits of head k."""
         parts: Any = self._modules[str(k)]
         x = h.to(self.dtype)
         for part in parts:
             x = part(x)
-        return x if len(parts) > self.config.blocks else self.lender.logits(x)
+        if len(parts) > self.config.blocks:
+            return x
+        logits, ids = self.lender.logits(x), self.draft_ids
+        return logits if ids is None else logits.index_select(-1, ids)
 
     def predict(self, states: Tensor, tokens: Tensor, depths: int) -> Iterator[Prediction]:  # noqa: ARG002
         self.check_depths(depths)

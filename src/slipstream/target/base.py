@@ -13,13 +13,14 @@ from numpy.typing import NDArray
 
 from slipstream.sampling import Sampler, check_choice
 from slipstream.tree import TokenTree
+from slipstream.turns import Turns
 
 
 @dataclass(frozen=True)
 class Want:
     """What a forward must give back."""
 
-    layers: tuple[int, ...] = ()  # hidden states, numbered as in transformers: 0 the embeddings, L the last
+    layers: tuple[int, ...] = ()  # hidden states, by their numbers: see `states.py`
     rows: int = 1  # to compute at least, padding included: the same number for all steps gives the same bits
     # Who chooses the token after each sequence's nodes. Where it can, the forward chooses along with them, and logits
     # stay on the device; None: this sequence's logits are read.
@@ -46,6 +47,11 @@ class Slot:
     @property
     def length(self) -> int:
         return len(self.tokens)
+
+    def shared(self, tokens: Sequence[int]) -> int:
+        """How many tokens it begins with that a text begins with too."""
+        pairs = enumerate(zip(self.tokens, tokens, strict=False))
+        return next((i for i, (own, other) in pairs if own != other), min(self.length, len(tokens)))
 
 
 class Scores:
@@ -93,6 +99,11 @@ class Target(ABC):
     ahead: bool = False  # whether it calls `Want.behind`, where it chooses tokens itself
     widths: tuple[int, ...] = ()  # a step is padded to one of these numbers of rows; empty: it is not
     notes: tuple[str, ...] = ()  # what a user should know about this model
+
+    @property
+    def turns(self) -> Turns:
+        """What threads that use this target's model wait at."""
+        return Turns.of(getattr(self, "model", self))
 
     @abstractmethod
     def open(self) -> Slot:

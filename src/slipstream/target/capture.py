@@ -1,14 +1,18 @@
-"""Capturing work as a CUDA graph, and how much time that took: it is nobody's fault whose work is captured."""
+"""Work that is done once, for the first of many alike: capturing a CUDA graph, compiling. It is nobody's fault, so
+whoever measures time leaves it out."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from time import perf_counter
 from typing import Any
 
 import torch
+from numba.core import event
+
+from slipstream.notices import doing
 
 
 class Preparing:
@@ -30,6 +34,25 @@ class Preparing:
 
 
 preparing = Preparing()
+
+
+class Compiling(event.Listener):
+    """Hears of everything that numba compiles, one function inside another's compilation included."""
+
+    def __init__(self) -> None:
+        self._told: list[AbstractContextManager[None]] = []
+
+    def on_start(self, event: event.Event) -> None:  # noqa: ARG002
+        preparing.__enter__()
+        self._told.append(doing("compiling (once)") if not self._told else nullcontext())
+        self._told[-1].__enter__()
+
+    def on_end(self, event: event.Event) -> None:  # noqa: ARG002
+        self._told.pop().__exit__(None, None, None)
+        preparing.__exit__()
+
+
+event.register("numba:compile", Compiling())
 
 
 class Stopwatch:

@@ -19,6 +19,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from slipstream.target.base import Scores, Slot, Target, Want
+from slipstream.target.states import asked_states
 from slipstream.target.trees import context_length, input_device, is_exact, unwrapped
 from slipstream.tree import TokenTree
 
@@ -117,8 +118,13 @@ class ChainTarget(Target):
         return self._read(slot.trial, unread, want, slot.length, keep=len(tree), logits=len(tree))
 
     def _read_unread(self, slot: ChainSlot, want: Want, keep: int) -> Scores:
-        """Bring the cache up to the committed text."""
+        """Bring the cache up to the committed text; the last `keep` tokens give hidden states. A state that could not
+        be rolled back has the whole text before it again, which may be much longer than a chunk."""
         slot.reading = True
+        while (unread := slot.length - slot.read) > self.chunk:
+            part = slot.tokens[slot.read : slot.read + min(self.chunk, unread - keep)]
+            self._read(slot.cache, part, Want(), slot.read, keep=1, logits=1)
+            slot.read += len(part)
         scores = self._read(slot.cache, slot.tokens[slot.read :], want, slot.length - 1, keep, logits=1)
         slot.read, slot.reading = slot.length, False
         return scores
@@ -132,8 +138,9 @@ class ChainTarget(Target):
         }
         if want.layers:
             inputs["output_hidden_states"] = True
-        out = self.model(**inputs)
-        hidden = {layer: out.hidden_states[layer][0, -keep:] for layer in want.layers}
+        with asked_states(self.model, want.layers) as states:
+            out = self.model(**inputs)
+        hidden = {layer: h[0, -keep:] for layer, h in states(out).items()}
         scores = Scores(out.logits[0, -logits:], hidden, np.arange(position, position + logits))
         if want.argmax and self.device.type != "cpu":
             top = out.logits[0, -logits:].max(-1)

@@ -9,6 +9,7 @@ import torch
 from transformers import DynamicCache
 
 from slipstream.errors import ModelError
+from slipstream.target.adapters import check_kind
 from slipstream.target.base import Target, Want
 from slipstream.target.cache import Shape
 from slipstream.target.chains import ChainTarget
@@ -85,20 +86,9 @@ def check_model(model: Any) -> Any:
             f"{name} runs attention with {attention!r}, which can't take a tree's mask: "
             "load it with attn_implementation='sdpa', or call model.set_attn_implementation('sdpa')"
         )
-    peft = getattr(model, "peft_config", None)
-    if peft:
-        kinds = {str(getattr(c.peft_type, "value", c.peft_type)) for c in peft.values()}
-        if prompts := kinds & {
-            "PREFIX_TUNING",
-            "PROMPT_TUNING",
-            "P_TUNING",
-            "MULTITASK_PROMPT_TUNING",
-            "CPT",
-        }:
-            raise ModelError(
-                f"{name} carries a {', '.join(sorted(prompts))} adapter, which puts virtual tokens before the text: "
-                "only adapters that change weights (LoRA and its kin) work here"
-            )
+    for adapter in (getattr(model, "peft_config", None) or {}).values():
+        kind = str(getattr(adapter.peft_type, "value", adapter.peft_type))
+        check_kind(name, kind, bool(getattr(adapter, "alora_invocation_tokens", None)))
     if model.training:
         model.eval()
     return config

@@ -28,6 +28,7 @@ from slipstream.target.standins import StandIns
 from slipstream.target.steps import BEST, DRAWN, DRAWN_WITH_HISTORY, FixedStep, Inputs
 from slipstream.target.trees import TreeTarget, is_quantised
 from slipstream.tree import TokenTree
+from slipstream.turns import Turns
 
 log = logging.getLogger("slipstream")
 
@@ -87,6 +88,11 @@ class GraphTarget(TreeTarget):
         self._sample: torch.Tensor | None = None  # logits that every shape of step should give its sample text
         self._spare = self.open()  # where the padding of a batch writes
         self.pool.reserve(len(self._slots), min(self._first_capacity(), self.context))
+
+    @property
+    def turns(self) -> Turns:
+        """One for all of them: capturing, and which step is under way, concern the whole process."""
+        return Turns.of(GraphTarget)
 
     @property
     def pool(self) -> KeyValuePool:

@@ -23,6 +23,7 @@ from slipstream.target.capture import capture, preparing
 from slipstream.target.compiled import compiled_layers
 from slipstream.target.draw import Draws, History, draw
 from slipstream.target.ops import attend, best, move_keys, walk, write_keys
+from slipstream.target.states import asked_states
 
 if TYPE_CHECKING:
     from slipstream.target.graphs import GraphTarget
@@ -133,17 +134,18 @@ class FixedStep:
         ids, positions = self._device[: 2 * i.ids.numel()].long().view(2, *i.ids.shape)  # they come first
         for keys, values in self.target.pool.stores():  # all layers of one shape
             move_keys(keys, values, i.rows, i.sources, i.places, i.moves)
-        out = self.target.model(
-            input_ids=ids,
-            position_ids=positions,
-            attention_mask=self._mask,
-            past_key_values=self._cache,
-            use_cache=True,
-            **({"output_hidden_states": True} if self.layers else {}),
-        )
+        with asked_states(self.target.model, self.layers) as asked:
+            out = self.target.model(
+                input_ids=ids,
+                position_ids=positions,
+                attention_mask=self._mask,
+                past_key_values=self._cache,
+                use_cache=True,
+                **({"output_hidden_states": True} if self.layers else {}),
+            )
         self.logits = out.logits  # (b, n, V)
         self.by_sequence = list(out.logits)
-        states = {layer: out.hidden_states[layer] for layer in self.layers}
+        states = asked(out)
         self.hidden = [{layer: h[k] for layer, h in states.items()} for k in range(len(i.ids))]  # by sequence
         self.chosen = self._choose()
         self.answer.copy_(self.chosen, non_blocking=True)

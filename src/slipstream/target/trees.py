@@ -16,6 +16,7 @@ from slipstream.target.attention import our_attention
 from slipstream.target.base import Scores, Slot, Target, Want
 from slipstream.target.cache import KeyValuePool, Shape, Window
 from slipstream.target.masks import MaskKind, additive_masks, key_positions, visible
+from slipstream.target.states import asked_states
 from slipstream.tree import TokenTree
 
 TREE = 256  # keys of drafts and padding for which there is room behind a full context
@@ -141,20 +142,22 @@ class TreeTarget(Target):
             inputs["logits_to_keep"] = 1
         if want.layers:
             inputs["output_hidden_states"] = True
-        with our_attention(self._config), alibi_by_position(self.model, key):
+        asked = asked_states(self.model, want.layers)
+        with our_attention(self._config), alibi_by_position(self.model, key), asked as states:
             out = self.model(**inputs)
-        return self._scores(out, trees, want, query, known, last_only)
+        return self._scores(out.logits, states(out), trees, want, query, known, last_only)
 
     def _scores(
         self,
-        out: Any,
+        logits: torch.Tensor,
+        states: dict[int, torch.Tensor],
         trees: Sequence[TokenTree],
         want: Want,
         query: NDArray[np.int64],
         known: int,
         last_only: bool,
     ) -> list[Scores]:
-        logits = out.logits[:, -1:] if last_only else out.logits  # (b, rows, V)
+        logits = logits[:, -1:] if last_only else logits  # (b, rows, V)
         bring = want.argmax and self.device.type != "cpu"
         if bring:
             top = logits.max(-1)
@@ -162,7 +165,7 @@ class TreeTarget(Target):
         found = []
         for i, tree in enumerate(trees):
             n = len(tree) - known
-            hidden = {layer: out.hidden_states[layer][i, :n] for layer in want.layers}
+            hidden = {layer: h[i, :n] for layer, h in states.items()}
             rows = slice(n - 1, n) if last_only else slice(0, n)
             scores = Scores(logits[i, :1] if last_only else logits[i, :n], hidden, query[i, rows], known)
             if bring:

@@ -1,4 +1,4 @@
-"""A trace file as one self-contained HTML page: `read` checks the file, `write_page` fills the template."""
+"""Traces as one self-contained HTML page: `read` checks a file, `write_page` puts the page together."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
+from slipstream import colours
 from slipstream.errors import OptionError
+from slipstream.files import write_text
 
 FORMAT, VERSION = "slipstream-trace", 1
-PLACE = "@TRACE@"  # where the template wants its data
+SCRIPTS = ("runs.js", "answer.js", "timeline.js", "step.js", "play.js", "page.js")  # one after another they are one
 
 Line = dict[str, Any]
 
@@ -63,11 +65,30 @@ def read(path: str | Path) -> list[Line]:
     return lines
 
 
-def write_page(lines: Sequence[Line], path: Path) -> None:
-    """The page for these lines. It needs no other file and asks for none."""
-    before, after = files(__package__).joinpath("page.html").read_text(encoding="utf-8").split(PLACE)
-    data = json.dumps(list(lines), allow_nan=False, separators=(",", ":")).translate(ESCAPES)
-    path.write_text(before + data + after, encoding="utf-8", newline="\n")
+def write_page(lines: Sequence[Line], path: Path, against: Sequence[Line] | None = None) -> None:
+    """The page for a trace, beside a second one if there is one. It needs no other file and asks for none."""
+    runs = [list(lines)] if against is None else [list(lines), list(against)]
+    shown = {"runs": runs, "colours": {name: colours.colour(name) for run in runs for name in sorted(_drafters(run))}}
+    data = json.dumps(shown, allow_nan=False, separators=(",", ":")).translate(ESCAPES)
+    page = _part("page.html").replace("@STYLE@", colours.STYLE + _part("page.css"))
+    page = page.replace("@SCRIPT@", "\n".join(map(_part, SCRIPTS)))
+    # The data come last: no text of theirs is looked through for places to fill.
+    before, after = page.split("@TRACE@")
+    write_text(path, before + data + after)
+
+
+def _part(name: str) -> str:
+    return files(__package__).joinpath(name).read_text(encoding="utf-8").rstrip()
+
+
+def _drafters(lines: Sequence[Line]) -> set[str]:
+    """Everyone a trace names: its drafter, and the sources of nodes and tokens."""
+    steps = [line for line in lines if "step" in line]
+    proposed = {name for step in steps for node in step["nodes"] for name in node["sources"]}
+    kept = {
+        name for step in steps for token in step["emitted"] if token["source"] for name in token["source"].split("+")
+    }
+    return {lines[0]["drafter"]} | proposed | kept
 
 
 # ---- checking

@@ -193,9 +193,8 @@ def begin(llm: LLM, question: Question) -> Talk:
 
 
 def close(llm: LLM, sequence: Running) -> None:
-    sequence.session.close()
-    llm.engine.drafter.ended(sequence.request, sequence.tokens)
-    llm.target.close(sequence.slot)
+    sequence.finish = sequence.finish or "cancelled"
+    llm.engine.retire([sequence])
 
 
 def has_template(llm: LLM) -> bool:

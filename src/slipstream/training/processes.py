@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import OptionError
+from slipstream.target.loading import to_device
 
 
 class Processes:
     def __init__(self, device: str | None = None) -> None:
         self.rank, self.count = 0, 1
-        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self.device = to_device(device)
         self._accelerator: Any = None
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             try:

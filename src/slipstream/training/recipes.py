@@ -16,7 +16,6 @@ from torch import Tensor
 
 from slipstream.errors import OptionError
 from slipstream.heads.base import later
-from slipstream.heads.decoder import Chains
 
 
 @dataclass(frozen=True)
@@ -64,10 +63,10 @@ def mlp(head: Any, states: Tensor, tokens: Tensor, depths: int) -> Iterator[Gues
 
 def eagle(head: Any, states: Tensor, tokens: Tensor, depths: int) -> Iterator[Guess]:
     """From depth 1 on the head reads its own features: HASS's aligned contexts, EAGLE-3's training-time test."""
-    features, attend = head.read(states), Chains()
+    features, attends = head.read(states), head.chains()
     positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
     for k in range(depths):
-        features = head.step(later(tokens, 1 + k), features, positions + k, attend)  # (b, t, H)
+        features = head.step(later(tokens, 1 + k), features, positions + k, *attends)  # (b, t, H)
         yield Guess((features,), head.logits)
 
 

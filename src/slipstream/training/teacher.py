@@ -9,6 +9,7 @@ from torch import Tensor
 
 from slipstream.errors import ModelError
 from slipstream.heads.base import Head
+from slipstream.target.states import asked_states
 from slipstream.target.trees import input_device, unwrapped
 
 
@@ -34,8 +35,9 @@ class Teacher:
     @torch.no_grad()
     def read(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """(b, t) -> the states that the head reads (b, t, ·), and those that chose the next tokens (b, t, H)."""
-        hidden = self.model.base_model(input_ids=tokens, use_cache=False, output_hidden_states=True).hidden_states
-        return self.head.join({layer: hidden[layer] for layer in self._layers}), hidden[self._last]
+        with asked_states(self.model, self._layers) as states:
+            out = self.model.base_model(input_ids=tokens, use_cache=False, output_hidden_states=True)
+        return self.head.join(states(out)), out.hidden_states[self._last]
 
     @torch.no_grad()
     def distribution(self, last: Tensor) -> Tensor:

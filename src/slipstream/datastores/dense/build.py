@@ -8,7 +8,6 @@ the same call goes on and reads at most the chunks again that were being read.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -27,6 +26,7 @@ from slipstream.datastores.dense.reading import Here, Load, Processes, Reader
 from slipstream.datastores.dense.texts import Texts
 from slipstream.datastores.dense.transform import Moments, Transform
 from slipstream.datastores.dense.vectors import (
+    TRANSFORM,
     Chunk,
     Part,
     Piece,
@@ -40,19 +40,21 @@ from slipstream.datastores.dense.vectors import (
     write_part,
     write_transform,
 )
+from slipstream.datastores.lock import Lock
 from slipstream.datastores.sort import Tokens
-from slipstream.datastores.store import Store, lock_folder
+from slipstream.datastores.store import Store
 from slipstream.errors import DamagedError, OptionError, StoreError
 
 log = logging.getLogger("slipstream")
 
 Progress = Callable[[str, int, int], None]  # what is being done, positions done, of how many
+USUAL = 64  # numbers of a vector
 FEW = 4  # parts of a collection: more become one
 
 
 @dataclass(frozen=True)
 class Settings:
-    dims: int = 64  # numbers of a vector
+    dims: int | None = None  # numbers of a vector; None: those that are there, else 64, or as many as a state has
     window: int = 1024  # tokens that the model reads at a time
     overlap: int = 256  # tokens that a window repeats of the one before, as context
     sample: int = 1_000_000  # positions that the transform is fitted on
@@ -60,7 +62,10 @@ class Settings:
     chunk_tokens: int = 1 << 15  # tokens of a chunk: what each worker loses at most when it is killed
 
     def __post_init__(self) -> None:
-        if min(self.dims, self.window, self.sample, self.batch_tokens, self.chunk_tokens) < 1:
+        if (
+            min(1 if self.dims is None else self.dims, self.window, self.sample, self.batch_tokens, self.chunk_tokens)
+            < 1
+        ):
             raise OptionError(f"dims, window, sample, batch_tokens and chunk_tokens must be at least 1, found {self}")
         if not 0 <= self.overlap < self.window:
             raise OptionError(f"0 <= overlap < window must hold, found {self.overlap} and {self.window}")
@@ -89,8 +94,11 @@ def embed(
 ) -> Embedded:
     """Make the vectors that a store lacks. loads: one per worker; a single one works in this process."""
     folder = store.folder / FOLDER
-    folder.mkdir(exist_ok=True)
-    lock = lock_folder(folder)
+    try:
+        folder.mkdir(exist_ok=True)
+    except OSError as error:
+        raise StoreError(f"{folder} can't be made: {error}") from error
+    lock = Lock(folder)
     try:
         workers = Here(loads[0]) if len(loads) == 1 else Processes(loads)
         try:
@@ -99,8 +107,12 @@ def embed(
             workers.close()
     except BrokenProcessPool as error:
         raise StoreError("a worker ended before its time: the same call goes on from what is there") from error
+    except OSError as error:
+        raise StoreError(
+            f"{folder}: the disk or the file system failed ({error}); the same call goes on then"
+        ) from error
     finally:
-        os.close(lock)
+        lock.close()
 
 
 class _Build:
@@ -113,9 +125,14 @@ class _Build:
         if (folder / NAME).exists():
             self.manifest = self._continued(origin)
         else:
-            window, dims = min(settings.window, context), min(settings.dims, origin.hidden)
+            window = min(settings.window, context)
+            dims = min(USUAL, origin.hidden) if settings.dims is None else settings.dims
+            if dims > origin.hidden:
+                raise OptionError(
+                    f"vectors of {dims} numbers can't be made of states that have {origin.hidden}: ask for fewer"
+                )
             overlap = settings.overlap * window // settings.window  # as large a share of a shorter window
-            self.manifest = Manifest(origin, store.manifest.vocabulary, dims, window, overlap)
+            self.manifest = Manifest(origin, store.manifest.vocabulary, dims, window, overlap, store=store.manifest.id)
             write_manifest(folder, self.manifest)
         self.texts = {c: Texts(store.runs(c)) for c in store.collections}
 
@@ -123,7 +140,8 @@ class _Build:
         """What there is, less what is damaged. The transform stays, so what it depends on must not change."""
         manifest = read_manifest(self.folder)
         manifest.expect(self.folder, origin)
-        if min(self.settings.dims, origin.hidden) != manifest.dims:
+        manifest.belongs(self.folder, self.store.manifest.id)
+        if self.settings.dims not in (None, manifest.dims):
             raise StoreError(
                 f"{self.folder} has vectors of {manifest.dims} numbers, not {self.settings.dims}: go on with those, or "
                 "delete it"
@@ -131,18 +149,21 @@ class _Build:
         whole = []
         for entry in manifest.parts:
             try:
-                Part(self.folder / entry.name).file.verify()
-                whole.append(entry)
+                part = Part(self.folder, manifest, entry)
+                part.verify()
+                whole.append(replace(entry, sum=part.file.sum))
             except (DamagedError, FileNotFoundError) as error:
                 log.warning("a part of the vectors is lost, so its documents are read again: %s", error)
-        return replace(manifest, parts=tuple(whole))
+        transform = read_transform(self.folder, manifest)
+        made = Mapped(self.folder / TRANSFORM).sum if transform is not None else ""
+        return replace(manifest, parts=tuple(whole), store=self.store.manifest.id, transform=made)
 
     def run(self) -> Embedded:
         self._sweep()
         due = self._due()
         known = sum(1 for texts in self.texts.values() for _ in texts.documents()) - len(due)
         self.done, self.total = 0, sum(int(keys_of(len(d.tokens))) for d in due)
-        transform = read_transform(self.folder) or self._fit(due)
+        transform = read_transform(self.folder, self.manifest) or self._fit(due)
         self._reduce(transform)
         self._read(self._due(), "reading", transform)
         made = self._group()
@@ -156,7 +177,7 @@ class _Build:
         for path in self.folder.glob("*.making"):
             path.unlink()
         for kind in ("chunk", "states"):
-            for file in chunks(self.folder, kind):
+            for file in chunks(self.folder, kind, self.manifest):
                 try:
                     file.verify()
                     useless = bool(np.isin(file["digests"], self._in_parts(file.facts["collection"])).all())
@@ -173,13 +194,13 @@ class _Build:
                 path.unlink()
 
     def _in_parts(self, collection: str) -> NDArray[np.uint64]:
-        parts = [Part(self.folder / e.name).digests for e in self.manifest.parts if e.collection == collection]
+        parts = [Part(self.folder, self.manifest, e).digests for e in self.manifest.parts if e.collection == collection]
         return np.concatenate([np.empty(0, np.uint64), *parts])
 
     def _due(self) -> list[Document]:
         """The documents that are in no file yet, in the order of digests."""
         there = {c: set(self._in_parts(c).tolist()) for c in self.texts}
-        for file in (*chunks(self.folder, "chunk"), *chunks(self.folder, "states")):
+        for file in (*chunks(self.folder, "chunk", self.manifest), *chunks(self.folder, "states", self.manifest)):
             there.setdefault(file.facts["collection"], set()).update(file["digests"].tolist())
         found = [
             Document(collection, digest, tokens)
@@ -192,23 +213,25 @@ class _Build:
     def _fit(self, due: list[Document]) -> Transform:
         """Read documents in the order of digests, which is a random one, until there are enough positions to fit on.
         Their states stay on the disk, so that they need not be read again."""
-        have = sum(len(file.array("rows")) for file in chunks(self.folder, "states"))
+        have = sum(len(file.array("rows")) for file in chunks(self.folder, "states", self.manifest))
         keys = np.cumsum([have, *(int(keys_of(len(d.tokens))) for d in due)])
         self._read(due[: int(np.searchsorted(keys, self.settings.sample))], "sampling", None)
         self.progress("fitting", self.done, self.total)
         moments = Moments(self.manifest.origin.hidden, "cuda" if torch.cuda.is_available() else "cpu")
-        for file in chunks(self.folder, "states"):
+        for file in chunks(self.folder, "states", self.manifest):
             moments.add(read_chunk(file).rows)
         transform = moments.fit(self.manifest.dims)
-        write_transform(self.folder, transform)
+        self.manifest = replace(self.manifest, transform=write_transform(self.folder, transform))
+        write_manifest(self.folder, self.manifest)
         return transform
 
     def _reduce(self, transform: Transform) -> None:
         """The states of the sample as vectors."""
-        for file in chunks(self.folder, "states"):
+        for file in chunks(self.folder, "states", self.manifest):
             if not file.path.with_suffix(".chunk").exists():
                 chunk = read_chunk(file)
-                write_chunk(self.folder, replace(chunk, rows=transform(chunk.rows).half()), "chunk")
+                made = replace(chunk, rows=transform(chunk.rows).half())
+                write_chunk(self.folder, made, "chunk", self.manifest.transform)
             file.path.unlink()
 
     def _read(self, due: list[Document], doing: str, transform: Transform | None) -> None:
@@ -233,7 +256,7 @@ class _Build:
         """A part of each collection's chunks."""
         made = 0
         collections: dict[str, list[Path]] = {}
-        for file in chunks(self.folder, "chunk"):
+        for file in chunks(self.folder, "chunk", self.manifest):
             collections.setdefault(file.facts["collection"], []).append(file.path)
         for collection, paths in collections.items():
             self.progress("grouping", self.done, self.total)
@@ -248,7 +271,7 @@ class _Build:
         """One part instead of many, or of those that hold much of documents that are gone."""
         for collection, texts in self.texts.items():
             entries = [e for e in self.manifest.parts if e.collection == collection]
-            parts = [Part(self.folder / e.name) for e in entries]
+            parts = [Part(self.folder, self.manifest, e) for e in entries]
             alive = [texts.find(p.digests, p.lengths)[:, 0] >= 0 for p in parts]
             dead = sum(int(keys_of(p.lengths[~a]).sum()) for p, a in zip(parts, alive, strict=True))
             if len(parts) > FEW or 4 * dead > sum(map(len, parts)):
@@ -262,7 +285,7 @@ class _Build:
         """Graphs for the large groups, if there is a library that makes them."""
         if index.installed():
             for entry in self.manifest.parts:
-                index.write_graphs(Part(self.folder / entry.name), progress=partial(self.progress, "linking"))
+                index.write_graphs(Part(self.folder, self.manifest, entry), progress=partial(self.progress, "linking"))
 
 
 def portions(documents: Iterable[Document], tokens: int) -> Iterator[list[Document]]:
@@ -301,5 +324,5 @@ def _write(
     lengths = np.array([len(d.tokens) for d in documents], np.uint32)
     following = np.concatenate([np.empty(0, np.uint32), *(d.tokens[1:-1].astype(np.uint32) for d in documents)])
     chunk = Chunk(documents[0].collection, digests, lengths, following, rows)
-    write_chunk(folder, chunk, "states" if transform is None else "chunk")
+    write_chunk(folder, chunk, "states" if transform is None else "chunk", manifest.transform)
     return len(rows)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from slipstream.datastores.dense.files import Mapped, writing
+from slipstream.datastores.dense.files import AGAIN, Mapped, writing
 from slipstream.datastores.dense.vectors import Half, Part
 from slipstream.errors import DamagedError
 
@@ -39,7 +39,8 @@ def write_graphs(part: Part, large: int = LARGE, progress: Callable[[int, int], 
     done, total = 0, int(sizes[due].sum())
     for token in due:
         data, looked = graph_of(part.vectors[part.starts[token] : part.starts[token + 1]])
-        with writing(path_of(part.path, token), {"looked": looked}, {"graph": (np.uint8, data.shape)}) as into:
+        facts = {"looked": looked, "part": part.file.sum}
+        with writing(path_of(part.path, token), facts, {"graph": (np.uint8, data.shape)}) as into:
             into["graph"][:] = data
         done += int(sizes[token])
         if progress is not None:
@@ -93,6 +94,9 @@ class Graph:
         self._index.view(self._data)
         self._index.expansion_search = looked
 
+    def __len__(self) -> int:
+        return len(self._index)
+
     def near(self, query: NDArray[np.float32], count: int) -> NDArray[np.int64]:
         """The rows of the group, from 0 on, that are probably the nearest."""
         found = self._index.search(query.astype(np.float16), count, threads=1)
@@ -103,18 +107,22 @@ class Graphs:
     """The graphs of a part, each opened when it is first used."""
 
     def __init__(self, part: Part) -> None:
-        self._path, self._dims = part.path, part.vectors.shape[1]
+        self._path, self._dims, self._sum = part.path, part.vectors.shape[1], part.file.sum
         names = (path.name.split(".") for path in part.path.parent.glob(f"{part.path.stem}.*.graph"))
         self._tokens = {int(token) for _, token, _ in names}
         self._open: dict[int, Graph] = {}
 
-    def get(self, token: int) -> Graph | None:
+    def get(self, token: int, size: int) -> Graph | None:
+        """size: rows of the group. A graph that has others was made for another part, and is not used."""
         if token not in self._tokens:
             return None
         if token not in self._open:
             try:
                 file = Mapped(path_of(self._path, token))
-                self._open[token] = Graph(file["graph"], self._dims, file.facts.get("looked", LOOKED[0]))
+                graph = Graph(file.whole("graph"), self._dims, file.facts.get("looked", LOOKED[0]))
+                if file.facts.get("part", self._sum) != self._sum or len(graph) != size:
+                    raise DamagedError(f"{file.path} is the graph of another part: {AGAIN}")
+                self._open[token] = graph
             except FileNotFoundError:  # replaced meanwhile, as its part was
                 self._tokens.discard(token)
                 return None

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from slipstream.datastores.manifest import fits
 from slipstream.datastores.pages import checksum
 from slipstream.datastores.segment import sync_folder
 from slipstream.errors import DamagedError, DrafterError, StoreError
 
 FOLDER, NAME = "dense", "dense.json"
-FORMAT = 1
+FORMAT = 2
+READABLE = (1, 2)  # format 1 has no ids
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,7 @@ class Entry:
     documents: int
     vectors: int
     bytes: int
+    sum: str = ""  # of its header, which has the sums of all else; empty in format 1
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,8 @@ class Manifest:
     overlap: int  # tokens that a window repeats of the one before
     parts: tuple[Entry, ...] = ()
     next: int = 1  # number of the next part
+    store: str = ""  # the id of the store whose text these are vectors of
+    transform: str = ""  # the sum of the header of the transform that made them; empty: there is none yet
 
     def expect(self, folder: Path, origin: Origin) -> None:
         """Raise if the vectors came from another model than this one."""
@@ -77,6 +83,13 @@ class Manifest:
             raise DrafterError(
                 f"the vectors in {folder} were made from states of {ours}, and this is {theirs}: load that model in "
                 f"that precision, or delete {folder} and run `slipstream store embed` with this one"
+            )
+
+    def belongs(self, folder: Path, store: str) -> None:
+        """Raise if these are vectors of another store's text."""
+        if self.store and store and self.store != store:
+            raise StoreError(
+                f"{folder} was made for another store: delete it, and run `slipstream store embed {folder.parent}`"
             )
 
 
@@ -108,14 +121,33 @@ def read_manifest(folder: Path, data: bytes | None = None) -> Manifest:
         if told != _sum(body):
             raise ValueError("its checksum is wrong")
         found = body.pop("format")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DamagedError(
+            f"{folder / NAME} is damaged ({error}): delete {folder}, and `slipstream store embed` makes it anew"
+        ) from error
+    if found not in READABLE:
+        raise StoreError(f"{folder / NAME} has format {found}, this version reads {FORMAT}: update slipstream")
+    try:
+        parts = tuple(Entry(**entry) for entry in body.pop("parts"))
+        manifest = Manifest(Origin(**body.pop("origin")), parts=parts, **body)
+        fits(manifest, _SHAPE)
+        fits(manifest.origin, {n: str if n in ("model", "weights", "dtype") else int for n in _ORIGIN})
+        names = [p.name for p in parts]
+        if not all(map(PART.fullmatch, names)) or len(set(names)) < len(names) or min(manifest.dims, manifest.next) < 1:
+            raise ValueError("it names files that can't be its own")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedError(
             f"{folder / NAME} is damaged ({error}): delete {folder}, and `slipstream store embed` makes it anew"
         ) from error
-    if found != FORMAT:
-        raise StoreError(f"{folder / NAME} has format {found}, this version reads {FORMAT}: update slipstream")
-    parts = tuple(Entry(**entry) for entry in body.pop("parts"))
-    return Manifest(Origin(**body.pop("origin")), parts=parts, **body)
+    return manifest
+
+
+PART = re.compile(r"\d{8,20}\.part")
+_ORIGIN = ("model", "weights", "dtype", "layer", "hidden")
+_SHAPE: dict[str, Any] = {
+    "vocabulary": int, "dims": int, "window": int, "overlap": int, "next": int, "store": str, "transform": str,
+    "parts": {"name": str, "collection": str, "documents": int, "vectors": int, "bytes": int, "sum": str},
+}  # fmt: skip
 
 
 def _sum(body: dict[str, Any]) -> str:

@@ -6,6 +6,7 @@ finds is compared exactly again.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,8 +21,10 @@ from slipstream.datastores.dense.manifest import FOLDER, Manifest, Origin, manif
 from slipstream.datastores.dense.texts import Texts
 from slipstream.datastores.dense.transform import Transform
 from slipstream.datastores.dense.vectors import Part, read_transform
+from slipstream.datastores.manifest import MOST
+from slipstream.datastores.mapping import watching
 from slipstream.datastores.sort import Tokens
-from slipstream.datastores.store import DEFAULT, Store
+from slipstream.datastores.store import DEFAULT, RECHECK, Store
 from slipstream.errors import DamagedError, StoreError
 
 Query = NDArray[np.float32]  # (D,) of unit length
@@ -74,13 +77,14 @@ class View:
         """Among the positions that `root` followed. exact: without graphs."""
         best = _Best(query, count)
         for number, part in enumerate(self.parts):
-            first, last = part.group(root)
-            graphs = self._graphs[number]
-            graph = graphs.get(root) if graphs is not None and not exact else None
-            if graph is None:
-                best.scan(number, part, self.alive[number], first, last)
-            else:
-                best.take(number, part, self.alive[number], first + graph.near(query, MORE * count))
+            with watching(part.path):
+                first, last = part.group(root)
+                graphs = self._graphs[number]
+                graph = graphs.get(root, last - first) if graphs is not None and not exact else None
+                if graph is None:
+                    best.scan(number, part, self.alive[number], first, last)
+                else:
+                    best.take(number, part, self.alive[number], first + graph.near(query, MORE * count))
         return best.found()
 
     def search_all(self, query: Query, count: int) -> Found:
@@ -105,8 +109,16 @@ class View:
             document = int(part.document[row])
             run, start = self.places[number][document].tolist()
             at, end = start + int(part.offset[row]) + 2, start + int(part.lengths[document])
-            tokens.append(self.texts.runs.runs[run].tokens[at : min(at + length, end)])
+            found_run = self.texts.runs.runs[run]
+            some = found_run.tokens[at : min(at + length, end)]
+            tokens.append(some[: _until(some, found_run.vocabulary)])
         return Drafts(found.similarity, tokens)
+
+
+def _until(tokens: Tokens, vocabulary: int) -> int:
+    """How many of them are tokens, whatever a file says."""
+    beyond = np.flatnonzero(tokens >= (vocabulary or MOST))
+    return int(beyond[0]) if len(beyond) else len(tokens)
 
 
 class _Best:
@@ -140,22 +152,32 @@ class Vectors:
         self.store, self.folder = store, store.folder / FOLDER
         self._parts: dict[str, Part] = {}
         self._views: dict[str, View] = {}
-        self._bytes = b""
+        self._bytes: bytes | None = None
+        self._checked = time.monotonic()
         self.refresh()
         if origin is not None:
             self.manifest.expect(self.folder, origin)
-        transform = read_transform(self.folder)
+        transform = read_transform(self.folder, self.manifest)
         if transform is None:
             raise StoreError(f"{self.folder} is not finished: `slipstream store embed {store.folder}` goes on with it")
         self.transform: Transform = transform
 
     def refresh(self) -> None:
-        """See what was embedded since."""
+        """See what was embedded since, and believe no page for long."""
         self.store.refresh()
+        if time.monotonic() - self._checked > RECHECK:
+            self._checked = time.monotonic()
+            for part in self._parts.values():
+                part.file.doubt()
         while (data := manifest_bytes(self.folder)) != self._bytes:
             manifest = read_manifest(self.folder, data)
+            manifest.belongs(self.folder, self.store.manifest.id)
+            if manifest.vocabulary != self.store.manifest.vocabulary:
+                raise StoreError(
+                    f"{self.folder} has vectors of another vocabulary: delete it, and embed the store again"
+                )
             try:
-                parts = {e.name: self._parts.get(e.name) or Part(self.folder / e.name) for e in manifest.parts}
+                parts = {e.name: self._parts.get(e.name) or Part(self.folder, manifest, e) for e in manifest.parts}
             except FileNotFoundError as error:
                 if manifest_bytes(self.folder) != data:
                     continue  # parts were merged meanwhile
@@ -227,13 +249,15 @@ def _scan(vectors, query, first, last, document, alive, number, similarity, part
     for row in range(first, last):
         _expect(vectors, row + AHEAD)
         value = _similarity(vectors, query, row)
-        if value > similarity[-1] and alive[document[row]]:
+        if value > similarity[-1] and document[row] < len(alive) and alive[document[row]]:
             _insert(value, number, row, similarity, part, rows)
 
 
 @njit(cache=True, nogil=True)
 def _take(vectors, query, given, document, alive, number, similarity, part, rows):  # type: ignore[no-untyped-def]
     for row in given:
+        if row < 0 or row >= len(vectors):
+            continue
         value = _similarity(vectors, query, row)
-        if value > similarity[-1] and alive[document[row]]:
+        if value > similarity[-1] and document[row] < len(alive) and alive[document[row]]:
             _insert(value, number, row, similarity, part, rows)

@@ -19,31 +19,47 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from slipstream.datastores.dense.files import Mapped, Plan, writing
-from slipstream.datastores.dense.manifest import Entry, Manifest
+from slipstream.datastores.dense.files import AGAIN, Mapped, Plan, writing
+from slipstream.datastores.dense.manifest import NAME, Entry, Manifest
 from slipstream.datastores.dense.transform import Transform
 from slipstream.datastores.pages import checksum
 from slipstream.errors import DamagedError
 
 TRANSFORM = "transform.vec"
 Half = NDArray[np.float16]
+ROWS = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 
 
 # ---- the transform
 
 
-def write_transform(folder: Path, transform: Transform) -> None:
+def write_transform(folder: Path, transform: Transform) -> str:
+    """Returns its sum, by which the manifest knows it."""
     arrays = {name: getattr(transform, name).numpy() for name in ("mean", "scale", "components", "explained")}
     with writing(folder / TRANSFORM, {}, {n: (a.dtype, a.shape) for n, a in arrays.items()}) as into:
         for name, array in arrays.items():
             into[name][:] = array
+    return Mapped(folder / TRANSFORM).sum
 
 
-def read_transform(folder: Path) -> Transform | None:
-    """None: not fitted yet."""
+def read_transform(folder: Path, manifest: Manifest) -> Transform | None:
+    """None: not fitted yet. Vectors of two transforms can't be compared: so a lost one is not fitted anew."""
     if not (folder / TRANSFORM).exists():
+        if manifest.transform or manifest.parts:
+            raise DamagedError(
+                f"{folder / TRANSFORM} is gone, and vectors that it made are there: put it back, or delete {folder} "
+                "and run `slipstream store embed` again"
+            )
         return None
     file = Mapped(folder / TRANSFORM)
+    if manifest.transform not in ("", file.sum):
+        raise DamagedError(
+            f"{folder / TRANSFORM} is not the transform that made these vectors: put that back, or delete {folder} and "
+            "run `slipstream store embed` again"
+        )
+    hidden, dims = manifest.origin.hidden, manifest.dims
+    file.expect(mean=("<f4", (hidden,)), scale=("<f4", (hidden,)), components=("<f4", (hidden, dims)))
+    file.expect(explained=("<f8", (dims,)))
     mean, scale, components, explained = (
         torch.tensor(file[name]) for name in ("mean", "scale", "components", "explained")
     )
@@ -69,8 +85,9 @@ def keys_of(length: Any) -> Any:
     return np.maximum(np.asarray(length, np.int64) - 2, 0)
 
 
-def write_chunk(folder: Path, chunk: Chunk, kind: str) -> None:
-    """kind: chunk or states. The name follows from the content, so that workers need no agreement."""
+def write_chunk(folder: Path, chunk: Chunk, kind: str, transform: str = "") -> None:
+    """kind: chunk or states. transform: the sum of the one that made the vectors. The name follows from the content, so
+    that workers need no agreement."""
     name = f"{checksum(chunk.digests, checksum(chunk.collection.encode())):016x}.{kind}"
     rows = chunk.rows.contiguous().cpu()
     dtype = str(rows.dtype).removeprefix("torch.")
@@ -81,25 +98,46 @@ def write_chunk(folder: Path, chunk: Chunk, kind: str) -> None:
         "following": (np.uint32, chunk.following.shape),
         "rows": (np.uint8, data.shape),
     }
-    with writing(folder / name, {"collection": chunk.collection, "dtype": dtype}, plan) as into:
+    facts = {"collection": chunk.collection, "dtype": dtype, "transform": transform}
+    with writing(folder / name, facts, plan) as into:
         into["digests"][:], into["lengths"][:], into["following"][:] = chunk.digests, chunk.lengths, chunk.following
         into["rows"][:] = data
 
 
 def read_chunk(file: Mapped) -> Chunk:
-    rows = torch.tensor(file["rows"]).view(getattr(torch, file.facts["dtype"]))
+    rows = torch.from_numpy(file["rows"]).view(ROWS[file.facts["dtype"]])
     return Chunk(file.facts["collection"], file["digests"], file["lengths"], file["following"], rows)
 
 
-def chunks(folder: Path, kind: str) -> list[Mapped]:
-    """Those whose header is whole. Others are removed: their documents can be read again."""
+def chunks(folder: Path, kind: str, manifest: Manifest) -> list[Mapped]:
+    """Those whose header is whole, and that this transform made. Others are removed: their documents can be read
+    again."""
     found = []
     for path in sorted(folder.glob(f"*.{kind}")):
         try:
-            found.append(Mapped(path))
+            file = Mapped(path)
+            _expect_chunk(file, kind, manifest)
+            found.append(file)
         except DamagedError:
             path.unlink()
     return found
+
+
+def _expect_chunk(file: Mapped, kind: str, manifest: Manifest) -> None:
+    facts, size = file.facts, manifest.dims if kind == "chunk" else manifest.origin.hidden
+    if type(facts.get("collection")) is not str or facts.get("dtype") not in ROWS:
+        raise DamagedError(f"{file.path} does not say whose rows it has")
+    if kind == "chunk" and (facts["dtype"] != "float16" or facts.get("transform", "") not in ("", manifest.transform)):
+        raise DamagedError(f"{file.path} has vectors of another transform")
+    width = size * ROWS[facts["dtype"]].itemsize
+    file.expect(
+        digests=("<u8", (None,)), lengths=("<u4", (None,)), following=("<u4", (None,)), rows=("|u1", (None, width))
+    )
+    lengths, following = file["lengths"], file["following"]
+    if len(file.array("digests")) != len(lengths) or int(keys_of(lengths).sum()) != len(following):
+        raise DamagedError(f"{file.path} has other rows than its documents")
+    if len(following) != len(file.array("rows")) or (len(following) and following.max() >= manifest.vocabulary):
+        raise DamagedError(f"{file.path} has rows of no token")
 
 
 # ---- parts
@@ -108,9 +146,17 @@ def chunks(folder: Path, kind: str) -> list[Mapped]:
 class Part:
     """A mapped part: row i is the position offset[i] of document[i]. The rows of a group are neighbours."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, folder: Path, manifest: Manifest, entry: Entry) -> None:
+        """Raises unless it is the part that the manifest names."""
+        path = folder / entry.name
         self.file = Mapped(path)
-        self.path, self.collection = path, str(self.file.facts["collection"])
+        self.path, self.collection = path, entry.collection
+        n, documents = entry.vectors, entry.documents
+        self.file.expect(digests=("<u8", (documents,)), lengths=("<u4", (documents,)), document=("<u4", (n,)))
+        self.file.expect(starts=("<i8", (manifest.vocabulary + 1,)), offset=("<u4", (n,)))
+        self.file.expect(vectors=("<f2", (n, manifest.dims)))
+        if self.file.facts.get("collection") != entry.collection or entry.sum not in ("", self.file.sum):
+            raise DamagedError(f"{path} is not the part that {NAME} names: `slipstream store embed` makes it anew")
         self.vectors: Half = self.file.array("vectors")  # (n, D)
         self.document: NDArray[np.uint32] = self.file.array("document")  # (n,)
         self.offset: NDArray[np.uint32] = self.file.array("offset")  # (n,)
@@ -129,7 +175,10 @@ class Part:
     @cached_property
     def starts(self) -> NDArray[np.int64]:
         """(V + 1,) where the group of each token starts."""
-        return self.file["starts"]
+        starts = self.file["starts"]
+        if starts[0] != 0 or starts[-1] != len(self) or (np.diff(starts) < 0).any():
+            raise DamagedError(f"{self.path}: its groups lie outside of it: {AGAIN}")
+        return starts
 
     def group(self, token: int) -> tuple[int, int]:
         """The rows whose next token this is, checked."""
@@ -142,6 +191,14 @@ class Part:
     def check(self, first: int, last: int) -> None:
         for name in ("vectors", "document", "offset"):
             self.file.check(name, first, last)
+
+    def verify(self) -> None:
+        """Raise if anything of it is wrong."""
+        self.file.verify()
+        if len(self) and (self.document.max() >= len(self.digests) or self.starts[0] != 0):
+            raise DamagedError(f"{self.path}: its rows are of no document: {AGAIN}")
+        if len(self) and (self.offset >= np.maximum(keys_of(self.lengths), 1)[self.document]).any():
+            raise DamagedError(f"{self.path}: its rows lie outside of their documents: {AGAIN}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -223,6 +280,6 @@ def write_part(
                 into["document"][at] = piece.document[order] + np.uint32(base)
                 into["offset"][at] = piece.offset[order]
                 into["vectors"][at] = piece.vectors[order]
-    entry = Entry(path.name, collection, documents, n, path.stat().st_size)
+    entry = Entry(path.name, collection, documents, n, path.stat().st_size, Mapped(path).sum)
     kept = tuple(e for e in manifest.parts if e not in gone)
     return replace(manifest, parts=(*kept, entry), next=manifest.next + 1)

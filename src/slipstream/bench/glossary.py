@@ -1,0 +1,49 @@
+"""What the report's words mean, each in a sentence or two. The full definitions are in docs/benchmarks.md."""
+
+from __future__ import annotations
+
+import re
+from html import escape
+
+NO_SPACES = str.maketrans(" ", "-")  # in an element's id
+
+GLOSSARY = {
+    "contestant": "Who answered: a drafter of this engine, or transformers’ own ways (hf, hf-pld, hf-assisted). "
+    "none is this engine without drafts: plain decoding.",
+    "answers": "How many answers the row is made of: questions times repeats.",
+    "tokens": "Tokens that those answers have together.",
+    "tokens/s": "Tokens per second of the whole call, the prompt included: the median over the repeats, "
+    "and the slowest and the fastest of them.",
+    "speed-up": "Seconds per token of the other contestant divided by this one’s, on the same questions: "
+    "2 is twice as fast, below 1 is slower.",
+    "95%": "Where the speed-up would lie in 95 of 100 such benchmarks, judged by drawing questions and repeats anew. "
+    "After “of” stands how many questions that is from: an interval of two can say little.",
+    "tokens per step": "Tokens that one forward of the target gives. Plain decoding has exactly 1.",
+    "ms per step": "Milliseconds from one forward of the target to the next, all that belongs to it included.",
+    "acceptance": "Accepted drafted tokens divided by the depth of the drafted trees: 1 would be drafts that are "
+    "always right to the end.",
+    "node yield": "Accepted drafted tokens divided by all nodes verified. A tree can only keep one path, so a wide one "
+    "has a low yield.",
+    "kept per step": "How many of the drafted tokens the target agreed with. It adds one token of its own to them.",
+    "draft": "Milliseconds per step that drafting took.",
+    "verify": "Milliseconds per step that the target’s forward took.",
+    "host": "Milliseconds per step for deciding, committing and showing the drafter what was accepted.",
+    "unaccounted": "Milliseconds per step, and their share, that no clock covers: statistics, streaming, the call. "
+    "Below zero, the clocks overlap and together cover more than 100% of the time.",
+    "first token": "Milliseconds until the first token is decided, the prompt included: the median over the answers.",
+    "same texts": "Answers whose tokens are exactly those of plain decoding, of those compared.",
+}
+
+
+def term(word: str, shown: str, place: str, at: float = 0) -> str:
+    """A word that says what it means, on hover and on focus; `at`, in percent: where its tip begins."""
+    name = f"{place}-{word.translate(NO_SPACES)}"
+    return (
+        f'<span class="term" tabindex="0" aria-describedby="{name}">{shown}'
+        f'<span class="tip" role="tooltip" id="{name}" style="--at: {at:.0f}%">{escape(GLOSSARY[word])}</span></span>'
+    )
+
+
+def explained(text: str, place: str) -> str:
+    """Text of our own in which [word|as shown] is a word of the glossary."""
+    return re.sub(r"\[(.+?)\|(.+?)\]", lambda found: term(found[1], found[2], place), text)

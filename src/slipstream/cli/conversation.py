@@ -1,0 +1,177 @@
+"""A conversation on the command line: questions, and the commands that begin with a slash."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slipstream.cli.prompt import PlainLines, TypedLines
+from slipstream.cli.terminal import busy, err, say, status
+from slipstream.errors import OptionError
+
+if TYPE_CHECKING:
+    from slipstream.llm import LLM, Chat
+    from slipstream.stats import Stats
+
+COMMANDS = {
+    "/help": "list the commands",
+    "/clear": "begin anew; the system message stays",
+    "/save FILE": "write the conversation to a file, as JSON messages",
+    "/system TEXT": "set the system message and begin anew",
+    "/retry": "answer the last question again, with another seed",
+    "/stats": "show the numbers of the last answer, and of all since the beginning",
+    "/quit": "end the chat",
+}
+NAMES = {usage.split()[0]: usage for usage in COMMANDS}
+KEYS = "Enter sends, Alt+Enter adds a line. Ctrl-C ends an answer or clears what is typed, Ctrl-D quits."
+
+
+class Quit(Exception):
+    """The user ends the chat."""
+
+
+class Conversation:
+    """`llm` waits for the model; options are those of each answer; lines are where questions come from."""
+
+    def __init__(
+        self, llm: Callable[[], LLM], system: str | None, options: dict[str, Any], lines: PlainLines | TypedLines
+    ) -> None:
+        self._llm, self._system, self._options, self._lines = llm, system, options, lines
+        self._chat: Chat | None = None
+        self._begin()
+
+    def take(self, line: str) -> None:
+        """Answer a question or carry out a command. A question may begin with a slash behind a space."""
+        if line.startswith("/"):
+            self._obey(line)
+        elif line.strip():
+            self._retries = 0
+            # A terminal may send bytes that are no text, which no tokenizer takes.
+            self._answer(line.strip().encode(errors="replace").decode())
+
+    def _begin(self) -> None:
+        if self._chat is not None:
+            self._chat.close()
+            self._chat = None
+        self._question: str | None = None
+        self._answered = False  # whether that question and its answer are the last two messages
+        self._retries = 0
+        self._all: list[Stats] = []
+
+    @property
+    def _messages(self) -> list[dict[str, str]]:
+        if self._chat is not None:
+            return self._chat.messages
+        return [{"role": "system", "content": self._system}] if self._system else []
+
+    def _answer(self, question: str) -> None:
+        self._question, self._answered = question, False
+        options = dict(self._options)
+        if options["seed"] is not None:
+            options["seed"] += self._retries
+        with self._lines.answering():
+            with busy("loading the model"):
+                llm = self._llm()
+            self._chat = self._chat or llm.chat(self._system)
+            before = len(self._messages)
+            try:
+                stream = self._chat.stream(question, **options)
+                say(stream)
+            finally:
+                self._answered = len(self._messages) > before
+        if stream.stats:
+            self._all.append(stream.stats)
+            err.print(f"[dim]{status(stream.stats, options['accept'], stream.result.finish_reason)}[/dim]")
+
+    def _obey(self, line: str) -> None:
+        name, *rest = line.split(maxsplit=1)
+        if name not in NAMES:
+            raise OptionError(f"{name} is no command: /help lists them. To say it to the model, begin with a space")
+        usage, words = NAMES[name], [word.strip() for word in rest]
+        if bool(words) != (" " in usage):
+            raise OptionError(f"{name} takes nothing else" if words else f"say {usage}")
+        commands: dict[str, Callable[..., None]] = {
+            "/help": self._help,
+            "/clear": self._clear,
+            "/save": self._save,
+            "/system": self._set_system,
+            "/retry": self._retry,
+            "/stats": self._show_stats,
+            "/quit": self._quit,
+        }
+        commands[name](*words)
+
+    def _help(self) -> None:
+        for usage, does in COMMANDS.items():
+            err.print(f"{usage:14}{does}", markup=False)
+        err.print(KEYS)
+
+    def _clear(self) -> None:
+        self._begin()
+        err.print("the conversation begins anew")
+
+    def _set_system(self, text: str) -> None:
+        self._system = text
+        self._begin()
+        err.print("the system message is set, and the conversation begins anew")
+
+    def _save(self, name: str) -> None:
+        text = json.dumps(self._messages, ensure_ascii=False, indent=1) + "\n"
+        try:
+            write_whole(Path(name).expanduser(), text)
+        except (OSError, ValueError, RuntimeError) as error:  # no name, a name of zero bytes, an unknown ~user
+            raise OptionError(f"/save {name}: nothing was written: {error}") from error
+        err.print(f"wrote {name}", markup=False)
+
+    def _retry(self) -> None:
+        if self._question is None:
+            raise OptionError("/retry: there is no question yet")
+        if not self._options["temperature"]:
+            err.print("[dim]at temperature 0 every seed gives the same answer: start the chat with -t 0.8, say[/dim]")
+        dropped = self._messages[-2:] if self._answered else []
+        del self._messages[len(self._messages) - len(dropped) :]
+        self._retries += 1
+        try:
+            self._answer(self._question)
+        finally:
+            if not self._answered and dropped:  # no new answer came: the old one stays
+                self._messages.extend(dropped)
+                self._answered = True
+
+    def _show_stats(self) -> None:
+        if not self._all:
+            raise OptionError("/stats: there is no answer yet")
+        err.print(f"{'':26}{'last answer':>12}{f'all {len(self._all)}':>12}")
+        for (what, last), total in zip(numbers(self._all[-1:]).items(), numbers(self._all).values(), strict=True):
+            err.print(f"{what:26}{last:>12}{total:>12}", markup=False)
+
+    def _quit(self) -> None:
+        raise Quit
+
+
+def numbers(answers: list[Stats]) -> dict[str, str]:
+    """What answers took and gained together."""
+    tokens, steps = sum(s.new_tokens for s in answers), sum(s.steps for s in answers)
+    seconds = sum(s.seconds for s in answers)
+    return {
+        "tokens": str(tokens),
+        "seconds": f"{seconds:.2f}",
+        "until the first token": f"{sum(s.first_token_seconds for s in answers):.2f}",
+        "tokens/s": f"{tokens / seconds:.1f}" if seconds else "-",
+        "steps of the model": str(steps),
+        "tokens/step": f"{tokens / steps:.2f}" if steps else "-",
+        "tokens that were drafted": str(sum(s.accepted for s in answers)),
+    }
+
+
+def write_whole(path: Path, text: str) -> None:
+    """A file that is there whole or not at all; one that was there before stays until then."""
+    new = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        new.write_text(text, encoding="utf-8")
+        new.replace(path)
+    finally:
+        new.unlink(missing_ok=True)

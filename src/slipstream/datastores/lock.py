@@ -1,0 +1,73 @@
+"""The right to write to a folder. The folder itself is locked, which nobody deletes by mistake; the file `lock` in it
+tells whose the right is, and keeps out older versions, which lock that."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from slipstream.errors import StoreError
+
+TRIES, PAUSE = 20, 0.01  # a reader may hold the folder for a moment
+
+
+class Lock:
+    """Held until it is closed or the process ends."""
+
+    def __init__(self, folder: Path) -> None:
+        self.process = os.getpid()
+        self._folder = os.open(folder, os.O_RDONLY)
+        self._file = -1
+        try:
+            self._file = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+            for file in (self._folder, self._file):
+                if not _taken(file):
+                    holder = os.pread(self._file, 32, 0).decode(errors="replace").strip() or "unknown"
+                    raise StoreError(
+                        f"{folder} is being written by process {holder}: there can be one writer; readers need not wait"
+                    )
+            os.ftruncate(self._file, 0)
+            os.pwrite(self._file, f"{self.process}\n".encode(), 0)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        for file in (self._file, self._folder):
+            if file >= 0:
+                os.close(file)
+        self._file = self._folder = -1
+
+    @property
+    def ours(self) -> bool:
+        """False in a process that was forked off: there can be one writer."""
+        return self.process == os.getpid()
+
+
+def _taken(file: int) -> bool:
+    for attempt in range(TRIES):
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if attempt < TRIES - 1:
+                time.sleep(PAUSE)
+    return False
+
+
+@contextmanager
+def no_writer(folder: Path) -> Iterator[bool]:
+    """Whether there is no writer, and there will be none within the block: so keep it short."""
+    file = os.open(folder, os.O_RDONLY)
+    try:
+        alone = False
+        with suppress(OSError):  # there is one, or the file system has no locks
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            alone = True
+        yield alone
+    finally:
+        os.close(file)

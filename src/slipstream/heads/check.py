@@ -1,0 +1,120 @@
+"""What a folder with a head holds, told without running anything: of a target its sizes are enough."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slipstream.errors import DrafterError
+from slipstream.heads.base import Head, Lender
+from slipstream.heads.decoder import LayerConfig
+from slipstream.heads.eagle3 import Eagle3
+from slipstream.heads.files import find_folder, read_config
+from slipstream.heads.found import Found
+from slipstream.heads.layouts import blank_head, find_head
+from slipstream.heads.medusa import Medusa
+
+
+@dataclass(frozen=True)
+class Report:
+    kind: str
+    layout: str
+    target: str | None  # whom its files name
+    reads: str
+    guesses: str
+    parameters: int  # its own
+    size: int  # bytes of them, as they lie in the files
+    precision: str
+    borrows: tuple[str, ...]  # what it takes from its target
+    odd: tuple[str, ...]
+    misfit: str | None = None  # why it can't draft for the model it was compared with; None: it can, or there is none
+
+
+def check_head(source: str | Path, model: Any = None) -> Report:
+    """What can't be loaded at all raises. model: its target, whose weights may be missing (on the meta device)."""
+    folder = find_folder(source)
+    config = read_config(folder)
+    found = find_head(folder, config, None if model is None else Lender.of(model).vocab_size)
+    head, misfit = blank_head(folder, found), None
+    target = head.config.target
+    if model is not None:
+        try:
+            head.bind(model)
+        except DrafterError as error:
+            misfit = str(error)
+    parameters = [found.tensors[name] for name, _ in head.named_parameters()]
+    types = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in parameters})
+    return Report(
+        kind=head.kind,
+        layout=found.layout,
+        target=target,
+        reads=_reads(head),
+        guesses=_guesses(head),
+        parameters=sum(tensor.numel() for tensor in parameters),
+        size=sum(tensor.numel() * tensor.element_size() for tensor in parameters),
+        precision=" and ".join(types),
+        borrows=tuple(sorted(head.borrowed)),
+        odd=(*found.odd, *_odd(config, found, head), *_other_name(target, model)),
+        misfit=misfit,
+    )
+
+
+def _reads(head: Head) -> str:
+    """Which states, and how far back."""
+    said = "the last hidden state"
+    if isinstance(head, Eagle3):
+        said = f"hidden states {_states(head)}"
+    config = head.config
+    if isinstance(config, LayerConfig):
+        count = config.num_hidden_layers
+        said += f", through {count} layer{'s' if count > 1 else ''}"
+        seen = sorted({window for window in config.windows if window is not None})
+        if seen:
+            said += f" that see{'s' if count == 1 else ''} the last {seen[0]:,} positions"
+    return said
+
+
+def _states(head: Eagle3) -> str:
+    """By transformers' numbers, or the rule for them."""
+    count = head.config.target_layers
+    if head.config.aux_layers is None and (count is None or count < 6):
+        return "2, L/2 and L - 3 of a target with L layers"
+    numbers = head.config.aux_layers or head.aux_ids(count or 0)
+    return ", ".join(f"{n} (before the final norm)" if n == count else str(n) for n in numbers)
+
+
+def _guesses(head: Head) -> str:
+    ahead = "any number of tokens" if head.reach is None else f"{head.reach} tokens"
+    few = getattr(head.config, "draft_vocab_size", None) or head.config.vocab_size
+    among = f"{few:,} of {head.config.vocab_size:,}" if few < head.config.vocab_size else f"all {few:,}"
+    return f"{ahead} ahead, among {among}"
+
+
+def _odd(config: Mapping[str, Any], found: Found, head: Head) -> list[str]:
+    """What is no mistake for certain, but worth knowing."""
+    odd = []
+    if isinstance(head, Medusa) and "slipstream" not in config:
+        said = config.get("medusa_num_heads", config.get("num_heads"))
+        if said is not None and said != head.config.heads:
+            odd.append(f"config.json says {said} heads, the file holds {head.config.heads}: these count")
+    nothing = [found.spell(n) for n, t in found.tensors.items() if t.ndim == 2 and not bool(t.any())]
+    if nothing:
+        odd.append(f"all numbers of {', '.join(sorted(nothing)[:4])} are 0: is it untrained?")
+    if len({t.dtype for name, t in found.tensors.items() if t.is_floating_point()}) > 1:
+        odd.append("its tensors have several precisions: it runs in its target's")
+    return odd
+
+
+def _other_name(target: str | None, model: Any) -> list[str]:
+    if target is None or model is None or target == (name := Lender.of(model).name):
+        return []
+    return [f"its files name {target} as its target, not {name}"]
+
+
+def short(count: int) -> str:
+    """5,123,456 -> 5.1M."""
+    power = min(int(math.log10(max(count, 1))) // 3, 3)
+    return f"{count / 1000**power:.3g}{('', 'K', 'M', 'B')[power]}"

@@ -1,0 +1,68 @@
+"""What a published checkpoint turned out to be, and what its readers share: names, counts, draft ids."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.heads.base import Head
+
+EMBEDDING = "embed_tokens.weight"
+OUTPUT = "lm_head.weight"
+
+Json = Mapping[str, Any]
+Tensors = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint as understood: tensors by the head's own names."""
+
+    kind: type[Head]
+    config: Any
+    tensors: Tensors
+    borrowed: frozenset[str] = frozenset()
+    spell: Callable[[str], str] = str  # a tensor's name in the file
+    layout: str = ""  # its name, and who writes it
+    odd: tuple[str, ...] = ()  # what a user should know of these files
+
+
+def count(config: Json, name: str, default: Any = None) -> int:
+    """A size that config.json says."""
+    value = config[name] if default is None else config.get(name) or default
+    if type(value) is not int:
+        raise ValueError(f"{name} of a head must be a whole number, not {value!r}")
+    if value < 1:
+        raise ValueError(f"{name} of a head must be 1 or more, not {value}")
+    return value
+
+
+def absent(name: str, tensors: Tensors) -> frozenset[str]:
+    return frozenset() if name in tensors else frozenset({name})
+
+
+def whole(name: str, numbers: Tensor) -> Tensor:
+    """The same numbers as int64, none of them changed by that."""
+    if numbers.is_floating_point() and not bool((numbers == numbers.floor()).all()):
+        raise ValueError(f"{name} holds fractions, but its numbers lead to token ids")
+    return numbers.long()
+
+
+def draft_ids(d2t: Tensor, vocabulary: int) -> Tensor:
+    """(V',) the ids that these differences stand for: within the vocabulary, each once."""
+    return check_ids("d2t", d2t + torch.arange(len(d2t)), vocabulary)
+
+
+def check_ids(name: str, ids: Tensor, vocabulary: int) -> Tensor:
+    if len(ids) and int(ids.min()) < 0:
+        raise ValueError(f"{name} reaches token id {int(ids.min())}, but ids begin with 0")
+    if len(ids) and int(ids.max()) >= vocabulary:
+        raise ValueError(f"{name} reaches token id {int(ids.max())}, but the vocabulary has {vocabulary}")
+    named, times = ids.unique(return_counts=True)
+    if len(named) < len(ids):
+        raise ValueError(f"{name} names token id {int(named[times.argmax()])} more than once")
+    return ids

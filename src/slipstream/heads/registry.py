@@ -1,0 +1,109 @@
+"""Heads that belong to a model: registered once, they are found by its weights, whatever it is called.
+
+`slipstream heads add FOLDER` writes a line into a file of the cache folder; `auto` asks whoever is registered for its
+model, besides the heads that come with slipstream.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slipstream.converted import cache_folder
+from slipstream.errors import DrafterError
+from slipstream.files import write_text
+from slipstream.heads.base import Lender
+from slipstream.heads.files import CONFIG, read_config
+
+SHIPPED = Path(__file__).parent / "shipped"  # <kind>/: heads for the embedded model
+SAMPLE = 16  # numbers of each tensor: training changes nearly all of them, so a few tell models apart
+
+
+@dataclass(frozen=True)
+class Registered:
+    """A head's folder, its kind, and the model it drafts for."""
+
+    folder: str
+    kind: str
+    model: str  # its name when the head was added, for people
+    fingerprint: str
+
+
+@torch.inference_mode()
+def fingerprint(model: Any) -> str:
+    """Of a model's shape and weights, not of its name. In bfloat16, so that it does not depend on how it was loaded."""
+    config = model.config.get_text_config()
+    names = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")
+    shape = {name: getattr(config, name, None) for name in names}
+    found = hashlib.sha256(json.dumps(shape).encode())
+    weights = [(name, p) for name, p in sorted(model.named_parameters()) if p.device.type != "meta"]
+    for device in sorted({p.device for _, p in weights}, key=str):
+        here = [(name, p) for name, p in weights if p.device == device]
+        slices = [p.reshape(-1)[:: max(1, p.numel() // SAMPLE)][:SAMPLE].to(torch.bfloat16) for _, p in here]
+        found.update(" ".join(f"{name} {tuple(p.shape)}" for name, p in here).encode())
+        found.update(torch.cat(slices).cpu().view(torch.int16).numpy().tobytes())
+    return found.hexdigest()[:32]
+
+
+def entries() -> list[Registered]:
+    """All that are registered."""
+    file = _file()
+    try:
+        return [Registered(**entry) for entry in json.loads(file.read_text(encoding="utf-8"))]
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, TypeError) as error:
+        raise DrafterError(f"{file} can't be read: {error}. Delete it and add your heads again") from error
+
+
+def add(folder: str | Path, model: Any) -> Registered:
+    """Register a head, once it is seen to fit the model."""
+    from slipstream.heads import load_head
+
+    place = Path(folder).resolve()
+    kind = load_head(place, model).kind
+    entry = Registered(str(place), kind, Lender.of(model).name, fingerprint(model))
+    _write([*(e for e in entries() if e.folder != entry.folder), entry])
+    return entry
+
+
+def remove(folder: str | Path) -> None:
+    """Forget a head; its files stay."""
+    place = str(Path(folder).resolve())
+    known = entries()
+    if all(entry.folder != place for entry in known):
+        raise DrafterError(f"{place} is not registered: slipstream heads list tells which are")
+    _write([entry for entry in known if entry.folder != place])
+
+
+def heads_for(model: Any) -> list[tuple[str, Path]]:
+    """Kind and folder of each head for this model: the registered ones, then those that come with slipstream."""
+    known = entries()
+    mine = fingerprint(model) if known else ""
+    registered = [(entry.kind, Path(entry.folder)) for entry in known if entry.fingerprint == mine]
+    name = Lender.of(model).name
+    return [*(head for head in registered if head[1].is_dir()), *(h for h in shipped() if made_for(h[1]) == name)]
+
+
+def shipped() -> list[tuple[str, Path]]:
+    """Kind and folder of each head that comes with slipstream."""
+    return [(path.parent.name, path.parent) for path in sorted(SHIPPED.glob(f"*/{CONFIG}"))]
+
+
+def made_for(folder: Path) -> str | None:
+    """The name of the model that a head was trained for, if its files tell."""
+    return read_config(folder).get("slipstream", {}).get("target")
+
+
+def _file() -> Path:
+    return cache_folder() / "heads.json"
+
+
+def _write(known: list[Registered]) -> None:
+    _file().parent.mkdir(parents=True, exist_ok=True)
+    write_text(_file(), json.dumps([asdict(entry) for entry in known], indent=1))

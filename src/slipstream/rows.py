@@ -1,0 +1,102 @@
+"""Rows: the answers of one call of transformers' `generate` side by side, column by column, as its own loop makes them.
+
+So a streamer is shown them, and so stopping criteria are asked that may look at all rows, or count their calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from slipstream.engine import Sequence as Running
+from slipstream.request import Request
+from slipstream.stats import Stats
+
+
+class Rows:
+    """Rows come as fast as their drafts are right, so a column is there when the slowest row has reached it. What a row
+    said beyond the column in which a criterion ends it is dropped.
+
+    criteria: asked once for each column; None if every row ends by itself. pad: the token behind the end of a row that
+    is over before others; None lets it go on until the last one is over, as transformers does if no token ends a text.
+    """
+
+    def __init__(
+        self, input_ids: torch.Tensor, requests: list[Request], criteria: Any, pad: int | None, streamer: Any
+    ) -> None:
+        self._prompts = self._shown = input_ids  # what the criteria were shown so far
+        self._requests = requests
+        self._criteria, self._pad, self._streamer = criteria, pad, streamer
+        self._running: dict[int, Running] = {}
+        self._columns: list[list[int]] = []
+        self._over = [False] * len(requests)
+        self._lengths = [0] * len(requests)
+
+    def follow(self, steps: Iterator[Running]) -> None:
+        """Take what the engine says, until every row is over."""
+        watched = self._criteria is not None or self._streamer is not None
+        try:
+            for sequence in steps:
+                self._running[id(sequence.request)] = sequence
+                if watched and self._advance():
+                    return
+            self._advance()
+        finally:
+            steps.close()  # type: ignore[attr-defined]
+
+    @property
+    def sequences(self) -> torch.Tensor:
+        """(rows, prompt and answers) as `generate` returns them."""
+        return torch.cat([self._prompts, self._prompts.new_tensor(self._columns).T], dim=1)
+
+    @property
+    def stats(self) -> list[Stats]:
+        """Of each row; tokens that were dropped don't count as new, but what they cost does."""
+        made = [self._running[id(request)].stats for request in self._requests]
+        for stats, length in zip(made, self._lengths, strict=True):
+            stats.new_tokens = length
+        return made
+
+    def _advance(self) -> bool:
+        """Take every column that is complete. Are all rows over?"""
+        while not all(self._over):
+            column = []
+            for i in range(len(self._requests)):
+                token = self._token(i)
+                if token is None:
+                    return False
+                column.append(token)
+            self._take(column)
+        return True
+
+    def _token(self, i: int) -> int | None:
+        """Row i's token in the next column, if it is known."""
+        if self._over[i] and self._pad is not None:
+            return self._pad
+        running, at = self._running.get(id(self._requests[i])), len(self._columns)
+        if running is not None and at < len(running.tokens):
+            return running.tokens[at]
+        return (self._pad or 0) if running is not None and running.finish is not None else None
+
+    def _take(self, column: list[int]) -> None:
+        self._columns.append(column)
+        told = [False] * len(column) if self._criteria is None else self._told()
+        for i, request in enumerate(self._requests):
+            if self._over[i] and self._pad is not None:
+                continue
+            running = self._running[id(request)]
+            self._lengths[i] = min(len(self._columns), len(running.tokens))
+            ended = running.finish is not None and len(running.tokens) <= len(self._columns)
+            if told[i] or ended:
+                self._over[i] = True
+                if self._pad is not None:
+                    request.cancel()
+        if self._streamer is not None:
+            self._streamer.put(torch.tensor(column))
+
+    def _told(self) -> list[bool]:
+        """What the criteria say of each row, now that it is one column longer."""
+        self._shown = torch.cat([self._shown, self._shown.new_tensor(self._columns[-1])[:, None]], dim=1)
+        return self._criteria(self._shown, None).tolist()

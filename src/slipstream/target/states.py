@@ -1,0 +1,37 @@
+"""The hidden states of a forward that a drafter reads: those that transformers numbers, 0 the embeddings and L the last
+under the final norm, and one more: number L + 1 is the last layer's output before that norm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+_NAMES = ("norm", "ln_f", "norm_f", "final_layernorm", "final_layer_norm")
+
+
+def final_norm(model: Any) -> nn.Module | None:
+    """What stands between the last layer and the output matrix. None: it has another name."""
+    base = model.base_model
+    for part in (base, getattr(base, "language_model", None), getattr(base, "decoder", None)):
+        for name in _NAMES:
+            if isinstance(norm := getattr(part, name, None), nn.Module):
+                return norm
+    return None
+
+
+@contextmanager
+def asked_states(model: Any, layers: Sequence[int]) -> Iterator[Callable[[Any], dict[int, Tensor]]]:
+    """Around one forward. Gives what picks these states, (b, n, H) each, from what the forward returned."""
+    last = int(model.config.get_text_config().num_hidden_layers)
+    before: list[Tensor] = []
+    # What is in the norm's place now: kernels may stand in for it during this forward.
+    norm = final_norm(model) if last + 1 in layers else None
+    hook = None if norm is None else norm.register_forward_pre_hook(lambda _, given: before.append(given[0]))
+    try:
+        yield lambda out: {n: before[-1] if n == last + 1 else out.hidden_states[n] for n in layers}
+    finally:
+        if hook is not None:
+            hook.remove()

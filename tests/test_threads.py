@@ -1,0 +1,174 @@
+"""One LLM, many threads: every answer is what it would have been alone, and nothing is left behind."""
+
+import random
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from families import graphs
+from slipstream import LLM, Proposal, TokenTree
+from slipstream.drafters.base import Drafter, DraftSession
+from slipstream.engine import Engine
+from slipstream.errors import OptionError
+from slipstream.heads import HEADS
+from slipstream.turns import Turns
+
+THREADS, EACH = 8, 25
+
+
+class LoneModel:
+    """Somebody to take turns at."""
+
+
+def some_request(rng):
+    """A way to ask, a prompt or several, and options."""
+    prompt = [rng.randrange(3, 60) for _ in range(rng.randrange(1, 30))]
+    prompt += prompt[: rng.randrange(8)]  # something to find again
+    options = {"max_new_tokens": rng.randrange(1, 12), "ignore_eos": True, "seed": rng.randrange(1000)}
+    if rng.random() < 0.5:
+        options |= {"temperature": rng.choice([0.5, 1.0]), "top_k": rng.choice([0, 5]), "repetition_penalty": 1.2}
+    way = rng.choice(["generate", "stream", "abandon", "batch", "several"])
+    if way == "batch":
+        prompt = [prompt, prompt[::-1], prompt[:2]]
+    return way, prompt, options
+
+
+def answer(llm, way, prompt, options):
+    if way == "generate":
+        return llm.generate(prompt, **options).tokens
+    if way == "batch":
+        return [result.tokens for result in llm.generate(prompt, **options)]
+    if way == "several":
+        return [result.tokens for result in llm.generate(prompt, n=2, **options)]
+    tokens, steps = [], llm.engine.run([llm.request(prompt, **options)])
+    for sequence in steps:
+        tokens = list(sequence.tokens)
+        if way == "abandon" and len(tokens) >= 4:
+            break
+    steps.close()
+    return tokens[:4] if way == "abandon" else tokens
+
+
+def made(drafter, fixed, tiny):
+    model = tiny("llama")
+    options = {"drafter_path": HEADS["eagle3"].fresh(model)} if drafter == "eagle3" else {}
+    llm = LLM(model, drafter=drafter, **options)
+    if fixed:  # steps as on a GPU
+        from slipstream import drafters
+
+        llm.target = graphs(model)
+        llm.engine = Engine(llm.target, drafters.make(drafter, llm.target, **options), drafter)
+    return llm
+
+
+@pytest.mark.parametrize("fixed", [False, True], ids=["ordinary", "fixed"])
+@pytest.mark.parametrize("drafter", ["none", "suffix", "eagle3", "auto"])
+def test_threads_get_the_answers_that_one_after_the_other_gets(drafter, fixed, tiny):
+    llm = made(drafter, fixed, tiny)
+    asked = [some_request(random.Random(seed)) for seed in range(THREADS * EACH)]
+    with ThreadPoolExecutor(THREADS) as pool:
+        together = list(pool.map(lambda given: answer(llm, *given), asked))
+    alone = [answer(llm, *given) for given in asked]
+    assert together == alone
+    assert llm.engine._open == []
+    spare = 1 if fixed else 0  # a row where padding goes
+    assert sum(slot is not None for slot in llm.target._slots) == spare
+
+
+def test_streams_of_one_thread_interleave(tiny):
+    llm = made("eagle3", True, tiny)
+    asked = [some_request(random.Random(seed)) for seed in range(6)]
+    runs = [llm.engine.run([llm.request(p, **o)]) for way, p, o in asked if way != "batch"]
+    told = [[] for _ in runs]
+    for i in [*range(len(runs))] * 30:
+        for sequence in runs[i]:
+            told[i] = list(sequence.tokens)
+            break
+    expected = [answer(llm, "generate", p, o) for way, p, o in asked if way != "batch"]
+    assert told == expected
+
+
+def test_a_stream_dropped_within_another_streams_step_is_retired_after_it(tiny):
+    """As Python's collector may do it: the turn is taken, and nobody may wait for it."""
+    llm = LLM(tiny("llama"), drafter="pld")
+    other = llm.engine.run([llm.request([5, 6, 7], max_new_tokens=9)])
+    next(other)
+    open_then = []
+
+    def drop(_, scores):
+        other.close()
+        open_then.append(len(llm.engine._open))
+        return scores
+
+    alone = llm.generate([5, 6, 7, 5, 6], max_new_tokens=6).tokens
+    assert llm.generate([5, 6, 7, 5, 6], max_new_tokens=6, processors=[drop]).tokens == alone
+    assert open_then[0] == 1  # only in its own turn could it have been retired
+    assert llm.engine._open == []
+    assert all(slot is None for slot in llm.target._slots)
+
+
+def test_turns_come_in_the_order_of_asking():
+    turns, order = Turns(), []
+
+    def take(name):
+        with turns:
+            order.append(name)
+
+    threads = [threading.Thread(target=take, args=(i,)) for i in range(5)]
+    with turns:
+        for i, thread in enumerate(threads):
+            thread.start()
+            while len(turns._waiting) <= i:
+                time.sleep(0.001)
+        with turns:  # whoever has it may enter again
+            assert not turns.attempt()
+    with turns:
+        order.append("last")
+    for thread in threads:
+        thread.join()
+    assert order == [0, 1, 2, 3, 4, "last"]
+    assert turns.attempt()
+
+
+def test_whoever_uses_one_model_takes_turns_with_the_others(tiny):
+    model = tiny("llama")
+    assert LLM(model, drafter="none").engine._turns is LLM(model, drafter="pld").engine._turns
+    assert Turns.of(LoneModel) is not Turns.of(model)
+
+
+# ---- drafters that fail
+
+
+class FailsAtTheEnd(Drafter):
+    def begin(self, request):  # noqa: ARG002
+        return Silent()
+
+    def ended(self, request, tokens):  # noqa: ARG002
+        raise OSError(28, "No space left on device")
+
+
+class Silent(DraftSession):
+    def propose(self, root, budget):  # noqa: ARG002
+        return Proposal(TokenTree.root(root))
+
+
+def test_a_drafter_that_fails_after_the_answer_costs_nothing_but_a_warning(tiny, caplog):
+    llm = LLM(tiny("llama"), drafter="none")
+    plain = llm.generate([5, 6, 7], max_new_tokens=6).tokens
+    llm.engine.drafter = FailsAtTheEnd(llm.target, None, None)
+    results = llm.generate([[5, 6, 7], [5, 6]], max_new_tokens=6)
+    assert results[0].tokens == plain
+    assert "No space left" in results[1].stats.warnings[0]
+    assert "No space left" in results[1].as_dict()["stats"]["warnings"][0]
+    assert "the drafter failed after it" in caplog.text
+    assert all(slot is None for slot in llm.target._slots)
+
+
+def test_a_drafter_that_fails_at_the_beginning_leaves_nothing_behind(tiny):
+    llm = LLM(tiny("llama"), drafter="auto")
+    with pytest.raises(OptionError):
+        llm.generate([5, 6, 7], drafters="nobody")
+    assert llm.engine._open == []
+    assert all(slot is None for slot in llm.target._slots)

@@ -16,6 +16,7 @@ import torch
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.logits_process import (
     PrefixConstrainedLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
@@ -195,6 +196,8 @@ def for_row(processor: Any, row: int) -> Any:
     if isinstance(own, PrefixConstrainedLogitsProcessor):
         allowed = processor._prefix_allowed_tokens_fn
         own._prefix_allowed_tokens_fn = lambda _, tokens: allowed(row, tokens)
+    if isinstance(own, RepetitionPenaltyLogitsProcessor) and isinstance(own.prompt_ignore_length, torch.Tensor):
+        own.prompt_ignore_length = own.prompt_ignore_length[row : row + 1]  # since transformers 5.23: its padding
     return own
 
 

@@ -36,8 +36,8 @@ class Clockwork(TextTarget):
 
     vocabulary, context = V, 10_000
 
-    def __init__(self, seconds=0.002):
-        self.seconds, self.calls = seconds, []
+    def __init__(self, seconds=0.002, sleep=time.sleep):
+        self.seconds, self.sleep, self.calls = seconds, sleep, []
 
     def prefill(self, slot, tokens, want):  # noqa: ARG002
         slot.tokens += tokens
@@ -50,7 +50,7 @@ class Clockwork(TextTarget):
         return [self._scores(slot.length + tree.depths) for slot, tree in zip(slots, trees, strict=True)]
 
     def _scores(self, positions):
-        time.sleep(self.seconds)
+        self.sleep(self.seconds)
         rows = torch.zeros(len(positions), V)
         rows[torch.arange(len(positions)), torch.tensor([truth(p + 1) for p in positions])] = 1
         return Scores(rows, {}, positions)
@@ -61,6 +61,18 @@ class Pattern(Drafter):
 
     def begin(self, request):
         return PatternSession(len(request.tokens))
+
+
+class Clock:
+    """Time passes when somebody sleeps."""
+
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
 
 
 class PatternSession(DraftSession):
@@ -77,15 +89,18 @@ class PatternSession(DraftSession):
         return Proposal(TokenTree.from_continuations(root, [chain, [WRONG - 1]], source="pattern"))
 
 
-def test_a_known_pattern_gives_exactly_the_predicted_numbers():
-    target = Clockwork()
+def test_a_known_pattern_gives_exactly_the_predicted_numbers(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr("slipstream.engine.perf_counter", clock)
+    target = Clockwork(sleep=clock.sleep)
     engine = Engine(target, Pattern(target, None, None), "pattern")
     list(engine.run([Request([1, 2, 3], max_new_tokens=9)]))  # compile first
     target.calls.clear()
     # 1 token from the prompt, then (2 + 1) + (0 + 1) + (3 + 1) = 8 per round: 4 rounds make 33
-    start = time.perf_counter()
+    start = clock()
     *_, sequence = engine.run([Request([1, 2, 3], max_new_tokens=33)])
-    seconds = time.perf_counter() - start
+    clock.sleep(0.001)  # that nobody measures
+    seconds = clock() - start
     assert sequence.tokens == [truth(p) for p in range(3, 36)]
     answer = Answer(sequence.tokens, seconds, sequence.stats.first_token_seconds, sequence.stats)
     (row,) = summarise([Run("pattern", "i", "c", 0, answer, True)])
@@ -100,9 +115,9 @@ def test_a_known_pattern_gives_exactly_the_predicted_numbers():
     assert row.accepted_lengths == {0: 1 + 4, 2: 4, 3: 4}
     assert len(target.calls) == 12
     assert (row.texts_equal, row.texts_compared) == (1, 1)
-    assert row.unaccounted < 0.05
+    assert row.unaccounted == pytest.approx(0.001 / seconds)
     assert sum(row.ms_per_step.values()) == pytest.approx(1e3 * seconds / steps)
-    assert row.ms_per_step["verify"] >= 2.0
+    assert row.ms_per_step["verify"] == pytest.approx(2.0)
 
 
 def run(contestant, item, repeat, seconds, tokens=10, category="c", equal=True):
@@ -180,7 +195,7 @@ def test_the_whole_benchmark_on_the_embedded_model(smol, tmp_path):
     assert set(overall) == {"none", "pld", "hf", "hf-pld"}
     assert overall["none"].tokens_per_step == 1.0
     assert overall["pld"].texts_equal == overall["pld"].texts_compared == overall["hf"].texts_equal
-    assert min(overall[name].unaccounted for name in ("none", "pld")) < 0.05  # a busy machine may interrupt one of them
+    assert all(0 <= overall[name].unaccounted < 1 for name in ("none", "pld"))
     assert document["complete"]
     assert document["provenance"]["dtype"] == "float32"
     assert seen[-1][0] == "measuring"

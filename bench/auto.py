@@ -55,14 +55,14 @@ def overhead(given: argparse.Namespace) -> dict[str, Any]:
     rng = np.random.default_rng(0)
     costs = Costs({1: 1.1e-3, 8: 1.15e-3, 16: 1.25e-3, 32: 1.3e-3, 64: 1.5e-3}, padded=True)
     pilot = Pilot(costs, ["one", "other"])
-    drafts = [random_tree(rng, "one"), random_tree(rng, "other")]
-    whole, seconds = fuse(drafts), {"one": 1e-5, "other": 1e-5}
+    drafts, state = [random_tree(rng, "one"), random_tree(rng, "other")], pilot.begin()
+    whole, seconds = fuse(drafts), dict.fromkeys(pilot.sources().values(), 1e-5)
     texts = cycle([tree.tokens[tree.path_to(len(tree) - 1)[1:]].tolist() for tree in drafts])  # each is right at times
     parts: dict[str, Callable[[], Any]] = {
-        "settle": lambda: pilot.charge(8, 1, 3, 1.1e-3, 1e-5),
-        "label": lambda: pilot.learn(whole, next(texts)),
-        "choose": lambda: pilot.choose([fuse(drafts)], [63], pilot.count(seconds)),
-        "and judge": lambda: (pilot.choose([fuse(drafts)], [63], pilot.count(seconds)), pilot.judge()),
+        "settle": lambda: (costs.observe(8, 1, 1.1e-3), state.see(2.0, 1.5)),
+        "label": lambda: pilot.learn(state, whole, next(texts)),
+        "choose": lambda: (pilot.took(seconds), pilot.choose([state], [fuse(drafts)], [63], seconds)),
+        "and judge": lambda: (pilot.choose([state], [fuse(drafts)], [63], seconds), pilot.judge()),
     }
     told = {name: round(microseconds(part), 1) for name, part in parts.items()}
     told["all"] = round(sum(told.values()) - told["choose"], 1)  # whose time is in the next
@@ -187,7 +187,7 @@ def live(given: argparse.Namespace) -> dict[str, Any]:
         }
         shown = "  ".join(f"{n} {r[0]:.3f} ({r[1]:.3f}-{r[2]:.3f})" for n, r in told[category].items())
         tell(f"{category:24} {rows.sum():3} prompts  {shown}")
-    for source in llms["auto"].engine.drafter.pilot.sources.values():
+    for source in llms["auto"].engine.drafter.pilot.sources().values():
         tell(f"      {source}")
     tell(f"captures took {captures:.2f} s")
     slower = [c for c, found in told.items() if found["auto"][2] < 1]

@@ -38,7 +38,7 @@ from slipstream.bench.measure import prepare
 from slipstream.bench.replay import Replayed, record
 from slipstream.bench.workloads import Prompt, builtin, read, select
 from slipstream.budget.costs import Costs
-from slipstream.budget.pilot import Pilot
+from slipstream.budget.pilot import Pilot, Text
 from slipstream.errors import DrafterError
 from slipstream.heads.drafting import own_head
 from slipstream.target import load_model
@@ -55,12 +55,12 @@ def overhead(given: argparse.Namespace) -> dict[str, Any]:
     rng = np.random.default_rng(0)
     costs = Costs({1: 1.1e-3, 8: 1.15e-3, 16: 1.25e-3, 32: 1.3e-3, 64: 1.5e-3}, padded=True)
     pilot = Pilot(costs, ["one", "other"])
-    drafts, state = [random_tree(rng, "one"), random_tree(rng, "other")], pilot.begin()
+    drafts, state = [random_tree(rng, "one"), random_tree(rng, "other")], Text()
     whole, seconds = fuse(drafts), dict.fromkeys(pilot.sources().values(), 1e-5)
     texts = cycle([tree.tokens[tree.path_to(len(tree) - 1)[1:]].tolist() for tree in drafts])  # each is right at times
     parts: dict[str, Callable[[], Any]] = {
         "settle": lambda: (costs.observe(8, 1, 1.1e-3), state.see(2.0, 1.5)),
-        "label": lambda: pilot.learn(state, whole, next(texts)),
+        "label": lambda: pilot.learn(whole, next(texts)),
         "choose": lambda: (pilot.took(seconds), pilot.choose([state], [fuse(drafts)], [63], seconds)),
         "and judge": lambda: (pilot.choose([state], [fuse(drafts)], [63], seconds), pilot.judge()),
     }

@@ -171,7 +171,8 @@ def priors(given: argparse.Namespace) -> None:
     for text in texts_of(given):
         for i, name in enumerate(names):
             for place, tree in enumerate(drafts_of(text, name)):
-                calibration = Calibration(np.zeros((1, DEPTHS, BINS, 2)))
+                calibration = Calibration([name])
+                calibration.bins[:] = 0.0
                 calibration.learn(tree, np.zeros(1, np.int64), text.answer[place + 1 :])
                 found = calibration.bins[0]
                 seen[i] += found[..., 1]

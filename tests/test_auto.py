@@ -56,7 +56,7 @@ def test_rows_that_cost_nothing_are_used(steps, tiny):
     assert result.stats.nodes_verified > 100
     assert set(result.stats.by_source) == {"pld", "suffix"}
     pilot = llm.engine.drafter.pilot
-    said = Pilot(Costs(FREE), pilot.drafters).prior.bins != pilot.prior.bins
+    said = Pilot(Costs(FREE), pilot.drafters).calibration.bins != pilot.calibration.bins
     assert said[:2].any(axis=(1, 2, 3)).all()  # what both said was labelled
     assert pilot.last.rate >= pilot.last.plain
 
@@ -119,6 +119,7 @@ def test_a_source_is_shown_what_it_missed_when_it_is_asked(reads, steps, tiny, m
 
 def test_what_is_prepared_once_is_nobodys_fault(tiny, monkeypatch):
     """As on a GPU, where the first step and the first draft of a shape are captured."""
+    monkeypatch.setattr("slipstream.drafters.auto.costs_of", lambda _: Costs(FREE))
     llm = LLM(tiny("llama"), drafter="auto", drafters="suffix")
     drafter, target = llm.engine.drafter, llm.target
     told, score, part = [], target.score, drafter.parts["suffix"]
@@ -185,7 +186,7 @@ def test_drafts_are_judged_by_what_followed_their_roots(captured, steps, tiny, m
     if captured:
         llm.engine.target = llm.engine.drafter.target = graphs(model)
     pilot, told, learn, observed = llm.engine.drafter.pilot, [], llm.engine.drafter.pilot.learn, []
-    monkeypatch.setattr(pilot, "learn", lambda text, *what: told.append(what) or learn(text, *what))
+    monkeypatch.setattr(pilot, "learn", lambda *what: told.append(what) or learn(*what))
     monkeypatch.setattr(pilot.costs, "observe", lambda *what: observed.append(what))
     result = llm.generate(REPEATING, max_new_tokens=120)
     text = [*REPEATING, *result.tokens]
@@ -235,11 +236,11 @@ def test_the_next_process_begins_with_what_was_learnt(steps, tiny, cache):
     told = json.loads(file.read_text())["known"]
     fresh = Pilot(Costs(FREE), learnt.drafters)
     second = LLM(tiny("llama"), drafter="auto", drafters="pld,suffix").engine.drafter.pilot
-    assert second.prior.bins == pytest.approx(np.array([told["prior"][name] for name in second.drafters]))
-    assert not np.allclose(second.prior.bins, fresh.prior.bins)
+    assert second.calibration.bins == pytest.approx(np.array([told["calibration"][name] for name in second.drafters]))
+    assert not np.allclose(second.calibration.bins, fresh.calibration.bins)
     assert second.sources()["suffix"].gains == learnt.sources()["suffix"].gains != fresh.sources()["suffix"].gains
     others = LLM(tiny("llama"), drafter="auto", drafters="suffix").engine.drafter.pilot  # it knows other drafters
-    assert np.array_equal(others.prior.bins, Pilot(Costs(FREE), others.drafters).prior.bins)
+    assert np.array_equal(others.calibration.bins, Pilot(Costs(FREE), others.drafters).calibration.bins)
 
 
 def test_what_was_learnt_is_kept_more_rarely_the_more_it_is(steps, tiny, monkeypatch):
@@ -260,7 +261,7 @@ def test_a_damaged_cache_is_harmless(harm, steps, tiny, cache):
     file.write_text(harm)
     _, after = answer(tiny("llama"))
     assert after.tokens == before.tokens
-    assert json.loads(file.read_text())["known"]["prior"]  # it is kept anew
+    assert json.loads(file.read_text())["known"]["calibration"]  # it is kept anew
 
 
 def test_a_cache_that_cannot_be_written_to_is_harmless(steps, tiny, cache, monkeypatch):

@@ -8,7 +8,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from slipstream.budget.calibration import BINS, DEPTHS, NEWEST, PRIOR, Calibration
+from slipstream.budget.calibration import BINS, DEPTHS, NEWEST, Calibration
 from slipstream.budget.costs import WILD, Costs
 from slipstream.budget.pilot import EXPLORING, LEVELS, TRIAL, Pilot, Text, Usual
 from slipstream.tree import TokenTree, fuse
@@ -57,7 +57,7 @@ class World:
 
         for i, text in enumerate(texts):
             if i % long == 0:
-                state = pilot.begin()
+                state = Text()
             trees, drafting = [TokenTree.root(0)], {}
             for source in pilot.asks(self.sources, 1, lambda: pilot.expects([state], [fuse(trees)], [LIMIT])):  # noqa: B023
                 chain = self.chain(list(self.sources).index(source.name))
@@ -93,7 +93,7 @@ def step(pilot, state, tree, asked, text, limit=16):
     accepted = node = 0
     while (child := kept.child(node, text[accepted])) is not None:
         node, accepted = child, accepted + 1
-    pilot.learn(state, tree, text)  # as the text that follows will show, whatever was verified
+    pilot.learn(tree, text)  # as the text that follows will show, whatever was verified
     if len(kept) > 1:
         state.see(pilot.promised[0], accepted)
     return kept, accepted
@@ -166,7 +166,7 @@ def test_a_dear_source_is_asked_where_the_cheap_one_has_little_to_say():
 
     def rate_of(asks):
         pilot, log, rng = Pilot(costs, list(taken)), [], np.random.default_rng(0)
-        state, sources = pilot.begin(), pilot.sources()
+        state, sources = Text(), pilot.sources()
         for _ in range(1500):
             guess, score = (text[:8], 0.95) if rng.random() < 0.5 else ([50, 51], 0.1)
             trees, who = [TokenTree.chain(0, guess, source="cheap", raw=[score] * len(guess))], ["cheap"]
@@ -240,16 +240,15 @@ def known(pilot, seconds, batch=1):
 def test_a_batch_shares_its_rows_where_they_gain_most():
     """The step is as wide as the better draft deserves, and the worse one may use what is paid for anyway."""
     pilot = Pilot(Costs({rows: ms / 1e3 for rows, ms in CURVES["bfloat16"].items()}), ["a"])
-    state = pilot.begin()
     for _ in range(300):  # high scores are right, low ones wrong
-        pilot.learn(state, chain(range(1, 9), 0.95), list(range(1, 9)))
-        pilot.learn(state, chain([1], 0.05), [9])
+        pilot.learn(chain(range(1, 9), 0.95), list(range(1, 9)))
+        pilot.learn(chain([1], 0.05), [9])
     good, bad = chain(range(1, 9), 0.95), chain(range(1, 9), 0.05)
-    one, other = pilot.choose([pilot.begin(), pilot.begin()], [good, bad], [16, 16], known(pilot, {"a": 0.0}, 2))
+    one, other = pilot.choose([Text(), Text()], [good, bad], [16, 16], known(pilot, {"a": 0.0}, 2))
     assert len(one) == 9
     assert len(other) <= len(one)
     assert pilot.last.rate > pilot.last.plain
-    (alone,) = pilot.choose([pilot.begin()], [bad], [16], known(pilot, {"a": 0.0}))
+    (alone,) = pilot.choose([Text()], [bad], [16], known(pilot, {"a": 0.0}))
     assert len(alone) == 1
 
 
@@ -258,8 +257,8 @@ def test_time_that_drafting_took_already_makes_no_node_worth_more():
     1.4 tokens in 2.5 steps are more than 1 in 2. But a plain step gives more in that time."""
     for seconds, nodes in ((0.060, 0), (0.050, 1)):
         pilot = Pilot(Costs({1: 0.040, 2: seconds, 64: 2.0}), ["a"])
-        pilot.prior.bins[..., 0] = 0.4
-        (kept,) = pilot.choose([pilot.begin()], [chain([1])], [8], known(pilot, {"a": 0.040}))
+        pilot.calibration.bins[..., 0] = 0.4
+        (kept,) = pilot.choose([Text()], [chain([1])], [8], known(pilot, {"a": 0.040}))
         assert len(kept) - 1 == nodes
         assert nodes or pilot.last.rate == pytest.approx(pilot.last.plain / 2)
 
@@ -267,7 +266,7 @@ def test_time_that_drafting_took_already_makes_no_node_worth_more():
 def test_what_cannot_be_right_together_is_not_expected_together():
     """Two sources, each nearly sure of another token: one of them at most will come."""
     pilot = Pilot(Costs({1: 1.0, 8: 1.0}), ["a", "b"])
-    sure, also, text = chain([1], 0.9), chain([2], 0.7, "b"), pilot.begin()
+    sure, also, text = chain([1], 0.9), chain([2], 0.7, "b"), Text()
     pilot.choose([text], [fuse([sure, also])], [8], known(pilot, {"a": 0.0, "b": 0.0}))
     assert 1.9 < pilot.last.tokens <= 2.0
     assert pilot.expects([text], [also], [8]) == pytest.approx(1.7, abs=0.04)
@@ -282,8 +281,8 @@ def test_no_other_way_to_share_a_steps_rows_gives_more_tokens_per_second(curve, 
     for _ in range(10):
         costs = Costs({rows: ms / 1e3 for rows, ms in CURVES[curve].items()}, padded)
         pilot = Pilot(costs, ["a"])
-        pilot.prior.bins[..., 0] = rng.random((DEPTHS, BINS))
-        texts, trees = [pilot.begin() for _ in limits], []
+        pilot.calibration.bins[..., 0] = rng.random((DEPTHS, BINS))
+        texts, trees = [Text() for _ in limits], []
         for _ in limits:
             parents = [-1, *(int(rng.integers(0, i)) for i in range(1, 9))]
             raw = [np.nan, *rng.choice([0.15, 0.55, 0.95], 8)]
@@ -331,49 +330,40 @@ def test_a_draft_is_labelled_as_far_as_the_text_goes():
     """In pieces or at once, the same is learnt; and it ends as soon as the text has left the draft."""
     tree = TokenTree.build([0, 1, 2, 3, 9], [-1, 0, 1, 2, 0], source="a", raw=[1, 0.5, 0.5, 0.5, 0.1])
     once, twice = Pilot(Costs({1: 1.0}), ["a"]), Pilot(Costs({1: 1.0}), ["a"])
-    one, two = once.begin(), twice.begin()
-    assert not once.learn(one, tree, [1, 2, 3, 4])
-    assert twice.learn(two, tree, [1])
-    assert twice.learn(two, tree, [1, 2], 1)
-    assert not twice.learn(two, tree, [1, 2, 3], 2)
-    assert np.array_equal(one.calibration.bins, two.calibration.bins)
-    assert np.array_equal(once.prior.bins, twice.prior.bins)
-    assert not twice.learn(two, tree, [7])
+    assert not once.learn(tree, [1, 2, 3, 4])
+    assert twice.learn(tree, [1])
+    assert twice.learn(tree, [1, 2], 1)
+    assert not twice.learn(tree, [1, 2, 3], 2)
+    assert np.array_equal(once.calibration.bins, twice.calibration.bins)
+    assert not twice.learn(tree, [7])
 
 
-def test_a_text_begins_with_what_holds_for_all_and_soon_goes_by_its_own_labels():
+def test_a_new_kind_of_text_is_followed_within_a_paragraph():
     pilot, draft, place = Pilot(Costs({1: 1.0, 8: 1.1}), ["a"]), chain([1]), (0, 0, int(0.9 * BINS), 0)
-    for _ in range(40):  # texts that say nothing of what is drafted
-        text = pilot.begin()
-        for _ in range(10):
-            pilot.learn(text, draft, [2])
-    text = pilot.begin()
-    assert text.calibration.bins[place] == pilot.prior.bins[place] < 0.05
-    for _ in range(round(2 * PRIOR)):  # one that always does
-        pilot.learn(text, draft, [1])
-    assert text.calibration.bins[place] > 0.6
-    assert pilot.prior.bins[place] < 0.4
+    for _ in range(400):  # texts that say nothing of what is drafted
+        pilot.learn(draft, [2])
+    assert pilot.calibration.bins[place] < 0.01
+    for _ in range(round(1 / NEWEST)):  # one that always does
+        pilot.learn(draft, [1])
+    assert pilot.calibration.bins[place] > 0.6
 
 
 def test_texts_do_not_change_each_other():
-    """One that has begun goes by its own labels and promises alone."""
+    """What was promised to one and did not come is believed of the other."""
     pilot = Pilot(Costs({1: 1.0, 8: 1.1}), ["a"])
-    one, other = pilot.begin(), pilot.begin()
-    known_of_it = other.calibration.bins.copy()
+    one, other = Text(), Text()
     for _ in range(30):
-        pilot.learn(one, chain([1, 2, 3]), [9])
         one.see(2.0, 0.0)
-    assert np.array_equal(other.calibration.bins, known_of_it)
-    assert (other.share, pilot.begin().share) == (1.0, 1.0)
+    assert (other.share, Text().share) == (1.0, 1.0)
     assert one.share < 1
     with_one, with_other = pilot.choose([one, other], [chain([1, 2, 3]), chain([1, 2, 3])], [8, 8], [])
-    assert pilot.promised[1] > 1 > pilot.promised[0]
+    assert pilot.promised[1] > 1
     assert len(with_other) == 4
     assert len(with_one) <= len(with_other)
 
 
 def test_a_texts_share_is_what_came_of_what_was_promised():
-    text = Text(Calibration(["a"]))
+    text = Text()
     assert text.share == 1
     for _ in range(3):
         text.see(2.0, 0.0)
@@ -391,7 +381,7 @@ def test_a_texts_share_is_what_came_of_what_was_promised():
 def test_less_is_verified_of_a_text_that_keeps_no_promises(batch):
     """None of it in the end, though its drafts are expected to be right; of others as much as before."""
     pilot, found = Pilot(Costs({1: 1.0, 64: 20.0}), ["a"]), []
-    texts, asked = [pilot.begin() for _ in range(batch)], known(pilot, {"a": 1e-6}, batch)
+    texts, asked = [Text() for _ in range(batch)], known(pilot, {"a": 1e-6}, batch)
 
     def nodes(texts):
         (kept, *_) = pilot.choose(texts, [chain(range(1, 9)) for _ in texts], [8] * batch, asked)
@@ -404,7 +394,7 @@ def test_less_is_verified_of_a_text_that_keeps_no_promises(batch):
     assert found == sorted(found, reverse=True)
     assert found[0] > found[-1] == 0
     assert pilot.last.resting
-    assert nodes([pilot.begin() for _ in texts]) == found[0]
+    assert nodes([Text() for _ in texts]) == found[0]
     assert not pilot.last.resting
 
 
@@ -504,7 +494,7 @@ def test_a_source_is_worth_what_drafts_without_it_would_be_worth_less(batch):
 
     def choose(drafts, seconds):
         pilot = Pilot(costs, ["a", "b"])
-        texts = [pilot.begin() for _ in drafts]
+        texts = [Text() for _ in drafts]
         pilot.choose(texts, drafts, [5] * batch, known(pilot, seconds, batch))
         pilot.judge()
         return pilot.last.rate, {name: source.gain() for name, source in pilot.sources(batch).items()}
@@ -520,9 +510,9 @@ def test_a_source_is_worth_what_drafts_without_it_would_be_worth_less(batch):
 def test_what_is_done_with_drafts_counts_for_whoever_is_asked_alone():
     pilot = Pilot(Costs({1: 1.0, 64: 1.1}), ["a", "b"])
     pilot.joining = Usual(TRIAL, 0.5)
-    right, wrong, text = chain([1]), chain([2], 0.9, "b"), pilot.begin()
+    right, wrong, text = chain([1]), chain([2], 0.9, "b"), Text()
     for _ in range(100):
-        pilot.learn(text, fuse([right, wrong]), [1])
+        pilot.learn(fuse([right, wrong]), [1])
     a, b = known(pilot, {"a": 0.0, "b": 0.0})
     pilot.choose([text], [right], [8], [a])
     assert pilot.last.rate == pytest.approx(pilot.last.tokens / (0.5 + pilot.costs.seconds(2)))
@@ -546,7 +536,7 @@ def test_a_level_that_is_new_is_judged_by_the_next_one():
 
 def test_a_source_that_was_slow_at_first_is_asked_again_soon():
     pilot, drafts = Pilot(Costs({1: 0.001, 64: 0.0012}), ["a"]), 0
-    source, state = pilot.sources()["a"], pilot.begin()
+    source, state = pilot.sources()["a"], Text()
     for _ in range(200):
         if asked(pilot, "a"):
             drafts += 1
@@ -560,7 +550,7 @@ def test_a_source_that_was_slow_at_first_is_asked_again_soon():
 def test_a_source_that_loses_is_tried_as_rarely_as_exploring_allows(right):
     """Its draft takes as long as twenty steps, which a few right tokens do not make up for."""
     pilot, steps, drafts, lost = Pilot(Costs({1: 1.0, 64: 1.1}), ["a"]), 10_000, 0, 0.0
-    source, state, text = pilot.sources()["a"], pilot.begin(), [*range(1, right + 1), 0]
+    source, state, text = pilot.sources()["a"], Text(), [*range(1, right + 1), 0]
     for _ in range(steps):
         if asked(pilot, "a"):
             drafts += 1
@@ -574,7 +564,7 @@ def test_a_source_that_loses_is_tried_as_rarely_as_exploring_allows(right):
 def test_a_source_that_costs_nothing_is_not_kept_waiting():
     """It says nothing that is right, as another does that takes half a step."""
     pilot, taken, often = Pilot(Costs({1: 1.0, 64: 64.0}), ["cheap", "dear"]), {"cheap": 1e-5, "dear": 0.5}, Counter()
-    state = pilot.begin()
+    state = Text()
     for _ in range(3000):
         trees, drafting = [TokenTree.root(0)], {}
         for source in pilot.asks(taken, 1, lambda: 1.0):
@@ -590,7 +580,7 @@ def test_a_source_that_costs_nothing_is_not_kept_waiting():
 def test_a_draft_that_took_as_long_as_a_step_counts_as_long():
     """It is right about one token in each draft, which does not make up for two steps of drafting."""
     pilot, often = Pilot(Costs({1: 1.0, 64: 1.1}), ["a"]), 0
-    source, state = pilot.sources()["a"], pilot.begin()
+    source, state = pilot.sources()["a"], Text()
     for _ in range(1000):
         if asked(pilot, "a"):
             often += 1
@@ -602,7 +592,7 @@ def test_a_draft_that_took_as_long_as_a_step_counts_as_long():
 def test_of_heads_the_better_one_is_asked_and_never_both():
     often, names = Counter(), ["good", "bad"]
     pilot, text = Pilot(Costs({1: 1.0, 64: 1.1}), names, heads=dict.fromkeys(names, ())), [1, 2, 3, 4, 5, 0]
-    state = pilot.begin()
+    state = Text()
     for _ in range(600):
         asked = list(pilot.asks(names, 1, lambda: 1.0))
         assert len(asked) <= 1
@@ -619,16 +609,16 @@ def test_a_head_whose_whole_draft_takes_too_long_is_asked_for_as_much_as_pays():
     often, text, taken = Counter(), [1, 2, 3, 4, 5, 0], {"head:2": 0.15, "head": 0.9}
     pilot = Pilot(Costs({1: 1.0, 3: 1.1, 4: 1.8, 8: 2.5, 16: 4.0}), ["head"], heads={"head": (2,)})
     assert len({source.number for source in pilot.sources().values()}) == 1  # they say the same
-    state = pilot.begin()
-    for _ in range(600):
+    state = Text()
+    for _ in range(1200):
         asked = list(pilot.asks(["head"], 1, lambda: 1.0))
         assert len(asked) <= 1
         drafts = [chain(text[: min(5, source.most)], 1.0, "head") for source in asked]
         pilot.took({source: taken[source.name] for source in asked})
         step(pilot, state, fuse([TokenTree.root(0), *drafts]), asked, text, 8)
         often.update(source.name for source in asked)
-    assert often["head:2"] > 500
-    assert often["head"] < 40
+    assert often["head:2"] > 1100
+    assert often["head"] < 60
 
 
 @pytest.mark.parametrize("alike", [False, True])
@@ -637,7 +627,7 @@ def test_whoever_takes_long_is_asked_beside_others_as_far_as_it_earns_it(alike):
     and where the head knows it too, it alone."""
     often, names = Counter(), ["store", "head"]
     pilot = Pilot(Costs({1: 1.0, 64: 1.1}), names, heads={"head": ()})
-    state = pilot.begin()
+    state = Text()
     for i in range(600):
         text = [1, 2, 3, 4, 5, 0] if i % 2 else [6, 7, 8, 9, 0]
         trees, drafting = [TokenTree.root(0)], {}
@@ -660,7 +650,7 @@ def test_batches_of_another_size_are_known_for_themselves():
     (four,) = known(pilot, {"a": 0.3}, 4)
     assert one is not four
     assert pilot.sources(5)["a"] is four
-    texts = [pilot.begin() for _ in range(4)]
+    texts = [Text() for _ in range(4)]
     pilot.choose(texts, [chain([1, 2, 3]) for _ in texts], [8] * 4, [four])
     pilot.judge()
     assert (one.drafting.seconds, four.drafting.seconds) == (0.1, 0.3)
@@ -669,7 +659,7 @@ def test_batches_of_another_size_are_known_for_themselves():
 
 def test_who_is_renewed_is_asked_again():
     pilot = Pilot(Costs({1: 1.0, 64: 1.1}), ["a"])
-    state = pilot.begin()
+    state = Text()
     source = pilot.sources()["a"]
     while asked(pilot, "a"):
         pilot.took({source: 20.0})
@@ -696,7 +686,7 @@ def test_what_was_learnt_is_known_to_the_next_from_its_first_step():
     told = json.loads(json.dumps(pilot.known()))
     heir = Pilot(Costs(world.seconds), ["a", "b"])
     heir.recall(told)
-    assert heir.prior.bins == pytest.approx(pilot.prior.bins, abs=1e-3)
+    assert heir.calibration.bins == pytest.approx(pilot.calibration.bins, abs=1e-3)
     for name, source in heir.sources().items():
         mine = pilot.sources()[name]
         assert source.known
@@ -704,7 +694,7 @@ def test_what_was_learnt_is_known_to_the_next_from_its_first_step():
         assert [source.gains, source.looks] == [mine.gains, mine.looks]
     for one in (pilot, heir):
         whole = fuse([chain(world.chain(0), 0.8), chain(world.chain(1), 0.8, "b")])
-        one.choose([one.begin()], [whole], [LIMIT], one.sources().values())
+        one.choose([Text()], [whole], [LIMIT], one.sources().values())
     assert heir.last.nodes == pilot.last.nodes > 0
     assert heir.last.tokens == pytest.approx(pilot.last.tokens, rel=0.01)
     nobody = Pilot(Costs(world.seconds), ["a", "b"])
@@ -727,8 +717,8 @@ def test_what_was_learnt_of_others_is_left_out():
     pilot, world = experienced()
     other = Pilot(Costs(world.seconds), ["b", "c"])
     other.recall(json.loads(json.dumps(pilot.known())))
-    assert other.prior.bins[0] == pytest.approx(pilot.prior.bins[1], abs=1e-3)
-    assert np.array_equal(other.prior.bins[1:], Calibration(["c"]).bins)
+    assert other.calibration.bins[0] == pytest.approx(pilot.calibration.bins[1], abs=1e-3)
+    assert np.array_equal(other.calibration.bins[1:], Calibration(["c"]).bins)
     assert not other.sources()["c"].known
 
 
@@ -737,15 +727,15 @@ def test_what_was_learnt_of_others_is_left_out():
     [
         None,
         {},
-        {"prior": {"a": [[0.5, 7.0]]}, "sources": {}},
-        {"prior": {}, "sources": {"1": {"a": [0.1, [0.5], [3]]}}},
-        {"prior": {}, "sources": {"1": {"a": "?"}}},
+        {"calibration": {"a": [[0.5, 7.0]]}, "sources": {}},
+        {"calibration": {}, "sources": {"1": {"a": [0.1, [0.5], [3]]}}},
+        {"calibration": {}, "sources": {"1": {"a": "?"}}},
     ],
 )
 def test_what_does_not_fit_is_left_out(told):
     """As when another version kept it, with other levels and bins."""
     pilot = Pilot(Costs({1: 1.0, 64: 1.1}), ["a"])
     pilot.recall(told)
-    assert np.array_equal(pilot.prior.bins, Calibration(["a"]).bins)
+    assert np.array_equal(pilot.calibration.bins, Calibration(["a"]).bins)
     assert asked(pilot, "a")
     assert len(pilot.sources()["a"].gains) == LEVELS

@@ -4,8 +4,8 @@ A source's raw score of a node, its own belief between 0 and 1, and the node's d
 often such nodes were right, given that their parents were. So a share of matches, a head's softmax and a similarity
 become comparable. Every proposed node is labelled by the text that followed, verified or not.
 
-What holds for all texts is the prior of each: a text begins with it as if a few labels had borne it out, and goes by
-its own labels soon. The first prior of all is shipped, see `priors.json`.
+What is believed at first is shipped (`priors.json`), and counts as a few labels. Old labels count ever less: what a
+source was worth on another kind of text is forgotten.
 """
 
 from __future__ import annotations
@@ -39,23 +39,13 @@ def shipped() -> dict[str, list[list[float]]]:
 class Calibration:
     """Of several sources."""
 
-    def __init__(self, sources: Sequence[str] | NDArray[np.float64]) -> None:
+    def __init__(self, sources: Sequence[str]) -> None:
         """sources: by name, each with its shipped prior; one that has none is believed what it says."""
-        self.bins: NDArray[np.float64]  # (sources, DEPTHS, BINS, 2) how often right, labels that this rests on
-        if isinstance(sources, np.ndarray):
-            self.bins = sources
-            return
-        self.bins = np.full((len(sources), DEPTHS, BINS, 2), PRIOR)
+        self.bins = np.full((len(sources), DEPTHS, BINS, 2), PRIOR)  # how often right, labels that this rests on
         self.bins[..., 0] = (np.arange(BINS) + 0.5) / BINS
         for i, name in enumerate(sources):
             if name in shipped():
                 self.bins[i, ..., 0] = shipped()[name]
-
-    def of_text(self) -> Calibration:
-        """For a text that begins."""
-        bins = self.bins.copy()
-        bins[..., 1] = PRIOR
-        return Calibration(bins)
 
     def learn(self, tree: TokenTree, sources: NDArray[np.int64], followed: Sequence[int], known: int = 0) -> bool:
         """The text after the tree's root went on with these tokens, the first `known` of which it was told before.

@@ -32,7 +32,6 @@ from slipstream.tree import TokenTree
 LEVELS = 5  # of tokens that are expected already: less than 1.4, 2, 2.8, 4, more
 TRIAL = 4  # drafts by which it is known what one takes: the first ones load code, or begin late
 EXPLORING = 0.01  # of all time, that trying sources may lose
-MARGIN = 0.03  # of the rate, by which a head has to be better than none, or than the one that drafts already
 CREDIT = 3.0  # tokens that every text is taken to have promised and given before it begins
 
 
@@ -100,12 +99,12 @@ class Source:
         self.looks[self.level] = looks + 1
 
 
+@dataclass(eq=False)
 class Text:
-    """What is known of one text: how often sources are right about it, and what came of what they promised."""
+    """How much came of what drafts promised about one text: what is right on the whole may be wrong for it."""
 
-    def __init__(self, calibration: Calibration) -> None:
-        self.calibration = calibration
-        self.promised, self.came = 0.0, 0.0  # tokens beyond plain decoding's, of late
+    promised: float = 0.0  # tokens beyond plain decoding's, of late
+    came: float = 0.0
 
     def see(self, promised: float, came: float) -> None:
         """Of one step that verified something."""
@@ -133,7 +132,6 @@ class Choice(NamedTuple):
 class Draft(NamedTuple):
     """One sequence's draft, and its nodes in the order of their worth."""
 
-    text: Text
     whole: TokenTree
     limit: int  # nodes of it that may be verified
     best: TokenTree  # the same as far as it may be verified, the most valuable nodes first
@@ -153,20 +151,16 @@ class Pilot:
         are models of their own, and numbers of nodes that they may be asked for instead of all: each is a source of its
         own."""
         self.costs, self.trees, self.drafters, self.heads = costs, trees, list(drafters), heads
-        self.prior = Calibration(self.drafters)
+        self.calibration = Calibration(self.drafters)
         self.joining = Usual()  # what is done with a sequence's drafts: fusing, choosing, learning
         self._by_batch = dict[int, dict[str, Source]]()
         self._numbers_of: dict[tuple[str, ...], NDArray[np.int64]] = {}
         self._trial: Source | None = None  # the head that is tried,
         self._left = 0  # and the drafts that are left of that
-        self._last_head: Source | None = None
         self._drafts: list[Draft] = []  # for the step that comes
         self._unjudged: tuple[list[Source], list[Draft], float] | None = None  # the latest, until `judge` has time
         self.promised: list[float] = []  # tokens beyond one, of each sequence's chosen tree
         self.last: Choice | None = None
-
-    def begin(self) -> Text:
-        return Text(self.prior.of_text())
 
     def sources(self, batch: int = 1) -> dict[str, Source]:
         """Those of about so many sequences: what a draft takes and gains depends on how many there are."""
@@ -194,7 +188,6 @@ class Pilot:
         if heads := [s for s in there if s.head]:
             level = _level(expected())
             chosen = self._best_head(heads, [s for s in heads if s.due(level)], late)
-            self._last_head = chosen
             if chosen is not None:
                 yield chosen
 
@@ -203,13 +196,13 @@ class Pilot:
             self._left -= 1
             return self._trial
         self._trial = None
-        best = max(heads, key=lambda s: s.gain() + (MARGIN if s is self._last_head else 0.0))
-        if due := [s for s in due if s is not best or s.gain() <= MARGIN]:
+        best = max(heads, key=lambda s: s.gain())
+        if due := [s for s in due if s is not best or s.gain() <= 0]:
             chosen = min(due, key=lambda s: s.drafting.times)
             if not chosen.known or chosen.drafter in late:
                 self._trial, self._left = chosen, TRIAL - 1
             return chosen
-        return best if best.gain() > MARGIN else None
+        return best if best.gain() > 0 else None
 
     def continues(self, source: Source) -> bool:
         """Whether a source that was asked will probably be asked about the next step too."""
@@ -264,8 +257,8 @@ class Pilot:
         without = np.zeros((len(sources), max(len(draft.whole) for draft in drafts)))
         if len(sources) > 1:
             numbers = np.array([s.number for s in sources], np.int64)
-            for text, tree, limit, _, _, share in drafts:
-                columns, bins = self._numbers(tree.sources), text.calibration.bins
+            for tree, limit, _, _, share in drafts:
+                columns, bins = self._numbers(tree.sources), self.calibration.bins
                 add_without(without, numbers, tree.parents, tree.raw, columns, bins, limit, self.trees, share)
         for source, expected in zip(sources, without, strict=True):
             rate = self._rate(expected, batch, spent - source.drafting.seconds) if len(sources) > 1 else plain
@@ -282,13 +275,11 @@ class Pilot:
 
     # ---- after it
 
-    def learn(self, text: Text, tree: TokenTree, followed: Sequence[int], known: int = 0) -> bool:
+    def learn(self, tree: TokenTree, followed: Sequence[int], known: int = 0) -> bool:
         """The text after the tree's root went on with these tokens, see `Calibration.learn`. tree: everything that was
         proposed."""
         self.judge()
-        columns = self._numbers(tree.sources)
-        self.prior.learn(tree, columns, followed, known)
-        return text.calibration.learn(tree, columns, followed, known)
+        return self.calibration.learn(tree, self._numbers(tree.sources), followed, known)
 
     # ---- from one process to the next
 
@@ -298,16 +289,16 @@ class Pilot:
             str(size): {s.name: [s.drafting.seconds, s.gains, s.looks] for s in group.values() if s.known}
             for size, group in self._by_batch.items()
         }
-        prior = dict(zip(self.drafters, np.round(self.prior.bins, 4).tolist(), strict=True))
-        return {"prior": prior, "sources": sources}
+        calibration = dict(zip(self.drafters, np.round(self.calibration.bins, 4).tolist(), strict=True))
+        return {"calibration": calibration, "sources": sources}
 
     def recall(self, known: Any) -> None:
         """Begin with that. What does not fit, because another version kept it, is left out."""
         with suppress(KeyError, TypeError, ValueError):
             for i, name in enumerate(self.drafters):
-                bins = np.array(known["prior"].get(name))
-                if bins.shape == self.prior.bins[i].shape:
-                    self.prior.bins[i] = bins
+                bins = np.array(known["calibration"].get(name))
+                if bins.shape == self.calibration.bins[i].shape:
+                    self.calibration.bins[i] = bins
             for size, group in known["sources"].items():
                 for name, (seconds, gains, looks) in group.items():
                     source = self.sources(1 << int(size) - 1).get(name)
@@ -337,10 +328,10 @@ class Pilot:
         if [draft.whole for draft in self._drafts] != trees:
             self._drafts = []
             for text, tree, limit in zip(texts, trees, limits, strict=True):
-                columns, bins, share = self._numbers(tree.sources), text.calibration.bins, text.share
+                columns, bins, share = self._numbers(tree.sources), self.calibration.bins, text.share
                 found = rank(tree.tokens, tree.parents, tree.raw, columns, bins, limit, self.trees, share)
                 best = TokenTree(found[0], found[1], found[2], found[3], tree.sources)
-                self._drafts.append(Draft(text, tree, limit, best, found[4], share))
+                self._drafts.append(Draft(tree, limit, best, found[4], share))
         return self._drafts
 
     def _numbers(self, names: tuple[str, ...]) -> NDArray[np.int64]:

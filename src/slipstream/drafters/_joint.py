@@ -43,8 +43,8 @@ class JointDrafter(Drafter):
         return None if None in again else max(n for n in again if n is not None)
 
     @abstractmethod
-    def learn(self, session: JointSession, tree: TokenTree, followed: Sequence[int], known: int) -> bool:
-        """A sequence's text after the tree's root went on with these tokens, the first `known` of which it was told
+    def learn(self, tree: TokenTree, followed: Sequence[int], known: int) -> bool:
+        """The text after the tree's root went on with these tokens, the first `known` of which it was told
         before. tree: as `JointSession.proposed` was told. Returns whether more of the text would say more about it."""
 
     def attach(self, said: Said) -> None:
@@ -117,6 +117,6 @@ class JointSession(DraftSession):
         still = []
         for tree, place, known in self._open:
             followed = [*self._said[place:], *coming][1:]  # nothing, if the tree is about the coming root
-            if not followed or self.drafter.learn(self, tree, followed, known):
+            if not followed or self.drafter.learn(tree, followed, known):
                 still.append((tree, place, len(followed)))
         self._open = still

@@ -7,21 +7,17 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
-import numpy as np
-import torch
-
 from slipstream.budget import Budget
-from slipstream.budget.pilot import TRIAL, Choice, Pilot, Source
+from slipstream.budget.pilot import Choice, Pilot, Source, Text
 from slipstream.drafters._joint import JointDrafter, JointSession
 from slipstream.drafters._parts import AutoOptions, make_parts, paths
-from slipstream.drafters.base import Drafter, DraftSession, Hidden, Proposal, Seen
+from slipstream.drafters._rehearsal import rehearse
+from slipstream.drafters.base import Drafter, DraftSession, Proposal, Seen
 from slipstream.errors import OptionError
 from slipstream.kept import recall, remember
 from slipstream.request import Request
-from slipstream.sampling import Sampler, Sampling
-from slipstream.target.base import Want
 from slipstream.target.capture import Stopwatch
-from slipstream.target.timing import costs_of, described, nonsense
+from slipstream.target.timing import costs_of, described
 from slipstream.tree import TokenTree, fuse
 
 if TYPE_CHECKING:
@@ -44,45 +40,7 @@ class AutoDrafter(JointDrafter):
         if getattr(target, "model", None) is not None:  # a recording has nothing to say to a text of no meaning
             self._key = " | ".join([described(target), *self.parts, *paths(options)])
             self.pilot.recall(recall("auto", self._key))
-            self._rehearse()
-
-    @torch.inference_mode()
-    def _rehearse(self) -> None:
-        """Ask everybody about a text of no meaning, before the first answer: then code is loaded or compiled, steps
-        and drafts of one sequence are captured, and it is known what they take."""
-        words, target = nonsense(self.target), self.target
-        root, state = words[0], self.pilot.begin()
-        request = Request(words, max_new_tokens=len(words), prediction=words)
-        sessions = {name: part.begin(request) for name, part in self.parts.items()}
-        slot = target.open()
-        for score in target.prefill(slot, words, Want(self.layers)):
-            start, hidden = slot.length - len(next(iter(score.hidden.values()), words)), Hidden(score.hidden)
-            for name, session in sessions.items():
-                session.observe(Seen(words[start : slot.length], start, hidden.of(self.parts[name].layers)))
-        room = target.context - slot.length - 1
-        limit = Budget(target.usual_draft, min(target.usual_draft, room))
-        for _ in range(TRIAL):
-            trees, sources = [TokenTree.root(root)], self.pilot.sources().values()
-            for source in sources:
-                taken, budget = Stopwatch(), limit.upto(source.most)
-                (found,) = self.parts[source.drafter].propose([sessions[source.drafter]], [root], [budget])
-                self.pilot.took({source: taken.seconds()})
-                trees.append(limit.limit(found.tree))
-            whole = fuse(trees)
-            self.pilot.choose([state], [whole], [limit.nodes], sources)
-            state.calibration.learn(whole, np.zeros(len(whole.sources), np.int64), words)
-        want = Want(self.layers, samplers=(Sampler(Sampling(), words),), behind=partial(self._start_all, sessions))
-        for rows in target.widths:
-            if rows <= min(1 + limit.nodes, room):
-                target.score([slot], [TokenTree.chain(root, words[1:rows])], want)
-        for session in sessions.values():
-            session.close()
-        target.close(slot)
-        self.pilot.forget()
-
-    def _start_all(self, sessions: dict[str, DraftSession], step: FixedStep) -> None:
-        for name in self.pilot.heads:
-            self.parts[name].behind(sessions[name], step)
+            rehearse(self)
 
     def make_parts(self) -> dict[str, Drafter]:
         return make_parts(self)
@@ -109,8 +67,8 @@ class AutoDrafter(JointDrafter):
         if hasattr(self, "_key") and self._answers.bit_count() == 1:  # the first, second, fourth, eighth, …
             remember("auto", self._key, self.pilot.known())
 
-    def learn(self, session: JointSession, tree: TokenTree, followed: Sequence[int], known: int) -> bool:
-        return self.pilot.learn(cast(AutoSession, session).text, tree, followed, known)
+    def learn(self, tree: TokenTree, followed: Sequence[int], known: int) -> bool:
+        return self.pilot.learn(tree, followed, known)
 
     @property
     def choice(self) -> Choice | None:
@@ -195,7 +153,7 @@ class AutoSession(JointSession):
 
     def __init__(self, drafter: AutoDrafter, parts: dict[str, DraftSession]) -> None:
         super().__init__(drafter, parts)
-        self.text = drafter.pilot.begin()
+        self.text = Text()
         self.asked: set[Source] = set()  # for the step that comes
         self.latest: set[Source] = set()  # and for the one under way
         self.ahead = False  # whether drafts could be started behind that

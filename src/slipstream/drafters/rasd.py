@@ -104,7 +104,7 @@ class RasdDrafter(JointDrafter):
             | {"fuse": False, "overlap": False},
         ]
 
-    def learn(self, session: JointSession, tree: TokenTree, followed: Sequence[int], known: int) -> bool:  # noqa: ARG002
+    def learn(self, tree: TokenTree, followed: Sequence[int], known: int) -> bool:
         return self.calibration.learn(tree, self._columns(tree), followed, known)
 
     def behind(self, session: DraftSession, step: FixedStep) -> None:

@@ -9,6 +9,9 @@ live      `none`, `auto` and single drafters take turns on the same prompts, wit
           bootstrapped 95% interval over both. Answers during which something was captured, as happens once for a
           process, are given again. Interrupted, it tells what it has
 
+fresh     as the command line is used: for each prompt and repeat a new process, in which `auto` answers first, then
+          `none`, the first of the singles, and `auto` once more
+
 A single drafter is a name, or NAME:NODES for at most so many nodes a step. Behind `settings`, `live` takes the two that
 did best there. Tables go to stderr, one JSON line last.
 """
@@ -18,6 +21,8 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import subprocess
+import sys
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -31,6 +36,7 @@ import numpy as np
 import torch
 import transformers
 
+import slipstream
 from gpu import settled, tell
 from slipstream import LLM
 from slipstream.bench.contestants import Decoding, Ours
@@ -205,6 +211,54 @@ def live(given: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+# ---- fresh
+
+
+def fresh(given: argparse.Namespace) -> dict[str, Any]:
+    asked, single = prompts_of(given), given.singles.split(",")[0]
+    names = ("auto", "none", single, "auto again")
+    taken = {name: np.zeros((len(asked), given.repeats)) for name in names}
+    same = 0
+    for repeat in range(given.repeats):
+        for i, prompt in enumerate(asked):
+            words = [sys.executable, __file__, "process", "--singles", single, "--tokens", str(given.tokens)]
+            for option in ("model", "dtype", "device"):
+                if getattr(given, option):
+                    words += [f"--{option}", getattr(given, option)]
+            done = subprocess.run(words, input=prompt.turns[0], capture_output=True, text=True, check=True)
+            found = json.loads(done.stdout.splitlines()[-1])["process"]
+            same += found["same"]
+            for name in names:
+                taken[name][i, repeat] = found[name]
+            tell(
+                f"{prompt.category:20} "
+                + "  ".join(f"{n} {found['none'] / found[n]:.2f}" for n in names if n != "none")
+            )
+    told = {name: interval(taken["none"], taken[name]) for name in names if name != "none"}
+    told["auto / auto again"] = interval(taken["auto again"], taken["auto"])
+    for name, (found, low, high) in told.items():
+        tell(f"{name:20} {found:.3f} ({low:.3f}-{high:.3f})")
+    return {"times_plain": told, "same_text_as_plain": f"{same}/{len(asked) * given.repeats}", "tokens": given.tokens}
+
+
+def process(given: argparse.Namespace) -> dict[str, Any]:
+    """What one of `fresh` does: answers the prompt on standard input."""
+    prompt, name = sys.stdin.read(), given.singles
+    drafter, _, nodes = name.partition(":")
+    auto = slipstream.load(given.model, drafter="auto", dtype=given.dtype, device=given.device)
+    others = {each: LLM(auto.model, auto.tokenizer, each) for each in ("none", drafter)}
+    most = int(nodes) if nodes else None
+    taken, texts = dict[str, float](), []
+    for label, llm, limit in (
+        ("auto", auto, None), ("none", others["none"], None), (name, others[drafter], most), ("auto again", auto, None)
+    ):  # fmt: skip
+        answer = Answer(llm, prompt, max_new_tokens=given.tokens, max_draft=limit)
+        answer.go_on(given.tokens)
+        taken[label] = answer.seconds / max(1, len(answer.tokens) - 1)
+        texts.append(answer.tokens)
+    return {**taken, "same": all(text == texts[0] for text in texts)}
+
+
 class Answer:
     """An answer that is given bit by bit."""
 
@@ -266,12 +320,13 @@ PARTS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
     "overhead": overhead,
     "settings": settings,
     "live": live,
+    "fresh": fresh,
 }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], default=[])
+    parser.add_argument("parts", nargs="*", choices=[*PARTS, "process", []], default=[])
     parser.add_argument("--model", help="default: the embedded one")
     parser.add_argument("--prompts", nargs="*", default=[], help="files; default: the built-in ones")
     parser.add_argument("--limit", type=int, default=26, help="prompts of each file, dealt out to its categories")
@@ -288,7 +343,7 @@ def main() -> None:
     given = parser.parse_args()
     report: dict[str, Any] = {"benchmark": "auto"}
     for name in given.parts or PARTS:
-        report[name] = PARTS[name](given)
+        report[name] = process(given) if name == "process" else PARTS[name](given)
     report["device"] = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     report["threads"] = torch.get_num_threads()
     report["versions"] = {"torch": torch.__version__, "transformers": transformers.__version__}

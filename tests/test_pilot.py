@@ -425,7 +425,7 @@ def test_a_draft_that_began_late_is_not_what_drafts_take():
         pilot.took({source: 0.5}, late={"a"})
     assert source.known
     assert source.drafting.seconds == 0.5
-    for _ in range(300):
+    for _ in range(round(10 / NEWEST)):
         pilot.took({source: 0.002}, late={"b"})
     pilot.took({source: 0.5}, late={"a"})
     assert source.drafting.seconds == pytest.approx(0.002, rel=0.1)
@@ -436,7 +436,7 @@ def test_costs_follow_what_steps_take():
     assert costs.seconds(2) == pytest.approx(1.2)
     assert costs.seconds(16) == pytest.approx(2.8)
     assert Costs({1: 1.0, 8: 2.0}, padded=True).seconds(2) == 2.0
-    for _ in range(200):
+    for _ in range(400):
         costs.observe(4, 1, 3.0)
         costs.observe(1, 1, 1.0)
     assert costs.seconds(4) == pytest.approx(3.0, rel=0.02)

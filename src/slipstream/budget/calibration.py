@@ -25,8 +25,8 @@ BINS = 16  # of raw scores: as fine as a hundred labels of a text can fill
 DEPTHS = 4  # of depths: 1, 2, 3, more
 PRIOR = 6.0  # labels that the prior counts as
 # Weight of the newest look in whatever is learnt by the way: labels, times, gains. Half of what is known is from the
-# last 22 looks, so a new kind of text is followed within a paragraph.
-NEWEST = 1 / 32
+# last 44 looks: a new kind of text is followed within a paragraph, and chance decides little.
+NEWEST = 1 / 64
 
 
 @cache

@@ -9,15 +9,22 @@ BIN := $(VENV)/bin
 
 setup: $(VENV)/.ready
 
-$(VENV)/.ready: pyproject.toml
+# What users need: the library, its embedded model, and what is compiled once.
+$(VENV)/.installed: pyproject.toml
+	@echo "Setting up: fetches 500 MB of packages and the embedded model, compiles; two to five minutes."
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet '$(TORCH)'
-	$(BIN)/pip install --quiet --editable '.[dev]'
-	$(BIN)/slipstream models
+	$(BIN)/pip install --quiet --editable .
+	$(BIN)/slipstream prepare
 	touch $@
 
-demo: setup
+# What tests and checks need besides.
+$(VENV)/.ready: $(VENV)/.installed
+	$(BIN)/pip install --quiet --editable '.[dev]'
+	touch $@
+
+demo: $(VENV)/.installed
 	$(BIN)/slipstream demo
 
 # Two processes of one thread each: threads that wait for each other lose on small models, and most on a busy machine.

@@ -9,6 +9,9 @@ live      `none`, `auto` and single drafters take turns on the same prompts, wit
           bootstrapped 95% interval over both. Answers during which something was captured, as happens once for a
           process, are given again. Interrupted, it tells what it has
 
+fresh     as the command line is used: for each prompt and repeat a new process, in which `auto` answers first, then
+          `none`, the first of the singles, and `auto` once more
+
 A single drafter is a name, or NAME:NODES for at most so many nodes a step. Behind `settings`, `live` takes the two that
 did best there. Tables go to stderr, one JSON line last.
 """
@@ -18,6 +21,8 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import subprocess
+import sys
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -31,6 +36,7 @@ import numpy as np
 import torch
 import transformers
 
+import slipstream
 from gpu import settled, tell
 from slipstream import LLM
 from slipstream.bench.contestants import Decoding, Ours
@@ -38,7 +44,7 @@ from slipstream.bench.measure import prepare
 from slipstream.bench.replay import Replayed, record
 from slipstream.bench.workloads import Prompt, builtin, read, select
 from slipstream.budget.costs import Costs
-from slipstream.budget.pilot import Pilot
+from slipstream.budget.pilot import Pilot, Text
 from slipstream.errors import DrafterError
 from slipstream.heads.drafting import own_head
 from slipstream.target import load_model
@@ -55,14 +61,14 @@ def overhead(given: argparse.Namespace) -> dict[str, Any]:
     rng = np.random.default_rng(0)
     costs = Costs({1: 1.1e-3, 8: 1.15e-3, 16: 1.25e-3, 32: 1.3e-3, 64: 1.5e-3}, padded=True)
     pilot = Pilot(costs, ["one", "other"])
-    drafts = [random_tree(rng, "one"), random_tree(rng, "other")]
-    whole, seconds = fuse(drafts), {"one": 1e-5, "other": 1e-5}
+    drafts, state = [random_tree(rng, "one"), random_tree(rng, "other")], Text()
+    whole, seconds = fuse(drafts), dict.fromkeys(pilot.sources().values(), 1e-5)
     texts = cycle([tree.tokens[tree.path_to(len(tree) - 1)[1:]].tolist() for tree in drafts])  # each is right at times
     parts: dict[str, Callable[[], Any]] = {
-        "settle": lambda: pilot.charge(8, 1, 3, 1.1e-3, 1e-5),
+        "settle": lambda: (costs.observe(8, 1, 1.1e-3), state.see(2.0, 1.5)),
         "label": lambda: pilot.learn(whole, next(texts)),
-        "choose": lambda: pilot.choose([fuse(drafts)], [63], pilot.count(seconds)),
-        "and judge": lambda: (pilot.choose([fuse(drafts)], [63], pilot.count(seconds)), pilot.judge()),
+        "choose": lambda: (pilot.took(seconds), pilot.choose([state], [fuse(drafts)], [63], seconds)),
+        "and judge": lambda: (pilot.choose([state], [fuse(drafts)], [63], seconds), pilot.judge()),
     }
     told = {name: round(microseconds(part), 1) for name, part in parts.items()}
     told["all"] = round(sum(told.values()) - told["choose"], 1)  # whose time is in the next
@@ -187,7 +193,7 @@ def live(given: argparse.Namespace) -> dict[str, Any]:
         }
         shown = "  ".join(f"{n} {r[0]:.3f} ({r[1]:.3f}-{r[2]:.3f})" for n, r in told[category].items())
         tell(f"{category:24} {rows.sum():3} prompts  {shown}")
-    for source in llms["auto"].engine.drafter.pilot.sources.values():
+    for source in llms["auto"].engine.drafter.pilot.sources().values():
         tell(f"      {source}")
     tell(f"captures took {captures:.2f} s")
     slower = [c for c, found in told.items() if found["auto"][2] < 1]
@@ -203,6 +209,54 @@ def live(given: argparse.Namespace) -> dict[str, Any]:
         "piece": given.piece or given.tokens,
         "dtype": str(model.dtype),
     }
+
+
+# ---- fresh
+
+
+def fresh(given: argparse.Namespace) -> dict[str, Any]:
+    asked, single = prompts_of(given), given.singles.split(",")[0]
+    names = ("auto", "none", single, "auto again")
+    taken = {name: np.zeros((len(asked), given.repeats)) for name in names}
+    same = 0
+    for repeat in range(given.repeats):
+        for i, prompt in enumerate(asked):
+            words = [sys.executable, __file__, "process", "--singles", single, "--tokens", str(given.tokens)]
+            for option in ("model", "dtype", "device"):
+                if getattr(given, option):
+                    words += [f"--{option}", getattr(given, option)]
+            done = subprocess.run(words, input=prompt.turns[0], capture_output=True, text=True, check=True)
+            found = json.loads(done.stdout.splitlines()[-1])["process"]
+            same += found["same"]
+            for name in names:
+                taken[name][i, repeat] = found[name]
+            tell(
+                f"{prompt.category:20} "
+                + "  ".join(f"{n} {found['none'] / found[n]:.2f}" for n in names if n != "none")
+            )
+    told = {name: interval(taken["none"], taken[name]) for name in names if name != "none"}
+    told["auto / auto again"] = interval(taken["auto again"], taken["auto"])
+    for name, (found, low, high) in told.items():
+        tell(f"{name:20} {found:.3f} ({low:.3f}-{high:.3f})")
+    return {"times_plain": told, "same_text_as_plain": f"{same}/{len(asked) * given.repeats}", "tokens": given.tokens}
+
+
+def process(given: argparse.Namespace) -> dict[str, Any]:
+    """What one of `fresh` does: answers the prompt on standard input."""
+    prompt, name = sys.stdin.read(), given.singles
+    drafter, _, nodes = name.partition(":")
+    auto = slipstream.load(given.model, drafter="auto", dtype=given.dtype, device=given.device)
+    others = {each: LLM(auto.model, auto.tokenizer, each) for each in ("none", drafter)}
+    most = int(nodes) if nodes else None
+    taken, texts = dict[str, float](), []
+    for label, llm, limit in (
+        ("auto", auto, None), ("none", others["none"], None), (name, others[drafter], most), ("auto again", auto, None)
+    ):  # fmt: skip
+        answer = Answer(llm, prompt, max_new_tokens=given.tokens, max_draft=limit)
+        answer.go_on(given.tokens)
+        taken[label] = answer.seconds / max(1, len(answer.tokens) - 1)
+        texts.append(answer.tokens)
+    return {**taken, "same": all(text == texts[0] for text in texts)}
 
 
 class Answer:
@@ -266,12 +320,13 @@ PARTS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
     "overhead": overhead,
     "settings": settings,
     "live": live,
+    "fresh": fresh,
 }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], default=[])
+    parser.add_argument("parts", nargs="*", choices=[*PARTS, "process", []], default=[])
     parser.add_argument("--model", help="default: the embedded one")
     parser.add_argument("--prompts", nargs="*", default=[], help="files; default: the built-in ones")
     parser.add_argument("--limit", type=int, default=26, help="prompts of each file, dealt out to its categories")
@@ -288,7 +343,7 @@ def main() -> None:
     given = parser.parse_args()
     report: dict[str, Any] = {"benchmark": "auto"}
     for name in given.parts or PARTS:
-        report[name] = PARTS[name](given)
+        report[name] = process(given) if name == "process" else PARTS[name](given)
     report["device"] = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     report["threads"] = torch.get_num_threads()
     report["versions"] = {"torch": torch.__version__, "transformers": transformers.__version__}

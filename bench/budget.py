@@ -1,6 +1,9 @@
-"""`auto` on recorded texts, by the clock of several machines: python bench/budget.py [record] [play] --work FILE
+"""`auto` on recorded texts, by the clock of several machines: python bench/budget.py PARTS --work FILE
+
+PARTS: some of
 
 record  plain decoding answers the prompts, and at every position of its answers each shipped head drafts
+priors  what drafters were right about there becomes what they are believed at first: budget/priors.json
 play    `auto` and single drafters go through these texts. What they draft is what they would draft anywhere; steps and
         drafts take what they take on a machine of MACHINES, captures left out
 
@@ -29,6 +32,8 @@ from slipstream.bench.replay import Recited, Recording, ReplayTarget
 from slipstream.bench.replay import record as recording_of
 from slipstream.bench.workloads import builtin, read, select
 from slipstream.budget import Budget
+from slipstream.budget import calibration as calibration_module
+from slipstream.budget.calibration import BINS, DEPTHS, PRIOR, Calibration
 from slipstream.budget.costs import Costs
 from slipstream.drafters import auto
 from slipstream.drafters.base import Drafter, DraftSession, Hidden, Proposal, Seen
@@ -154,6 +159,43 @@ def drafted(
         yield tree.tokens.tolist(), tree.parents.tolist(), [1.0, *tree.raw[1:, 0].tolist()]
         session.keep()
         session.observe(Seen([text[at]], at, Hidden({layer: h[at : at + 1] for layer, h in states.items()})))
+
+
+# ---- priors
+
+
+def priors(given: argparse.Namespace) -> None:
+    """By drafter, depth and bin: how often nodes were right; where few were seen, nearly what they say."""
+    names = ("suffix", "pld", *HEADS)
+    right, seen = np.zeros((2, len(names), DEPTHS, BINS))
+    for text in texts_of(given):
+        for i, name in enumerate(names):
+            for place, tree in enumerate(drafts_of(text, name)):
+                calibration = Calibration([name])
+                calibration.bins[:] = 0.0
+                calibration.learn(tree, np.zeros(1, np.int64), text.answer[place + 1 :])
+                found = calibration.bins[0]
+                seen[i] += found[..., 1]
+                right[i] += found[..., 0] * found[..., 1]
+    said = (np.arange(BINS) + 0.5) / BINS
+    believed = (right + PRIOR * said) / (seen + PRIOR)
+    file = Path(calibration_module.__file__).with_name("priors.json")
+    file.write_text(json.dumps(dict(zip(names, np.round(believed, 3).tolist(), strict=True))) + "\n")
+    tell(f"{seen.sum():.0f} labels: {file}")
+
+
+def drafts_of(text: Text, name: str) -> Iterator[TokenTree]:
+    """What a drafter says after every token of an answer."""
+    if name in HEADS:
+        for tokens, parents, p in text.drafts[name]:
+            yield TokenTree.build(tokens, parents, source=name, raw=p)
+        return
+    target = Player([text], MACHINES["H200"], Clock())
+    session = drafters.make(name, target, None).begin(Request(text.prompt, len(text.answer)))
+    session.observe(Seen(text.prompt, 0))
+    for place, token in enumerate(text.answer[:-1]):
+        yield session.propose(token, Budget(31, 31)).tree
+        session.observe(Seen([token], len(text.prompt) + place))
 
 
 # ---- playing
@@ -301,8 +343,12 @@ def answer(runner: Any, number: int, nodes: int) -> float:
     return float(sequence.stats.seconds - sequence.stats.first_token_seconds)
 
 
+def texts_of(given: argparse.Namespace) -> list[Text]:
+    return [Text(*json.loads(line)) for line in given.work.read_text(encoding="utf-8").splitlines()]
+
+
 def play(given: argparse.Namespace) -> dict[str, Any]:
-    texts = [Text(*json.loads(line)) for line in given.work.read_text(encoding="utf-8").splitlines()]
+    texts = texts_of(given)
     report: dict[str, Any] = {"benchmark": "budget", "texts": len(texts)}
     for label, machine in MACHINES.items():
         taken: dict[str, np.ndarray] = {}
@@ -320,7 +366,7 @@ def play(given: argparse.Namespace) -> dict[str, Any]:
             if name != "none":
                 report.setdefault(label, {})[name] = shown(name, taken["none"], taken[name], texts)
             if name == "auto":
-                for source in runner.drafter.pilot.sources.values():  # type: ignore[attr-defined]
+                for source in runner.drafter.pilot.sources().values():  # type: ignore[attr-defined]
                     tell(f"      {source}")
     return report
 
@@ -335,7 +381,7 @@ def shown(name: str, plain: np.ndarray, spent: np.ndarray, texts: Sequence[Text]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("parts", nargs="*", choices=["record", "play", []], default=[])
+    parser.add_argument("parts", nargs="*", choices=["record", "priors", "play", []], default=[])
     parser.add_argument("--work", type=Path, required=True, help="the file of recorded texts")
     parser.add_argument("--model", help="default: the embedded one")
     parser.add_argument("--dtype", default="bfloat16")
@@ -346,6 +392,8 @@ def main() -> None:
     given = parser.parse_args()
     if "record" in given.parts or not given.work.exists():
         record(given)
+    if "priors" in given.parts:
+        priors(given)
     if "play" in given.parts or not given.parts:
         print(json.dumps(play(given)))
 

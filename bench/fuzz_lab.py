@@ -117,8 +117,10 @@ class Lab:
         with (
             patch("slipstream.llm.open_target", lambda *_, **__: target),
             patch("slipstream.drafters.auto.costs_of", lambda _: Costs(dict(FREE), bool(target.widths))),
+            patch("slipstream.drafters.auto.recall", lambda *_: None),  # a case is the same whatever was tried before
         ):
             llm = LLM(self.model(family), self.tokenizer, known, max_batch=most, **options)
+        vars(llm.engine.drafter).pop("_key", None)  # and what it learns is nobody else's
         if head is not None:
             self._join(llm.engine.drafter, head, self.head(family, head, False))
         if name == ORACLE:

@@ -16,7 +16,6 @@ import json
 import platform
 import random
 import sys
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -131,7 +130,7 @@ def contestants(given: argparse.Namespace, make: Callable[..., Any]) -> dict[str
 def variant(rasd: RasdDrafter, **changes: Any) -> RasdDrafter:
     """With the same parts, so that a draft is captured once for all."""
     other = copy.copy(rasd)
-    other.options, other.calibrations = replace(rasd.options, **changes), defaultdict(Calibration)
+    other.options, other.calibration = replace(rasd.options, **changes), Calibration(rasd.names)
     return other
 
 

@@ -25,6 +25,15 @@ def tiny():
     return make
 
 
+@pytest.fixture(scope="session", autouse=True)
+def nothing_learnt():
+    """`auto` begins every test knowing nothing of the others; those about what it keeps undo this."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("slipstream.drafters.auto.recall", lambda *_: None)
+        patch.setattr("slipstream.drafters.auto.remember", lambda *_: None)
+        yield
+
+
 @pytest.fixture(scope="session")
 def smol():
     """The embedded model in float32 behind `pld`."""

@@ -101,7 +101,7 @@ def test_the_second_start_finds_what_the_first_one_made(tmp_path, smol):  # noqa
         words = [sys.executable, "-m", "slipstream", "generate", "Hello!", "-n", "4"]
         done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stderr
-        made.append({file: file.stat().st_mtime_ns for file in tmp_path.glob("*.json")})
+        made.append({file: file.stat().st_mtime_ns for file in (tmp_path / "costs").iterdir()})
     assert made[0] == made[1] != {}
 
 

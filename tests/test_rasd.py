@@ -10,6 +10,7 @@ import torch
 from slipstream import LLM, Drafter, DraftSession, Proposal, TokenTree, drafters
 from slipstream.accept import Rejection
 from slipstream.budget import Budget
+from slipstream.budget.calibration import BINS, Calibration
 from slipstream.drafters.base import Hidden, Seen
 from slipstream.drafters.rasd import WIDER, RasdDrafter, beginning_with, best_of, side_by_side
 from slipstream.errors import DrafterError, OptionError
@@ -206,8 +207,11 @@ def test_what_was_not_verified_is_judged_too(joint):
     assert paths(mine.propose(ROOT, Budget(1, 1)).tree) == {(1,)}
     mine.observe(Seen([ROOT, 5], 2))
     mine.close()
-    assert {name: c.labelled for name, c in drafter.calibrations.items()} == {"eagle": 1, "pld": 1}
-    assert drafter.calibrations["pld"].probability[0, 1] > 0.2  # its prior is 0.08
+    fresh = Calibration(drafter.names).bins
+    labelled = dict(zip(drafter.names, (drafter.calibration.bins - fresh)[..., 1].sum(axis=(1, 2)), strict=True))
+    assert labelled == {"eagle": 1, "pld": 1}
+    pld, place = drafter.names.index("pld"), (0, int(0.1 * BINS), 0)
+    assert drafter.calibration.bins[pld][place] > fresh[pld][place]
 
 
 # ---- beside each other
@@ -299,7 +303,8 @@ def test_the_joint_law_under_rejection_is_the_targets(joint, found, keeps, fused
     for shape in [(1,), (0, 0), (1, 1), (2, 0)]:
         trees = []
         for tree, weight in drawn_trees(shape, q_law):
-            generator.says = replace(tree, raw=1 / (2 + tree.tokens[:, None].astype(np.float32)))
+            raw = 1 / (2 + tree.tokens[:, None].astype(np.float32))
+            generator.says = replace(tree, raw=raw, sources=("eagle",))
             made = mine.propose(9, Budget(3, 3)).tree
             assert (made.q is not None) is keeps
             trees.append((made, weight))
@@ -414,7 +419,10 @@ def test_both_kinds_of_drafts_are_verified_and_judged(kind, tiny):
     result = llm.generate([repeating, repeating[:7], [40]], max_new_tokens=60)[0]
     assert result.tokens == plain.tokens
     assert all(result.stats.by_source[name]["proposed"] > 0 for name in (kind, "pld", "suffix"))
-    assert all(llm.engine.drafter.calibrations[name].labelled > 0 for name in (kind, "pld", "suffix"))
+    drafter = llm.engine.drafter
+    labelled = (drafter.calibration.bins - Calibration(drafter.names).bins)[..., 1].sum(axis=(1, 2))
+    assert drafter.names == [kind, "pld", "suffix"]
+    assert (labelled > 0).all()
     assert result.stats.by_source["suffix"]["accepted"] > 0
 
 

@@ -22,7 +22,6 @@ from transformers.generation.logits_process import (
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerationMixin
 
-from slipstream.budget import usual_draft
 from slipstream.checks import integer
 from slipstream.drafters import make
 from slipstream.engine import Engine, check_prompt
@@ -118,7 +117,7 @@ class Speculate:
             )
         engine = self._engine_for(model)
         for request in requests:
-            request.max_draft = usual_draft(engine.target) if self.max_draft is None else self.max_draft
+            request.max_draft = engine.target.usual_draft if self.max_draft is None else self.max_draft
             check_prompt(request, engine.target)
         # Rows that are judged together must be under way together.
         engine.max_batch = max(MAX_BATCH, len(requests) if together else 0)

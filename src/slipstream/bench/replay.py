@@ -22,12 +22,13 @@ from slipstream import drafters
 from slipstream.accept import Rule
 from slipstream.bench.contestants import Answer, Contestant, Decoding
 from slipstream.bench.measure import Item
-from slipstream.budget.costs import Costs, measure
+from slipstream.budget.costs import Costs
 from slipstream.engine import Engine, Step
 from slipstream.errors import OptionError
 from slipstream.request import Request
 from slipstream.sampling import Sampler, Sampling
 from slipstream.target import Scores, Slot, Target, Want
+from slipstream.target.timing import measure
 from slipstream.tree import TokenTree
 
 FORMAT, VERSION = "slipstream-recording", 1

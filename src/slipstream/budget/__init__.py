@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from slipstream.errors import DrafterError
 from slipstream.tree import TokenTree
-
-if TYPE_CHECKING:
-    from slipstream.target.base import Target
 
 
 @dataclass(frozen=True)
@@ -38,8 +34,3 @@ def step_budget(max_draft: int, tokens_left: int, positions_left: int) -> Budget
     """What one step can use: a step emits one token more than it accepts, so the last token needs no draft."""
     depth = max(0, min(max_draft, tokens_left - 1, positions_left - 1))
     return Budget(max_draft if depth else 0, depth)
-
-
-def usual_draft(target: Target) -> int:
-    """Nodes that a step drafts at most, unless told: what a padded step has room for without another row."""
-    return 31 if target.widths else 16

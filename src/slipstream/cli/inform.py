@@ -1,16 +1,17 @@
-"""drafters, models, demo: the commands that show what there is."""
+"""drafters, models, prepare, demo: the commands that show what there is."""
 
 from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import typer
 from rich.markup import escape
 
 from slipstream.cli import options as o
-from slipstream.cli.terminal import ensure_embedded, open_llm, out
+from slipstream.cli.terminal import busy, ensure_embedded, open_llm, out
 from slipstream.errors import OptionError
 
 
@@ -46,6 +47,21 @@ def models(
         if remove:
             shutil.rmtree(kept[name])
         out.print(f"{'removed ' if remove else ''}{name}  {size / 1e6:.0f} MB  {kept[name]}")
+
+
+def prepare() -> None:
+    """Compile ahead what searches and drafts, with the embedded model: once after an install, up to a minute."""
+    import slipstream
+
+    llm = open_llm(None, "auto", None, None, None, False)
+    with busy("compiling"), TemporaryDirectory() as folder:
+        words = llm.generate("Count to ten in words.", max_new_tokens=16).tokens
+        with slipstream.Store.create(f"{folder}/store", vocabulary=llm.target.vocabulary) as store:
+            store.append(words * 4)
+            store.flush()
+            store.append(words)
+        slipstream.LLM(llm.model, llm.tokenizer, "rest", store=f"{folder}/store").generate(words, max_new_tokens=4)
+    out.print("ready: what searches and drafts is compiled")
 
 
 def name_of(folder: Path) -> str:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from slipstream.cli.options import parse_options
+from slipstream.converted import cache_folder
 from slipstream.notices import show_with
 
 if TYPE_CHECKING:
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
     from slipstream.llm import LLM
     from slipstream.stats import Stats
+
+PREPARED = "prepared"  # in the cache folder, once something was compiled
 
 out = Console(highlight=False, soft_wrap=True)
 err = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -41,14 +44,23 @@ def open_llm(
         check_place(dtype, device)
     if model is None:
         ensure_embedded()
-    with busy("loading the model") if shown else nullcontext():
+    with busy(loading()) if shown else nullcontext():
         from slipstream.llm import load
 
         llm = load(
             model, drafter=drafter, dtype=dtype, device=device, trust_remote_code=trust, compile=compile, **options
         )
+    with suppress(OSError):
+        (cache_folder() / PREPARED).touch()
     show_with(busy)
     return llm
+
+
+def loading() -> str:
+    """What the user waits for."""
+    if (cache_folder() / PREPARED).exists():
+        return "loading the model"
+    return "loading the model; what drafts is compiled, which takes up to a minute the first time"
 
 
 def check_place(dtype: str | None, device: str | None) -> None:

@@ -22,7 +22,7 @@ GROUP = "slipstream.drafters"
 @cache
 def names() -> tuple[str, ...]:
     """Every drafter there is, built-in ones first."""
-    own = sorted(m.name for m in pkgutil.iter_modules(__path__) if m.name != "base")
+    own = sorted(m.name for m in pkgutil.iter_modules(__path__) if m.name != "base" and not m.name.startswith("_"))
     return tuple(dict.fromkeys(own + sorted(e.name for e in entry_points(group=GROUP))))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -10,11 +9,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from numba import njit
+from numpy.typing import NDArray
 
 from slipstream import drafters as registry
 from slipstream.budget import Budget
-from slipstream.budget.calibration import BINS, DEPTHS, Calibration, bin_of, depth_class
-from slipstream.budget.drafting import JointDrafter, JointSession
+from slipstream.budget.calibration import Calibration, belief
+from slipstream.drafters._joint import JointDrafter, JointSession
 from slipstream.drafters.base import Drafter, DraftSession, Proposal
 from slipstream.errors import OptionError
 from slipstream.tree import TokenTree, fuse
@@ -75,7 +75,8 @@ class RasdDrafter(JointDrafter):
         # is, must wait for it: on a GPU nobody else may work while a draft is captured.
         self.aside = [name for name in options.names() if not self.parts[name].layers]
         self.after = [name for name in options.names() if self.parts[name].layers]
-        self.calibrations: defaultdict[str, Calibration] = defaultdict(Calibration)  # by source
+        self.names = list(self.parts)  # as sources
+        self.calibration = Calibration(self.names)
         self._worker = ThreadPoolExecutor(1, "slipstream-retrieval")
 
     def make_parts(self) -> dict[str, Drafter]:
@@ -103,9 +104,8 @@ class RasdDrafter(JointDrafter):
             | {"fuse": False, "overlap": False},
         ]
 
-    def learn(self, tree: TokenTree, followed: Sequence[int]) -> None:
-        for column, name in enumerate(tree.sources):
-            self.calibrations[name].learn(tree, column, followed)
+    def learn(self, tree: TokenTree, followed: Sequence[int], known: int) -> bool:
+        return self.calibration.learn(tree, self._columns(tree), followed, known)
 
     def behind(self, session: DraftSession, step: FixedStep) -> None:
         """The generator is always asked; what else is drafted from needs the host."""
@@ -174,10 +174,11 @@ class RasdDrafter(JointDrafter):
 
     def _believed(self, tree: TokenTree) -> TokenTree:
         """With scores that can be compared: how often what each source said turned out right."""
-        tables = np.zeros((len(tree.sources), DEPTHS, BINS))
-        for i, name in enumerate(tree.sources):
-            tables[i] = self.calibrations[name].probability
-        return tree.with_score(_beliefs(tree.depths, tree.raw, tables))
+        return tree.with_score(_beliefs(tree.depths, tree.raw, self._columns(tree), self.calibration.bins))
+
+    def _columns(self, tree: TokenTree) -> NDArray[np.int64]:
+        """Whose the tree's raw scores are."""
+        return np.array([self.names.index(name) for name in tree.sources], np.int64)
 
 
 def beginning_with(first: Sequence[int], tree: TokenTree) -> TokenTree:
@@ -224,13 +225,13 @@ def side_by_side(trees: Sequence[TokenTree]) -> TokenTree:
 
 
 @njit(cache=True, nogil=True)
-def _beliefs(depths, raw, tables):  # type: ignore[no-untyped-def]
+def _beliefs(depths, raw, columns, bins):  # type: ignore[no-untyped-def]
     """(n,) P(right | parent right), by the source that is surest of the node."""
     score = np.ones(len(depths), np.float32)
     for i in range(1, len(depths)):
         best = 0.0
-        for source in range(raw.shape[1]):
-            if not np.isnan(raw[i, source]):
-                best = max(best, tables[source, depth_class(depths[i]), bin_of(raw[i, source])])
+        for column in range(len(columns)):
+            if not np.isnan(raw[i, column]):
+                best = max(best, belief(bins, columns[column], depths[i], raw[i, column]))
         score[i] = best
     return score

@@ -101,6 +101,11 @@ class Target(ABC):
     notes: tuple[str, ...] = ()  # what a user should know about this model
 
     @property
+    def usual_draft(self) -> int:
+        """Nodes that a step drafts at most, unless told: what a padded step has room for without another row."""
+        return 31 if self.widths else 16
+
+    @property
     def turns(self) -> Turns:
         """What threads that use this target's model wait at."""
         return Turns.of(getattr(self, "model", self))

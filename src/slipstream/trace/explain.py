@@ -20,12 +20,11 @@ def _decided(line: Line) -> list[str]:
     if choice is None:
         return [f"{nodes} drafted"] if line["step"] else ["the prompt"]
     if not choice["asked"]:
-        why = "speculation rests, having lost too much time" if choice["resting"] else "no draft is due"
-        return [f"asked nobody: {why}"]
+        return ["asked nobody: no draft is due"]
     faster = choice["rate"] / choice["plain"]
     asked = f"asked {', '.join(choice['asked'])}"
     if choice["resting"]:
-        return [asked, "verified nothing: speculation rests, having lost too much time"]
+        return [asked, "verified nothing: too little came of what this text's drafts promised"]
     return [asked, f"verified {nodes}, expecting {choice['tokens']:.2f} tokens at {faster:.2f} × plain speed"]
 
 

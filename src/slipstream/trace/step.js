@@ -45,9 +45,10 @@ function drawChoice(step) {
   if (!choice) return [];
   const expected = `expecting ${plural(Number(choice.tokens.toFixed(1)), "token")}`;
   const faster = `${number(choice.rate / choice.plain)} × plain speed`;
+  const rests = "verified nothing: too little came of what this text's drafts promised";
   const said = choice.asked.length
-    ? `asked ${choice.asked.join(", ")}, ${expected} at ${faster}`
-    : `asked nobody${choice.resting ? ": speculation rests, having lost too much time" : ""}`;
+    ? `asked ${choice.asked.join(", ")}, ${choice.resting ? rests : `${expected} at ${faster}`}`
+    : "asked nobody";
   return [make("p", "summary choice", said)];
 }
 

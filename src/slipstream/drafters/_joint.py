@@ -4,7 +4,6 @@ labelled by the text that follows."""
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, cast
@@ -44,8 +43,9 @@ class JointDrafter(Drafter):
         return None if None in again else max(n for n in again if n is not None)
 
     @abstractmethod
-    def learn(self, tree: TokenTree, followed: Sequence[int]) -> None:
-        """The text after the tree's root went on with these tokens. tree: as `JointSession.proposed` was told."""
+    def learn(self, tree: TokenTree, followed: Sequence[int], known: int) -> bool:
+        """The text after the tree's root went on with these tokens, the first `known` of which it was told
+        before. tree: as `JointSession.proposed` was told. Returns whether more of the text would say more about it."""
 
     def attach(self, said: Said) -> None:
         for part in self.parts.values():
@@ -67,7 +67,7 @@ class JointSession(DraftSession):
         self.drafter, self.parts = drafter, parts
         self.begun = False  # whether the prompt is read
         self._said: list[int] = []  # tokens since the first root
-        self._open: deque[tuple[TokenTree, int]] = deque()  # drafts, and the places of their roots
+        self._open: list[tuple[TokenTree, int, int]] = []  # drafts, the places of their roots, tokens known since
 
     def observe(self, seen: Seen) -> None:
         if self.begun:
@@ -99,18 +99,24 @@ class JointSession(DraftSession):
     def proposed(self, tree: TokenTree) -> None:
         """Everything that was proposed, each source's raw scores with it, verified or not."""
         if len(tree) > 1:
-            self._open.append((tree, len(self._said)))
+            self._open.append((tree, len(self._said), 0))
 
     def label(self, root: int) -> None:
-        """Judge the drafts that the text, which `root` comes next in, has outgrown."""
+        """Judge drafts by the text, which `root` comes next in: of a long one that is right, something is known at
+        once."""
         self.begun = True
-        while self._open and len(self._said) - self._open[0][1] >= self._open[0][0].depth:
-            tree, place = self._open.popleft()
-            self.drafter.learn(tree, [*self._said[place + 1 :], root])
+        self._label([root])
 
     def close(self) -> None:
-        for tree, place in self._open:
-            self.drafter.learn(tree, self._said[place + 1 :])
-        self._open.clear()
+        self._label([])
+        self._open = []
         for part in self.parts.values():
             part.close()
+
+    def _label(self, coming: list[int]) -> None:
+        still = []
+        for tree, place, known in self._open:
+            followed = [*self._said[place:], *coming][1:]  # nothing, if the tree is about the coming root
+            if not followed or self.drafter.learn(tree, followed, known):
+                still.append((tree, place, len(followed)))
+        self._open = still

@@ -1,0 +1,62 @@
+"""Before the first answer, `auto` asks everybody about a text of no meaning. Then code is loaded or compiled, steps and
+drafts of one sequence are captured, and it is known what they take."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from slipstream.budget import Budget
+from slipstream.budget.calibration import Calibration
+from slipstream.budget.pilot import TRIAL, Text
+from slipstream.drafters.base import DraftSession, Hidden, Seen
+from slipstream.request import Request
+from slipstream.sampling import Sampler, Sampling
+from slipstream.target.base import Want
+from slipstream.target.capture import Stopwatch
+from slipstream.target.timing import nonsense
+from slipstream.tree import TokenTree, fuse
+
+if TYPE_CHECKING:
+    from slipstream.drafters.auto import AutoDrafter
+    from slipstream.target.steps import FixedStep
+
+
+@torch.inference_mode()
+def rehearse(auto: AutoDrafter) -> None:
+    target, pilot, words = auto.target, auto.pilot, nonsense(auto.target)
+    request = Request(words, max_new_tokens=len(words), prediction=words)
+    sessions = {name: part.begin(request) for name, part in auto.parts.items()}
+    slot = target.open()
+    for score in target.prefill(slot, words, Want(auto.layers)):
+        start, hidden = slot.length - len(next(iter(score.hidden.values()), words)), Hidden(score.hidden)
+        for name, session in sessions.items():
+            session.observe(Seen(words[start : slot.length], start, hidden.of(auto.parts[name].layers)))
+    room = target.context - slot.length - 1
+    limit, root = Budget(target.usual_draft, min(target.usual_draft, room)), words[0]
+    for _ in range(TRIAL):
+        trees = [TokenTree.root(root)]
+        for source in pilot.sources().values():
+            taken, budget = Stopwatch(), limit.upto(source.most)
+            (found,) = auto.parts[source.drafter].propose([sessions[source.drafter]], [root], [budget])
+            pilot.took({source: taken.seconds()})
+            trees.append(limit.limit(found.tree))
+        whole = fuse(trees)
+        pilot.choose([Text()], [whole], [limit.nodes], pilot.sources().values())
+        Calibration(whole.sources).learn(whole, np.arange(len(whole.sources)), words)
+    want = Want(auto.layers, samplers=(Sampler(Sampling(), words),), behind=partial(_start_all, auto, sessions))
+    for rows in target.widths:
+        if rows <= min(1 + limit.nodes, room):
+            target.score([slot], [TokenTree.chain(root, words[1:rows])], want)
+    for session in sessions.values():
+        session.close()
+    target.close(slot)
+    pilot.forget()
+
+
+def _start_all(auto: AutoDrafter, sessions: dict[str, DraftSession], step: FixedStep) -> None:
+    for name in auto.pilot.heads:
+        auto.parts[name].behind(sessions[name], step)

@@ -474,7 +474,7 @@ def test_costs_that_changed_for_good_are_believed_in_the_end():
     costs = Costs({1: 1.0, 8: 2.0})
     costs.observe(1, 1, 10.0)
     assert costs.seconds(1) == pytest.approx(1.0, rel=NEWEST)
-    for _ in range(400):
+    for _ in range(round(10 / NEWEST)):
         costs.observe(1, 1, 10.0)
     assert costs.seconds(1) == pytest.approx(10.0, rel=0.01)
 

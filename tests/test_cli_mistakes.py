@@ -28,6 +28,7 @@ def folder(tmp_path):
     ("words", "says"),
     [
         ("generate x --device banana", "device 'banana' can't be used: use cpu"),
+        ("generate x --device meta", "device 'meta' can't be used: use cpu"),
         ("generate x --device cuda:77", "device 'cuda:77' can't be used: use cpu"),
         ("generate x --dtype int8", "dtype 'int8' is unknown"),
         ("generate x -t -1", "temperature=-1.0 is out of range"),

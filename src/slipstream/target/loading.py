@@ -179,7 +179,7 @@ def to_device(device: str | torch.device | None) -> torch.device:
     """A device of this machine, asked for something small; if none is named, a GPU if there is one."""
     try:
         found = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        torch.empty(1, device=found)
+        torch.zeros(1, device=found).item()  # on `meta` nothing has a value
     except Exception as error:  # each kind of device has its own
         there = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
         reason = str(error).strip().splitlines()[0]

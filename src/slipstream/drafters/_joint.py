@@ -105,7 +105,8 @@ class JointSession(DraftSession):
         """Judge drafts by the text, which `root` comes next in: of a long one that is right, something is known at
         once."""
         self.begun = True
-        self._label([root])
+        if self._open:
+            self._label([root])
 
     def close(self) -> None:
         self._label([])

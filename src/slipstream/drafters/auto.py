@@ -188,6 +188,8 @@ class AutoSession(JointSession):
         return first
 
     def keep(self) -> None:
+        if not self.asked and not self.latest:  # as in large batches, where every microsecond counts for each
+            return
         asked = {source.drafter for source in self.asked}
         for name in asked:
             self.parts[name].keep()

@@ -5,7 +5,7 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 
-.PHONY: setup demo test check format bench bench-overhead bench-retrieval bench-gpu test-gpu clean
+.PHONY: setup demo test check format docs bench bench-overhead bench-retrieval bench-gpu test-gpu clean
 
 setup: $(VENV)/.ready
 
@@ -39,6 +39,11 @@ check: setup
 format: setup
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+# The API reference, as pages in build/api.
+docs: $(VENV)/.installed
+	$(BIN)/pip install --quiet --editable '.[docs]'
+	$(BIN)/python docs/api.py build/api
 
 # Under 10 minutes on 2 cores. For the whole set: slipstream bench --html report.html
 bench: setup

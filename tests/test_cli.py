@@ -92,7 +92,7 @@ def test_generate_prints_the_text_and_one_json_line_last():
 
 
 def test_the_second_start_finds_what_the_first_one_made(tmp_path, smol):  # noqa: ARG001  (the model is converted)
-    """Nothing is converted or measured again. How long a start takes is the machine's business: see docs/log.md."""
+    """Nothing is converted or measured again. How long a start takes depends on the machine: see docs/log/engine.md."""
     model = embedded.folder()
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / model.name).symlink_to(model)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text()
+README = "\n".join((ROOT / page).read_text() for page in ("README.md", "docs/guide.md"))  # what is run and checked
 
 
 def blocks(text, language):

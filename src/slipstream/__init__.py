@@ -1,4 +1,4 @@
-"""slipstream: any Hugging Face causal language model, several times faster, with the same answers.
+"""slipstream: any Hugging Face causal language model, faster, with the same answers.
 
 Importing this loads neither torch nor transformers: they come with the first use.
 """

@@ -40,7 +40,7 @@ from slipstream.datastores.sort import DEPTH
 from slipstream.errors import DamagedError, OptionError
 from slipstream.tree import TokenTree
 
-# Found by trying how many true next tokens the tree covers on unseen code: see docs/log.md.
+# Found by trying how many true next tokens the tree covers on unseen code: see docs/log/datastores.md.
 TRUST = 2.0  # a match counts this much more than one that is shorter by a token
 MANY = 64 * EVERY  # matches that need not be counted to the last
 UNKNOWN = 4.0  # what continuations that no match has count, where a match of n tokens counts TRUST ** n

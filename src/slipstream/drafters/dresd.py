@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("slipstream")
 
-# Found by trying how many true next tokens a tree of 16 nodes covers on unseen code: see docs/log.md.
+# Found by trying how many true next tokens a tree of 16 nodes covers on unseen code: see docs/log/dense.md.
 HEAT = 10.0  # a draft counts e times as much as one that is less similar by a tenth
 OTHERS = 0.3  # what the continuations that the store does not know count, where a draft of similarity 1 counts 1
 

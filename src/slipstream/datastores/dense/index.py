@@ -19,7 +19,7 @@ from slipstream.datastores.dense.files import AGAIN, Mapped, writing
 from slipstream.datastores.dense.vectors import Half, Part
 from slipstream.errors import DamagedError
 
-# Chosen by measuring: see docs/log.md.
+# Chosen by measuring: see docs/log/dense.md.
 LARGE = 1 << 15  # vectors of a group that gets a graph
 LINKS, MADE = 16, 256  # links of a vector; vectors looked at to place one,
 LOOKED = (128, 192, 256, 384)  # and to find some: the first number that finds enough

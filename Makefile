@@ -5,7 +5,7 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 
-.PHONY: setup demo test check format docs bench bench-overhead bench-retrieval bench-gpu test-gpu clean
+.PHONY: setup demo test test-fast check format docs bench bench-overhead bench-retrieval bench-gpu test-gpu clean
 
 setup: $(VENV)/.ready
 
@@ -28,8 +28,15 @@ demo: $(VENV)/.installed
 	$(BIN)/slipstream demo
 
 # Two processes of one thread each: threads that wait for each other lose on small models, and most on a busy machine.
+# In the order of the files' names, since those that take long are at the beginning: no process waits for the other.
+PYTEST := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
+
 test: setup
-	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile
+	$(PYTEST)
+
+# For the inner loop: tiny models alone.
+test-fast: setup
+	$(PYTEST) -m "not slow"
 
 check: setup
 	$(BIN)/ruff format --check .
@@ -62,7 +69,7 @@ bench-gpu:
 
 # Runs in the current Python, since a GPU machine brings its own torch. `make test` leaves these tests out.
 test-gpu:
-	PYTHONPATH=src HF_HUB_OFFLINE=1 $(PYTHON) -m pytest --override-ini addopts="-q --tb=short" tests/test_gpu.py tests/test_exact_attention.py tests/test_draw_kernel.py tests/test_row_kernels.py tests/test_dense_kernel.py tests/test_grow_kernel.py tests/test_layer_kernel.py
+	PYTHONPATH=src HF_HUB_OFFLINE=1 $(PYTHON) -m pytest --override-ini addopts="-q --tb=short" tests/gpu
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache src/*.egg-info

@@ -12,6 +12,17 @@ transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 
 
+REAL = {"smol", "forked", "browser", "forker"}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Whoever asks for a real model, a process or a browser is slow; other tests say so themselves."""
+    for item in items:
+        if REAL & set(item.fixturenames):
+            item.add_marker("slow")
+
+
 @pytest.fixture(scope="session")
 def tiny():
     """tiny(family) -> a random model, made once."""
@@ -40,6 +51,16 @@ def smol():
     import slipstream
 
     return slipstream.load(drafter="pld", dtype="float32")
+
+
+@pytest.fixture(scope="session")
+def forked():
+    """forked.run("generate", …) -> what a command in a process of its own printed, and its exit code."""
+    from forked import Forker
+
+    forker = Forker()
+    yield forker
+    forker.close()
 
 
 @pytest.fixture(scope="session")

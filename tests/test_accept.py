@@ -30,6 +30,7 @@ def share(rule, tree, temperature=1.0, count=4000):
     return np.mean([len(walk(rule, tree, seed, temperature).path) > 1 for seed in range(count)])
 
 
+@pytest.mark.slow
 def test_match_accepts_a_child_as_often_as_the_target_says_it():
     assert share(Match(), TokenTree.chain(0, [1])) == pytest.approx(0.3, abs=0.03)
 

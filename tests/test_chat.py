@@ -59,6 +59,7 @@ def piped(monkeypatch, capsys, tmp_path):
     return chat
 
 
+@pytest.mark.slow
 def test_a_pasted_text_is_one_message_and_the_keys_do_what_they_should(tmp_path):
     model, saved, cache = save_model(tmp_path / "model", endless=True), tmp_path / "saved.json", tmp_path / "cache"
     long = "x" * 5000 + "\n" + "y" * 5000

@@ -1,4 +1,4 @@
-"""The commands as a user types them, in processes of their own."""
+"""The commands as a user types them, in processes of their own: a few by `python -m`, most forked, which is quicker."""
 
 import ast
 import json
@@ -42,6 +42,7 @@ main()
     return done.stdout, set(ast.literal_eval(done.stderr.splitlines()[-1]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -57,9 +58,9 @@ def test_commands_that_tell_what_there_is_load_nothing_heavy(words, says):
     assert not heavy
 
 
-def test_a_store_is_searched_without_torch_as_with_it(tmp_path, monkeypatch):
+def test_a_store_is_searched_without_torch_as_with_it(forked, tmp_path, monkeypatch):
     (tmp_path / "text").write_text("the rain in Spain stays mainly in the plain\n" * 3)
-    assert run("store", "build", str(tmp_path / "text"), "--out", str(tmp_path / "store")).returncode == 0
+    assert forked.run("store", "build", tmp_path / "text", "--out", tmp_path / "store").returncode == 0
     shown, heavy = loaded("store", "search", tmp_path / "store", "stays mainly")
     assert "in" in shown
     assert heavy == {"numba"}
@@ -76,6 +77,7 @@ def test_a_drafters_source_is_read_as_it_runs(name):
     assert all(option.comment for option in options)
 
 
+@pytest.mark.slow
 def test_generate_prints_the_text_and_one_json_line_last():
     done = run("generate", FRUIT, "-n", "24", "--json")
     assert done.returncode == 0, done.stderr
@@ -91,15 +93,14 @@ def test_generate_prints_the_text_and_one_json_line_last():
     assert "tokens/step" in done.stderr
 
 
-def test_the_second_start_finds_what_the_first_one_made(tmp_path, smol):  # noqa: ARG001  (the model is converted)
+def test_the_second_start_finds_what_the_first_one_made(forked, tmp_path, smol):  # noqa: ARG001  (converts the model)
     """Nothing is converted or measured again. How long a start takes depends on the machine: see docs/log/engine.md."""
     model = embedded.folder()
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / model.name).symlink_to(model)
-    environment, made = {**os.environ, "SLIPSTREAM_CACHE": str(tmp_path)}, []
+    made = []
     for _ in range(2):
-        words = [sys.executable, "-m", "slipstream", "generate", "Hello!", "-n", "4"]
-        done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120)
+        done = forked.run("generate", "Hello!", "-n", "4", SLIPSTREAM_CACHE=tmp_path)
         assert done.returncode == 0, done.stderr
         made.append({file: file.stat().st_mtime_ns for file in (tmp_path / "costs").iterdir()})
     assert made[0] == made[1] != {}
@@ -119,6 +120,7 @@ def test_several_answers_are_those_of_the_library(smol, capsys):
     assert all(len(entry["top"]) == 2 for entry in told[1]["logprobs"])
 
 
+@pytest.mark.slow
 def test_an_answer_says_why_it_ended_and_how_sure_it_was():
     assert "finish: length" in command("generate", "Count to a hundred.", "-n", "3", "-d", "none")[2]
     code, _, said = command("generate", "x", "--regex", "yes", "-n", "9", "-d", "none", "--logprobs", "1")
@@ -127,9 +129,9 @@ def test_an_answer_says_why_it_ended_and_how_sure_it_was():
     assert re.search(r"^'yes' +-[\d.]+   likeliest: '", said, re.MULTILINE)
 
 
-def test_each_step_is_explained(tmp_path):
+def test_each_step_is_explained(forked, tmp_path):
     (tmp_path / "expected").write_text("apples, oranges, bananas, pears, grapes, lemons, cherries, plums.")
-    done = run("generate", FRUIT, "-n", "24", "--explain", "--prediction", str(tmp_path / "expected"))
+    done = forked.run("generate", FRUIT, "-n", "24", "--explain", "--prediction", tmp_path / "expected")
     assert done.returncode == 0, done.stderr
     said = [line for line in done.stderr.splitlines() if line.startswith("step ")]
     assert said[0] == "step 0: the prompt; came 1"
@@ -137,41 +139,36 @@ def test_each_step_is_explained(tmp_path):
     assert any(re.search(r"asked .*\bprediction\b.*; verified ", line) for line in said)
 
 
-def test_lossy_rules_say_so():
-    done = run("generate", "Hello!", "-n", "4", "--accept", "typical", "-t", "1", "--json")
+def test_lossy_rules_say_so(forked):
+    done = forked.run("generate", "Hello!", "-n", "4", "--accept", "typical", "-t", "1", "--json")
     assert "LOSSY (typical)" in done.stderr
     assert json.loads(done.stdout.strip().splitlines()[-1])["stats"]["exact"] is False
 
 
-def test_a_prompt_from_standard_input():
-    assert run("generate", "-", "-n", "2", stdin="Say hello.").returncode == 0
+def test_a_prompt_from_standard_input(forked):
+    assert forked.run("generate", "-", "-n", "2", stdin="Say hello.").returncode == 0
 
 
-def test_ctrl_c_ends_cleanly_and_keeps_what_was_said():
-    process = subprocess.Popen(
-        [sys.executable, "-m", "slipstream", "generate", "Count to a thousand.", "-n", "4000", "--json"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    begun = process.stdout.read(5)
-    os.kill(process.pid, signal.SIGINT)
-    out, err = process.communicate(timeout=30)
-    assert process.returncode == 130
-    assert "Traceback" not in err
-    said = json.loads((begun + out).strip().splitlines()[-1])
+def test_ctrl_c_ends_cleanly_and_keeps_what_was_said(forked):
+    program = forked.start("generate", "Count to a thousand.", "-n", "4000", "--json")
+    begun = program.read(5)
+    os.kill(program.pid, signal.SIGINT)
+    done = program.wait()
+    assert done.returncode == 130
+    assert "Traceback" not in done.stderr
+    said = json.loads(done.stdout.strip().splitlines()[-1])
     assert said["finish_reason"] == "cancelled"
     assert said["text"].startswith(begun)
 
 
-def test_chat_reads_lines_until_they_end():
-    done = run("chat", "-n", "12", stdin="My name is Ada.\n\nWhat is my name?\n")
+def test_chat_reads_lines_until_they_end(forked):
+    done = forked.run("chat", "-n", "12", stdin="My name is Ada.\n\nWhat is my name?\n")
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("tokens/s ") == 2
 
 
-def test_drafters_are_listed_with_their_options():
-    shown = run("drafters").stdout
+def test_drafters_are_listed_with_their_options(forked):
+    shown = forked.run("drafters").stdout
     assert all(name in shown for name in ("none", "pld", "model", "max_ngram=8", "draft_model=None"))
     assert "longest run of last tokens" in shown
 
@@ -198,6 +195,7 @@ def test_mistakes_are_one_line_and_exit_2(words, says):
     assert "Traceback" not in said
 
 
+@pytest.mark.slow
 def test_a_mistake_in_a_process_of_its_own():
     done = run("generate", "x", "--drafter", "nope")
     assert done.returncode == 2
@@ -220,15 +218,15 @@ def test_the_exported_names_are_what_was_meant():
         slipstream.nope  # noqa: B018
 
 
-def test_trace_writes_a_page_and_its_lines(tmp_path):
+def test_trace_writes_a_page_and_its_lines(forked, tmp_path):
     page, lines = tmp_path / "t.html", tmp_path / "t.jsonl"
-    done = run("trace", FRUIT, "-n", "16", "--html", str(page), "--jsonl", str(lines))
+    done = forked.run("trace", FRUIT, "-n", "16", "--html", page, "--jsonl", lines)
     assert done.returncode == 0, done.stderr
     assert "bananas" in page.read_text()
     again = tmp_path / "again.html"
-    assert run("trace", "--from", str(lines), "--html", str(again)).returncode == 0
+    assert forked.run("trace", "--from", lines, "--html", again).returncode == 0
     assert again.read_text() == page.read_text()
-    assert "one of them" in " ".join(run("trace").stderr.split())
+    assert "one of them" in " ".join(forked.run("trace").stderr.split())
 
 
 def test_trace_compares_two_drafters_and_two_files(smol, tmp_path):  # noqa: ARG001  (the model is converted by now)
@@ -249,10 +247,10 @@ def test_trace_compares_two_drafters_and_two_files(smol, tmp_path):  # noqa: ARG
     assert "'nobody' is unknown" in " ".join(unknown[2].split())
 
 
-def test_bench_measures_records_and_replays(tmp_path):
+def test_bench_measures_records_and_replays(forked, tmp_path, monkeypatch):
     page, saved, kept = tmp_path / "r.html", tmp_path / "r.json", tmp_path / "kept"
-    few = ("--categories", "translation", "--limit", "1", "-n", "8", "--repeats", "1")
-    done = run("bench", *few, "-c", "none,pld,hf", "--html", str(page), "--json", str(saved))
+    few = ("--categories", "translation", "--limit", "1", "-n", "4", "--repeats", "1")
+    done = forked.run("bench", *few, "-c", "none,pld,hf", "--html", page, "--json", saved)
     assert done.returncode == 0, done.stderr
     assert "unaccounted" in done.stdout
     document = json.loads(done.stdout.strip().splitlines()[-1])
@@ -260,11 +258,12 @@ def test_bench_measures_records_and_replays(tmp_path):
     assert {r["contestant"] for r in document["rows"]} == {"none", "pld", "hf"}
     assert "measuring: 100% (3 of 3)" in done.stderr  # no terminal to draw a bar on
     assert "translation" in page.read_text()
-    assert run("bench", *few, "--record", str(kept)).returncode == 0
-    assert "{" not in run("bench", "--replay", str(kept), "-c", "none", "--repeats", "1").stdout
-    again = run(
-        "bench", "--replay", str(kept), "-c", "none,pld", "--sweep", "length=2,8", "--repeats", "1", "--json", "-"
-    )
-    rows = json.loads(again.stdout.strip().splitlines()[-1])["rows"]
+    # Recording times forwards for half a minute: here it only says so.
+    monkeypatch.setattr("slipstream.bench.replay.measure", lambda *_, **__: {1: 0.01, 8: 0.02, 64: 0.04})
+    assert command("bench", *few, "--record", kept)[0] == 0
+    monkeypatch.undo()
+    assert "{" not in forked.run("bench", "--replay", kept, "-c", "none", "--repeats", "1").stdout
+    swept = ("-c", "none,pld", "--sweep", "length=2,8", "--repeats", "1", "--json", "-")
+    rows = json.loads(forked.run("bench", "--replay", kept, *swept).stdout.strip().splitlines()[-1])["rows"]
     assert [r["contestant"] for r in rows] == ["none", "pld length=2", "pld length=8"]
-    assert "no difference beyond noise" in run("bench", "--compare", str(saved), str(saved)).stdout
+    assert "no difference beyond noise" in forked.run("bench", "--compare", saved, saved).stdout

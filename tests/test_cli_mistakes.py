@@ -117,6 +117,7 @@ def test_a_prompt_that_is_not_utf8():
         assert done.stderr.count(b"\n") == 1
 
 
+@pytest.mark.slow
 def test_a_hub_that_does_not_answer_is_asked_once():
     """Nobody listens at this address."""
     given = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0"}
@@ -183,6 +184,7 @@ def test_a_trace_that_cannot_be_written_costs_neither_answer_nor_page(tmp_path, 
     assert "Hello!" in (tmp_path / "page.html").read_text()
 
 
+@pytest.mark.slow
 def test_a_benchmark_that_cannot_be_written_is_printed(tmp_path, capsys):
     words = ("--limit", "1", "-n", "4", "--repeats", "1", "-c", "none,pld")
     code, _, said = command("bench", *words, "--html", "/dev/full")

@@ -26,14 +26,14 @@ def test_two_streams_made_before_either_is_read(smol):
 
 def test_a_second_stream_is_refused_while_one_is_read(smol):
     chat = smol.chat()
-    reading = chat.stream("Tell me a story about a fox.", max_new_tokens=20)
+    reading = chat.stream("Tell me a story about a fox.", max_new_tokens=10)
     pieces = iter(reading)
     said = next(pieces)
     for refused in (lambda: chat.send("And then?"), lambda: list(chat.stream("x")), chat.close):
         with pytest.raises(PromptError, match="still being read"):
             refused()
     said += "".join(pieces)
-    assert said == told(smol, chat.messages[:1], max_new_tokens=20)
+    assert said == told(smol, chat.messages[:1], max_new_tokens=10)
     assert [m["role"] for m in chat.messages] == ["user", "assistant"]
     chat.send("And then?", max_new_tokens=2)
     chat.close()
@@ -41,9 +41,9 @@ def test_a_second_stream_is_refused_while_one_is_read(smol):
 
 def test_a_stream_that_is_left_or_closed_makes_room_for_the_next(smol):
     chat = smol.chat()
-    for _ in chat.stream("Count to a hundred.", max_new_tokens=20):
+    for _ in chat.stream("Count to a hundred.", max_new_tokens=10):
         break
-    closed = chat.stream("Count on.", max_new_tokens=20)
+    closed = chat.stream("Count on.", max_new_tokens=10)
     pieces = iter(closed)
     next(pieces)
     closed.close()
@@ -83,10 +83,10 @@ def test_with_any_drafter_each_turn_reads_only_what_is_new(drafter, smol, monkey
         llm.target, "prefill", lambda slot, tokens, want: read.append(len(tokens)) or prefill(slot, tokens, want)
     )
     chat = llm.chat("You are a helpful assistant who explains things at length. " * 4)
-    chat.send("Name three rivers in Europe, and say where they flow.", max_new_tokens=24)
-    second = chat.send("Now say it again.", max_new_tokens=24)
+    chat.send("Name three rivers in Europe, and say where they flow.", max_new_tokens=10)
+    second = chat.send("Now say it again.", max_new_tokens=10)
     assert read[1] < 24 < read[0]
-    fresh = llm.generate(chat.messages[:-1], max_new_tokens=24)
+    fresh = llm.generate(chat.messages[:-1], max_new_tokens=10)
     assert second.tokens == fresh.tokens
     if drafter != "auto":  # whose choices depend on time
         assert second.stats.steps <= fresh.stats.steps + 1

@@ -241,6 +241,7 @@ def test_every_position_that_can_draft_has_its_vector(model, tmp_path):
                     np.testing.assert_allclose(kept, vector, atol=2e-3)
 
 
+@pytest.mark.slow
 def test_a_build_killed_at_any_instant_goes_on_and_ends_the_same(model, tmp_path):
     """A process is killed just before the k-th file takes its name or goes, for every k; then another goes on."""
     documents = texts([50, 40, 30, 60, 5])
@@ -345,6 +346,7 @@ def test_parts_that_are_largely_gone_are_written_anew(model, tmp_path):
         assert [e.vectors for e in read_manifest(store.folder / "dense").parts] == [59]
 
 
+@pytest.mark.slow
 def test_several_workers_make_the_same_vectors(model, tmp_path):
     documents = texts([50, 40, 30, 60, 20])
     with make(tmp_path / "one", documents, model) as store:

@@ -60,6 +60,7 @@ def test_large_groups_get_graphs_that_find_nearly_all(linked):
     assert np.mean(right) > 0.98
 
 
+@pytest.mark.slow
 def test_a_graph_looks_as_far_as_its_vectors_need(monkeypatch):
     """Vectors in all directions have no neighbourhoods, and more of them must be looked at than of clusters."""
     monkeypatch.setattr(index, "LOOKED", (12, 24, 48, 96, 192, 384))

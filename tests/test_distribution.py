@@ -171,6 +171,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("rule", [Match(), Rejection()], ids=["match", "rejection"])
 def test_the_joint_law_is_the_targets_for_every_shape(rule, change):
@@ -248,6 +249,7 @@ def samples_needed():
     return n
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["match", "rejection"])
 def test_three_tokens_are_distributed_as_the_target_says(rule):
     size = {"vocab_size": 3, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}

@@ -4,8 +4,6 @@ import importlib
 import json
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,8 +17,8 @@ def blocks(text, language):
 
 
 @pytest.mark.parametrize("code", blocks(README, "python"), ids=["api", "hook"])
-def test_the_readmes_python_runs(code):
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+def test_the_readmes_python_runs(code, forked):
+    done = forked.run(code=code)
     assert done.returncode == 0, done.stderr
 
 
@@ -33,25 +31,16 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize(
     "line", [w for b in blocks(README, "console") for w in re.findall(r"^\$ (.*)$", b, re.MULTILINE)]
 )
-def test_the_readmes_commands_run(line, folder):
+def test_the_readmes_commands_run(line, folder, forked):
     program, *words = shlex.split(line)
     assert program == "slipstream"
-    done = subprocess.run(
-        [sys.executable, "-m", "slipstream", *words],
-        input="Hi!\n\n",
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=folder,
-    )
+    done = forked.run(*words, stdin="Hi!\n\n", folder=folder)
     assert done.returncode == 0, done.stderr
 
 
-def test_the_readmes_schema_fits_its_limit():
+def test_the_readmes_schema_fits_its_limit(forked):
     (line,) = re.findall(r"^\$ slipstream (.*--json-schema.*)$", README, re.MULTILINE)
-    done = subprocess.run(
-        [sys.executable, "-m", "slipstream", *shlex.split(line)], capture_output=True, text=True, timeout=120
-    )
+    done = forked.run(*shlex.split(line))
     assert set(json.loads(done.stdout)) == {"name", "age"}
     assert "finish: stop" in done.stderr
 

@@ -3,6 +3,8 @@
 Nothing here knows a drafter by name: a new file in drafters/ is tried by the same lines.
 """
 
+from functools import lru_cache
+
 import pytest
 import torch
 
@@ -11,7 +13,12 @@ from oracle import Oracle
 from slipstream import LLM, drafters
 
 PROMPTS = [[5, 6, 7, 8, 9, 5, 6, 7, 8, 9, 5, 6], [40], [11, 12, 11, 12, 11, 13, 50, 51, 52, 50]]
-NEW = 20
+NEW = 12  # beyond the windows of 6; `bench/fuzz.py` writes longer texts
+QUICK = {"llama", "mamba"}  # what `make test-fast` tries
+EVERY = [
+    pytest.param(family, marks=() if family in QUICK else pytest.mark.slow, id=family)
+    for family in (*FAMILIES, *STATEFUL)
+]
 SAMPLED = {"temperature": 0.9, "top_k": 40, "top_p": 0.95, "seed": 7}
 
 
@@ -44,27 +51,39 @@ def plain(tiny):
     return answers
 
 
+@pytest.fixture(scope="module")
+def drafting(tiny):
+    """drafting(family, name) -> the model behind each trial of a drafter; kept for greedy and sampled texts."""
+
+    @lru_cache(maxsize=1)
+    def made(family, name):
+        llms = []
+        for trial in drafters.find(name).trials(tiny(family)):
+            try:
+                llms.append(LLM(tiny(family), drafter=name, **trial))
+            except drafters.DrafterError:
+                assert family in STATEFUL  # a drafter may refuse a model that can't branch, and says so
+        return llms
+
+    return made
+
+
 def options(greedy):
     return {"max_new_tokens": NEW, **({} if greedy else SAMPLED)}
 
 
 @pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("name", drafters.names())
-@pytest.mark.parametrize("family", [*FAMILIES, *STATEFUL])
-def test_the_text_does_not_depend_on_the_drafter(family, name, greedy, tiny, plain):
+@pytest.mark.parametrize("family", EVERY)
+def test_the_text_does_not_depend_on_the_drafter(family, name, greedy, plain, drafting):
     expected = plain(family, greedy)
-    for trial in drafters.find(name).trials(tiny(family)):
-        try:
-            llm = LLM(tiny(family), drafter=name, **trial)
-        except drafters.DrafterError:
-            assert family in STATEFUL  # a drafter may refuse a model that can't branch, and says so
-            continue
+    for llm in drafting(family, name):
         assert llm.generate(PROMPTS[0], **options(greedy)).tokens == expected[0]
         assert [r.tokens for r in llm.generate(PROMPTS, **options(greedy))] == expected
 
 
 @pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("family", [*FAMILIES, *STATEFUL])
+@pytest.mark.parametrize("family", EVERY)
 def test_nor_on_deep_right_and_wrong_drafts(family, greedy, tiny, plain):
     expected = plain(family, greedy)
     llm = LLM(tiny(family), drafter="none")

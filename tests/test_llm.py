@@ -29,19 +29,20 @@ def halved(smol):
 @pytest.mark.parametrize("prompt", [FRUIT, STORY])
 def test_the_embedded_model_says_what_transformers_says(smol, halved, prompt):
     ids = torch.tensor([smol.request(prompt).tokens])
-    out = smol.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=48, do_sample=False)
+    out = smol.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False)
     expected = out[0, ids.shape[1] :].tolist()
-    for llm in (smol, halved):
-        result = llm.generate(prompt, max_new_tokens=48)
-        assert result.tokens == expected
-        assert result.text == smol.tokenizer.decode(expected, skip_special_tokens=True)
+    for llm, count in ((halved, 8), (smol, 24)):
+        result = llm.generate(prompt, max_new_tokens=count)
+        assert result.tokens == expected[:count]
+        assert result.text == smol.tokenizer.decode(expected[:count], skip_special_tokens=True)
         assert result.stats.exact
-    assert smol.generate(FRUIT, max_new_tokens=48).stats.tokens_per_step > 1.2
+    if prompt == FRUIT:
+        assert result.stats.tokens_per_step > 1.2
 
 
 def test_a_batch_gives_each_prompt_its_own_text(smol):
-    alone = [smol.generate(p, max_new_tokens=24).text for p in (FRUIT, STORY)]
-    assert [r.text for r in smol.generate([FRUIT, STORY], max_new_tokens=24)] == alone
+    alone = [smol.generate(p, max_new_tokens=12).text for p in (FRUIT, STORY)]
+    assert [r.text for r in smol.generate([FRUIT, STORY], max_new_tokens=12)] == alone
 
 
 def test_messages_strings_and_tokens_are_prompts(smol):
@@ -72,10 +73,10 @@ def test_looking_at_the_result_does_not_disturb_a_stream(smol):
 
 
 def test_stop_strings_cut_where_plain_decoding_would(smol):
-    whole = smol.generate(FRUIT, max_new_tokens=40)
+    whole = smol.generate(FRUIT, max_new_tokens=24)
     for stop in ("bananas", "ana", ", pears, gr", "z" * 9):
-        plain = smol.generate(FRUIT, max_new_tokens=40, stop=stop, max_draft=0)
-        fast = smol.stream(FRUIT, max_new_tokens=40, stop=stop)
+        plain = smol.generate(FRUIT, max_new_tokens=24, stop=stop, max_draft=0)
+        fast = smol.stream(FRUIT, max_new_tokens=24, stop=stop)
         text = "".join(fast)
         assert text == fast.result.text == plain.text == whole.text.partition(stop)[0]
         assert fast.result.tokens == plain.tokens
@@ -103,7 +104,7 @@ def test_cancel_from_another_thread_keeps_what_was_said(smol):
 
 
 def test_the_same_seed_gives_the_same_text_with_any_drafter(smol, halved):
-    options = {"max_new_tokens": 24, "temperature": 0.9, "top_p": 0.95, "seed": 11}
+    options = {"max_new_tokens": 12, "temperature": 0.9, "top_p": 0.95, "seed": 11}
     plain = smol.generate(STORY, max_draft=0, **options)
     assert smol.generate(STORY, **options).tokens == plain.tokens
     assert halved.generate(STORY, **options).tokens == plain.tokens

@@ -98,6 +98,7 @@ class Person(pydantic.BaseModel):
     age: int = pydantic.Field(ge=0, le=99)
 
 
+@pytest.mark.slow
 def test_a_pydantic_model_is_a_schema(smol):
     prompt = 'Give me a person as JSON, like {"name": "Bob", "age": 7}.'
     answer = smol.generate(prompt, json_schema=Person, max_new_tokens=60)
@@ -172,6 +173,7 @@ llm.generate(42)
 """
 
 
+@pytest.mark.slow
 def test_mypy_knows_options_and_results(tmp_path):
     """The large libraries are left out, for time: their types don't matter here."""
     large = "torch.*,transformers.*,numpy.*,numba.*,huggingface_hub.*,safetensors.*,gguf.*,rich.*,typer.*,llguidance.*"

@@ -137,6 +137,7 @@ def variants(tokens):
     yield [4]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafter", ["prediction", "auto"])
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "seed": 5}], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("family", ["llama", "mamba"])

@@ -1,11 +1,9 @@
 """Drafting from text: the live text, earlier answers, a store; and what must never pass between collections."""
 
+import os
 import signal
-import subprocess
-import sys
 import time
 from collections import Counter
-from functools import partial
 
 import numpy as np
 import pytest
@@ -35,6 +33,7 @@ def paths(tree):
 # ---- live text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("vocabulary", [3, 60])
 def test_a_text_that_grows_is_sorted_as_if_it_had_been_whole(vocabulary):
     rng = np.random.default_rng(0)
@@ -145,6 +144,7 @@ def test_what_was_said_is_bounded_and_the_oldest_leaves_first():
     assert sum(len(run.positions) for run in said.runs("a").runs) < 125
 
 
+@pytest.mark.slow
 def test_ten_thousand_requests_of_two_tenants_never_draft_from_each_other(tiny, tmp_path):
     """Each tenant's tokens are its own half of the vocabulary, so a token of the other's would show."""
     store = Store.create(tmp_path / "s", tiny("llama").config.vocab_size)
@@ -285,6 +285,7 @@ def cli(*words, folder, code=0):
     return out + err
 
 
+@pytest.mark.slow
 def test_a_store_from_the_command_line(tmp_path):
     (tmp_path / "fruit.txt").write_text("apples and pears and plums. " * 5)
     (tmp_path / "talk.jsonl").write_text(
@@ -313,26 +314,19 @@ def test_a_store_from_the_command_line(tmp_path):
     assert "sound: 2 documents" in cli("verify", "s", folder=tmp_path)
 
 
-def test_an_interrupted_build_goes_on(tmp_path):
+def test_an_interrupted_build_goes_on(forked, tmp_path):
     """A real Ctrl-C while the command reads a large file."""
     (tmp_path / "big.jsonl").write_text(
-        "\n".join(f'{{"text": "{"some words and more " * 300} {i}"}}' for i in range(3000))
+        "\n".join(f'{{"text": "{"some words and more " * 150} {i}"}}' for i in range(3000))
     )
-    command = [sys.executable, "-m", "slipstream", "store", "build", "big.jsonl", "--out", "s"]
-    # A shell that runs the tests in its background would have them ignore Ctrl-C, and the command too.
-    heeds = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    process = subprocess.Popen(
-        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heeds
-    )
-    deadline = time.time() + 60
-    while not (logs := list((tmp_path / "s").glob("*.log"))) or logs[0].stat().st_size < 2_500_000:
-        assert process.poll() is None, process.communicate()
-        assert time.time() < deadline
-        time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert "the same command goes on from here" in errors
+    program = forked.start("store", "build", "big.jsonl", "--out", "s", folder=tmp_path)
+    while not (logs := list((tmp_path / "s").glob("*.log"))) or logs[0].stat().st_size < 1_000_000:
+        time.sleep(0.02)
+        os.kill(program.pid, 0)  # it runs
+    os.kill(program.pid, signal.SIGINT)
+    done = program.wait()
+    assert done.returncode == 130
+    assert "the same command goes on from here" in done.stderr
     with Store.open(tmp_path / "s") as store:
         before = len(list(store.documents()))
     assert 0 < before < 3000

@@ -139,6 +139,7 @@ def test_noise_is_gumbel_distributed():
     assert abs((coins < 0.3).mean() - 0.3) < 0.015
 
 
+@pytest.mark.slow
 def test_samples_follow_the_softmax():
     logits = torch.tensor([1.0, 0.0, -1.0, 2.0])
     p = torch.softmax(logits, -1).numpy()

@@ -217,6 +217,7 @@ def compacted(store, texts):
     store.compact()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spread", [memory_only, segment_each, some_of_each, compacted])
 @pytest.mark.parametrize("vocabulary", [1000, 70_000])
 def test_a_search_is_the_naive_one_however_documents_are_spread(folder, spread, vocabulary):
@@ -975,6 +976,7 @@ def crash_after(patch, steps, names):
         patch.setattr(os, name, crashing(getattr(os, name)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", ["flush", "compact"])
 @pytest.mark.parametrize("reopened", [False, True])
 @pytest.mark.parametrize("lost", [(NAME, COPY), (NAME,), ()])

@@ -20,8 +20,8 @@ from slipstream.datastores.pages import PAGE
 from slipstream.datastores.search import Shape, draft
 from slipstream.datastores.store import Store
 
-KILLS = 220
-FAULTS = 320
+KILLS = 90  # `bench/torture.py` does many more
+FAULTS = 120
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def test_a_killed_writer_loses_nothing_it_acknowledged(forker, tmp_path):
     rng, doing, begun = random.Random(0), Counter(), 0
     typical = {"a": 0.001, "f": 0.006, "c": 0.015}  # seconds
     for kill in range(KILLS):
-        if kill % 55 == 0:  # a young store from time to time
+        if kill % 30 == 0:  # a young store from time to time
             folder, model = tmp_path / f"store{kill}", Model()
             Store.create(folder, 60_000, segment_tokens=store_jobs.SMALL).close()
         phase = "afc"[kill % 3]
@@ -92,8 +92,8 @@ def test_a_killed_writer_loses_nothing_it_acknowledged(forker, tmp_path):
                 tokens, _, collection = store_jobs.numbered(i)
                 tree = store.draft(tokens[:-1].astype(np.int32), Shape(), collection).tree
                 assert tree.child(0, tokens[-1]) is not None
-    assert doing.total() >= 200
-    assert min(doing[phase] for phase in "afc") >= 30, doing
+    assert doing.total() == KILLS
+    assert min(doing[phase] for phase in "afc") >= KILLS / 8, doing
 
 
 # ---- power failures
@@ -161,6 +161,7 @@ class Disk:
             os.close(file)
 
 
+@pytest.mark.slow
 def test_a_power_failure_at_any_moment_loses_nothing_acknowledged(tmp_path, monkeypatch):
     folder, model, call, checked = tmp_path / "store", Model(), [None], set()
     monkeypatch.setattr(store_module, "MEMORY_TOKENS", 300)
@@ -191,14 +192,14 @@ def test_a_power_failure_at_any_moment_loses_nothing_acknowledged(tmp_path, monk
     disk = Disk(folder, monkeypatch, check)
     store = Store.create(folder, 60_000, segment_tokens=5000)
     rng = random.Random(3)
-    for i in range(60):
+    for i in range(30):
         calls = [(f"append {i}", lambda i=i: append(store, i))]
         if rng.random() < 0.1:
             source, collection = f"s{rng.randrange(store_jobs.SOURCES)}", rng.choice(("default", "other"))
             calls.append((f"remove {source} {collection}", lambda s=source, c=collection: store.remove(s, c)))
         if i % 10 == 9:
             calls.append(("flush", store.flush))
-        if i % 25 == 24:
+        if i % 15 == 14:
             calls.append(("compact", store.compact))
         for text, function in calls:
             call[0] = text
@@ -207,7 +208,7 @@ def test_a_power_failure_at_any_moment_loses_nothing_acknowledged(tmp_path, monk
             disk.quiet = True
             check(disk)
             disk.quiet = False
-    assert len(checked) > 300
+    assert len(checked) > 150
     disk.close()
 
 

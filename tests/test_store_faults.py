@@ -47,6 +47,7 @@ def children(store, text, collection="default", **options):
 # ---- interrupts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", ["flush", "compact", "append", "remove"])
 def test_an_interrupt_at_any_moment_loses_nothing(folder, monkeypatch, call):
     """At every step that reaches the disk, and the same object goes on."""

@@ -15,7 +15,7 @@ from slipstream.errors import OptionError
 from slipstream.heads import HEADS
 from slipstream.turns import Turns
 
-THREADS, EACH = 8, 25
+THREADS, EACH = 8, 6  # `bench/fuzz.py --threads` asks thousands
 
 
 class LoneModel:
@@ -63,6 +63,7 @@ def made(drafter, fixed, tiny):
     return llm
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fixed", [False, True], ids=["ordinary", "fixed"])
 @pytest.mark.parametrize("drafter", ["none", "suffix", "eagle3", "auto"])
 def test_threads_get_the_answers_that_one_after_the_other_gets(drafter, fixed, tiny):

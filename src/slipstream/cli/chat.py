@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -119,7 +119,11 @@ class Loading:
         return self._future
 
     def result(self) -> LLM:
-        return self.start().result()
+        """Waits in bits: Python sees a Ctrl-C that came just before it began to wait only when that ends."""
+        future = self.start()
+        while not wait([future], timeout=0.2).done:
+            pass
+        return future.result()
 
     def leave(self, code: int) -> None:
         """End the process at once if the thread still works: Python's own way would stop the thread inside libraries

@@ -310,10 +310,6 @@ class Pilot:
         for group in self._by_batch.values():
             group[name].looks, group[name].waits = [0] * LEVELS, [0] * LEVELS
 
-    def forget(self) -> None:
-        """What was chosen last was a rehearsal."""
-        self._unjudged, self.last, self.joining = None, None, Usual()
-
     # ---- within
 
     def _spent(self, sources: Iterable[Source], batch: int) -> float:

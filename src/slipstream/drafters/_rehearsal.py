@@ -6,12 +6,11 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from slipstream.budget import Budget
-from slipstream.budget.calibration import Calibration
-from slipstream.budget.pilot import TRIAL, Text
+from slipstream.budget.costs import Costs
+from slipstream.budget.pilot import TRIAL, Pilot, Text
 from slipstream.drafters.base import DraftSession, Hidden, Seen
 from slipstream.request import Request
 from slipstream.sampling import Sampler, Sampling
@@ -37,6 +36,8 @@ def rehearse(auto: AutoDrafter) -> None:
             session.observe(Seen(words[start : slot.length], start, hidden.of(auto.parts[name].layers)))
     room = target.context - slot.length - 1
     limit, root = Budget(target.usual_draft, min(target.usual_draft, room)), words[0]
+    trial = Pilot(pilot.costs, pilot.drafters, pilot.trees, pilot.heads)  # what it learns of this text goes with it
+    Costs({1: 1.0, 2: 1.0}).observe(1, 1, 1.0)
     for _ in range(TRIAL):
         trees = [TokenTree.root(root)]
         for source in pilot.sources().values():
@@ -46,8 +47,11 @@ def rehearse(auto: AutoDrafter) -> None:
                 pilot.took({source: taken.seconds()})
             trees.append(limit.limit(found.tree))
         whole = fuse(trees)
-        pilot.choose([Text()], [whole], [limit.nodes], pilot.sources().values())
-        Calibration(whole.sources).learn(whole, np.arange(len(whole.sources)), words)
+        whole.check(target.vocabulary, root)
+        whole.proposed([0])
+        trial.choose([Text()], [whole], [limit.nodes], trial.sources().values())
+        trial.judge()
+        trial.learn(whole, words)
     want = Want(auto.layers, samplers=(Sampler(Sampling(), words),), behind=partial(_start_all, auto, sessions))
     for rows in target.widths:
         if rows <= min(1 + limit.nodes, room):
@@ -55,7 +59,6 @@ def rehearse(auto: AutoDrafter) -> None:
     for session in sessions.values():
         session.close()
     target.close(slot)
-    pilot.forget()
 
 
 def _start_all(auto: AutoDrafter, sessions: dict[str, DraftSession], step: FixedStep) -> None:

@@ -39,15 +39,15 @@ import transformers
 import slipstream
 from gpu import settled, tell
 from slipstream import LLM
-from slipstream.bench.contestants import Decoding, Ours
-from slipstream.bench.measure import prepare
-from slipstream.bench.replay import Replayed, record
-from slipstream.bench.workloads import Prompt, builtin, read, select
 from slipstream.budget.costs import Costs
 from slipstream.budget.pilot import Pilot, Text
+from slipstream.drafters._head import own_head
 from slipstream.errors import DrafterError
-from slipstream.heads.drafting import own_head
-from slipstream.target import load_model
+from slipstream.evaluate.contestants import Decoding, Ours
+from slipstream.evaluate.measure import prepare
+from slipstream.evaluate.replay import Replayed, record
+from slipstream.evaluate.workloads import Prompt, builtin, read, select
+from slipstream.targets import load_model
 from slipstream.tree import TokenTree, fuse
 
 RESAMPLES = 2000

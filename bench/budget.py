@@ -26,21 +26,22 @@ import numpy as np
 
 from gpu import tell
 from slipstream import LLM, drafters, engine
-from slipstream.bench.contestants import Decoding, Ours
-from slipstream.bench.measure import Item, prepare
-from slipstream.bench.replay import Recited, Recording, ReplayTarget
-from slipstream.bench.replay import record as recording_of
-from slipstream.bench.workloads import builtin, read, select
 from slipstream.budget import Budget
 from slipstream.budget import calibration as calibration_module
 from slipstream.budget.calibration import BINS, DEPTHS, PRIOR, Calibration
 from slipstream.budget.costs import Costs
 from slipstream.drafters import auto
+from slipstream.drafters._head import SMALL
 from slipstream.drafters.base import Drafter, DraftSession, Hidden, Proposal, Seen
 from slipstream.engine import Engine
-from slipstream.heads.drafting import SMALL
+from slipstream.evaluate.contestants import Decoding, Ours
+from slipstream.evaluate.measure import Item, prepare
+from slipstream.evaluate.replay import Recited, Recording, ReplayTarget
+from slipstream.evaluate.replay import record as recording_of
+from slipstream.evaluate.workloads import builtin, read, select
 from slipstream.request import Request
-from slipstream.target import Scores, Slot, Want, capture, load_model
+from slipstream.targets import Scores, Slot, Want, load_model
+from slipstream.targets.captured import recording as capture
 from slipstream.tree import TokenTree
 
 NOISE = 0.04  # of a time's logarithm

@@ -27,10 +27,10 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from slipstream import embedded
-from slipstream.converted import cache_folder
-from slipstream.embedded import Progress
 from slipstream.errors import DamagedError, OptionError, StoreError
+from slipstream.loading import embedded
+from slipstream.loading.converted import cache_folder
+from slipstream.loading.embedded import Progress
 
 LIST = Path(__file__).with_suffix(".json")
 SEED = 0  # of the order of documents

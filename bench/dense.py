@@ -39,15 +39,15 @@ from dense_drafting import drafting
 from dense_quality import SAME, quality, sample
 from gpu import summary, tell
 from slipstream import LLM
-from slipstream.bench.workloads import read, select
 from slipstream.datastores.dense import index
 from slipstream.datastores.dense.build import Embedded, Settings, embed
 from slipstream.datastores.dense.device import Loaded, nearest, nearest_plainly, unpacked
+from slipstream.datastores.dense.nearest import Found, Vectors, View
 from slipstream.datastores.dense.reading import Reader
-from slipstream.datastores.dense.search import Found, Vectors, View
-from slipstream.datastores.store import Document, Store
-from slipstream.target.captured import Captured
-from slipstream.target.loading import load_model
+from slipstream.datastores.durable.store import Document, Store
+from slipstream.evaluate.workloads import read, select
+from slipstream.loading.models import load_model
+from slipstream.targets.captured.function import Captured
 from slipstream.text import encode
 
 LONGEST = 1024  # tokens of a stored document

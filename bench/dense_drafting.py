@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 from gpu import tell
 from slipstream.budget import Budget, step_budget
 from slipstream.datastores.dense.device import unpacked
-from slipstream.datastores.dense.search import Drafts, Found
-from slipstream.datastores.drafting import RetrievalSession
-from slipstream.datastores.search import Shape
+from slipstream.datastores.dense.nearest import Drafts, Found
+from slipstream.datastores.sparse.search import Shape
+from slipstream.drafters._retrieval import RetrievalSession
 from slipstream.drafters.base import Seen
 from slipstream.drafters.dresd import tree_of
 from slipstream.tree import TokenTree

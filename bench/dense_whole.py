@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from gpu import tell
 from slipstream import Store
 from slipstream.datastores.dense import index
-from slipstream.datastores.dense.search import Vectors
+from slipstream.datastores.dense.nearest import Vectors
 
 COUNT = 10  # nearest ones
 ROUNDING = 1e-5

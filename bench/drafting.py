@@ -18,11 +18,11 @@ import numpy as np
 import corpus as code
 import slipstream
 from retrieval import documents, make_store
-from slipstream.bench.contestants import Decoding
-from slipstream.bench.measure import Item
-from slipstream.bench.replay import Recording, Replayed
-from slipstream.bench.workloads import read, select
-from slipstream.datastores.store import Document, Store
+from slipstream.datastores.durable.store import Document, Store
+from slipstream.evaluate.contestants import Decoding
+from slipstream.evaluate.measure import Item
+from slipstream.evaluate.replay import Recording, Replayed
+from slipstream.evaluate.workloads import read, select
 
 
 def answers(llm: Any, path: Path, limit: int | None, most: int) -> list[dict[str, list[int]]]:

@@ -29,7 +29,7 @@ from gpu import settled
 from slipstream import LLM
 from slipstream.accept import Rule
 from slipstream.sampling import Sampler
-from slipstream.target import Scores, load_model
+from slipstream.targets import Scores, load_model
 from slipstream.tree import TokenTree
 
 DOCUMENT, ELSEWHERE = "argparse", "typing"

@@ -29,7 +29,7 @@ from transformers import GenerationConfig
 from fuzz_cases import CASES, Ask, Case, draw, predicted
 from fuzz_lab import ORACLE, Lab, described, leaks
 from slipstream import LLM, SlipstreamError
-from slipstream.bench.report import provenance
+from slipstream.evaluate.report import provenance
 from slipstream.llm import Result
 
 OURS = ("max_draft", "accept", "collection", "prediction", "drafters")  # options that must not matter to the text

@@ -25,13 +25,13 @@ from typing import Any
 
 import numpy as np
 
-from slipstream.datastores.log import HEADER, MARK, RECORD, Head
-from slipstream.datastores.manifest import NAME
-from slipstream.datastores.pages import PAGE, checksum, page_sums
-from slipstream.datastores.repair import repair
-from slipstream.datastores.search import Shape
-from slipstream.datastores.store import Document, Store
-from slipstream.datastores.witness import SLOTS, Witness
+from slipstream.datastores.durable.log import HEADER, MARK, RECORD, Head
+from slipstream.datastores.durable.manifest import NAME
+from slipstream.datastores.durable.pages import PAGE, checksum, page_sums
+from slipstream.datastores.durable.repair import repair
+from slipstream.datastores.durable.store import Document, Store
+from slipstream.datastores.durable.witness import SLOTS, Witness
+from slipstream.datastores.sparse.search import Shape
 from slipstream.errors import SlipstreamError
 
 VOCABULARY = 300
@@ -85,9 +85,9 @@ def make_vectors(folder: Path) -> None:
     import torch
 
     from slipstream.datastores.dense import vectors as v
-    from slipstream.datastores.dense.manifest import Manifest, Origin, write_manifest
     from slipstream.datastores.dense.texts import Texts
     from slipstream.datastores.dense.transform import Moments
+    from slipstream.datastores.dense.vector_manifest import Manifest, Origin, write_manifest
 
     with Store.open(folder) as store:
         dense = folder / "dense"
@@ -328,7 +328,7 @@ def ask_everything(folder: Path) -> Counter[str]:
 
 
 def _ask_vectors(store: Store) -> None:
-    from slipstream.datastores.dense.search import Vectors
+    from slipstream.datastores.dense.nearest import Vectors
     from slipstream.datastores.dense.vectors import chunks
 
     vectors = Vectors(store)

@@ -20,7 +20,7 @@ from slipstream.budget.costs import Costs
 from slipstream.drafters.dresd import embedded_answers
 from slipstream.drafters.rest import store_of_answers, trial_folder
 from slipstream.heads import HEADS
-from slipstream.target import open_target
+from slipstream.targets import open_target
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))  # the models that the laws are tried on
 from families import FAMILIES, STATEFUL, VOCABULARY, graphs, tiny_model

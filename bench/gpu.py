@@ -28,11 +28,11 @@ import torch
 import transformers
 
 from slipstream import LLM
-from slipstream.bench.workloads import builtin, read, select
+from slipstream.evaluate.workloads import builtin, read, select
 from slipstream.sampling import Sampler, Sampling
-from slipstream.target import Target, Want, load_model, open_target
-from slipstream.target.capture import Stopwatch, preparing
-from slipstream.target.steps import BEST
+from slipstream.targets import Target, Want, load_model, open_target
+from slipstream.targets.captured.fixed_step import BEST
+from slipstream.targets.captured.recording import Stopwatch, preparing
 from slipstream.text import encode
 from slipstream.tree import TokenTree
 

@@ -23,8 +23,8 @@ import torch
 import transformers
 
 from slipstream import LLM
-from slipstream.bench.workloads import read, select
-from slipstream.target import load_model
+from slipstream.evaluate.workloads import read, select
+from slipstream.targets import load_model
 
 WAYS: dict[str, dict[str, Any]] = {"greedy": {}, "0.7": {"temperature": 0.7, "seed": 1}}
 

@@ -19,7 +19,7 @@ import transformers
 
 import slipstream
 from slipstream import LLM, drafters
-from slipstream.target import load_model
+from slipstream.targets import load_model
 
 
 def main() -> None:

@@ -26,11 +26,11 @@ import torch
 import transformers
 
 from slipstream import LLM, drafters
-from slipstream.bench.workloads import builtin, read, select
 from slipstream.budget.calibration import Calibration
 from slipstream.drafters.rasd import RasdDrafter
+from slipstream.evaluate.workloads import builtin, read, select
 from slipstream.heads import HEADS
-from slipstream.target import load_model
+from slipstream.targets import load_model
 
 TOPS = (1, 5, 10, 50)  # first tokens of the generator's that may begin a retrieved continuation
 COLUMNS = {

@@ -26,9 +26,9 @@ from typing import Any
 import numpy as np
 
 import corpus as code
-from slipstream.datastores.search import Shape
-from slipstream.datastores.sort import cores
-from slipstream.datastores.store import Document, Store
+from slipstream.datastores.durable.store import Document, Store
+from slipstream.datastores.sparse.search import Shape
+from slipstream.datastores.sparse.sort import cores
 from slipstream.tree import TokenTree
 
 VOCABULARY = 49152

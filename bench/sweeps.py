@@ -32,14 +32,14 @@ from auto import interval
 from gpu import tell
 from retrieval import documents, make_store
 from slipstream import LLM, Store
-from slipstream.bench.workloads import builtin, read, select
 from slipstream.drafters.auto import AutoDrafter
 from slipstream.drafters.base import Proposal
 from slipstream.drafters.rest import Rest
 from slipstream.drafters.suffix import Suffix
 from slipstream.engine import Step
 from slipstream.errors import OptionError
-from slipstream.target import load_model
+from slipstream.evaluate.workloads import builtin, read, select
+from slipstream.targets import load_model
 
 SIZES = {"1M": 10**6, "10M": 10**7, "100M": 10**8}
 COLUMNS = "tok/step  retrieved  verified  depth  no draft  asked nobody  draft ms  × plain (95%)"

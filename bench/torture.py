@@ -34,12 +34,12 @@ from typing import Any
 import numpy as np
 
 import fuzz_files
-from slipstream.datastores import store as store_module
-from slipstream.datastores.manifest import COPY, NAME
-from slipstream.datastores.pages import PAGE
-from slipstream.datastores.repair import repair
-from slipstream.datastores.search import Shape
-from slipstream.datastores.store import Store
+from slipstream.datastores.durable import store as store_module
+from slipstream.datastores.durable.manifest import COPY, NAME
+from slipstream.datastores.durable.pages import PAGE
+from slipstream.datastores.durable.repair import repair
+from slipstream.datastores.durable.store import Store
+from slipstream.datastores.sparse.search import Shape
 from slipstream.errors import SlipstreamError
 
 SOURCES, SMALL, VOCABULARY = 7, 1500, 60_000

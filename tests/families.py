@@ -4,9 +4,9 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from slipstream.target.choose import _probe
-from slipstream.target.graphs import GraphTarget
-from slipstream.target.masks import mask_kinds
+from slipstream.targets.captured.graph_target import GraphTarget
+from slipstream.targets.choose import _probe
+from slipstream.targets.masks import mask_kinds
 
 VOCABULARY = 64
 _SMALL = {

@@ -19,11 +19,11 @@ from pathlib import Path
 
 import numpy as np
 
-from slipstream.datastores.pages import PAGE
-from slipstream.datastores.repair import repair
-from slipstream.datastores.search import Shape
-from slipstream.datastores.segment import Segment
-from slipstream.datastores.store import Document, Store
+from slipstream.datastores.durable.pages import PAGE
+from slipstream.datastores.durable.repair import repair
+from slipstream.datastores.durable.segment import Segment
+from slipstream.datastores.durable.store import Document, Store
+from slipstream.datastores.sparse.search import Shape
 from slipstream.errors import SlipstreamError
 
 PHASE = mmap.mmap(-1, 16)  # shared with the forked jobs: what one is doing, and how often it has begun something
@@ -174,7 +174,7 @@ def look(runs, expected, rng, draft):
 
 def read(folder, stop, count):
     """Look until told to stop. Says how often it looked and how much it saw in the end."""
-    from slipstream.datastores.search import draft
+    from slipstream.datastores.sparse.search import draft
 
     expected, rng, last, looks = counted(count), np.random.default_rng(0), 0, 0
     store = Store.open(folder)

@@ -7,7 +7,7 @@ import torch
 from slipstream.accept import RULES, Lenient, Match, Rejection, Typical, make_rule, verify
 from slipstream.errors import OptionError
 from slipstream.sampling import Sampler, Sampling
-from slipstream.target import Scores
+from slipstream.targets import Scores
 from slipstream.tree import TokenTree
 
 P = np.array([0.5, 0.3, 0.15, 0.05])

@@ -12,7 +12,7 @@ from tokenizers.models import WordLevel
 
 import slipstream
 from families import VOCABULARY, tiny_model
-from slipstream.target.loading import load_model, load_tokenizer
+from slipstream.loading.models import load_model, load_tokenizer
 
 PROMPT = [5, 6, 7, 8, 5, 6, 7]
 

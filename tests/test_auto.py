@@ -14,9 +14,9 @@ from slipstream.budget.pilot import TRIAL, Pilot, Text
 from slipstream.drafters.base import Seen
 from slipstream.errors import DrafterError, OptionError
 from slipstream.request import Request
-from slipstream.target import open_target
-from slipstream.target.capture import preparing
-from slipstream.target.timing import ROWS, costs_of, measure
+from slipstream.targets import open_target
+from slipstream.targets.captured.recording import preparing
+from slipstream.targets.timing import ROWS, costs_of, measure
 from slipstream.trace.explain import explain
 
 FREE = {1: 0.010, 64: 0.0101}
@@ -221,7 +221,7 @@ def test_costs_are_measured_once(tiny, cache, monkeypatch):
     (file,) = (cache / "costs").iterdir()
     assert first.seconds(1) == json.loads(file.read_text())["known"]["1"] > 0
     with monkeypatch.context() as once:
-        once.setattr("slipstream.target.timing.measure", lambda *_, **__: pytest.fail("measured again"))
+        once.setattr("slipstream.targets.timing.measure", lambda *_, **__: pytest.fail("measured again"))
         assert costs_of(target).seconds(8) == first.seconds(8)
     file.write_text("{")  # a damaged file costs a measurement
     assert costs_of(target).seconds(1) > 0
@@ -410,7 +410,8 @@ def test_what_interrupts_a_measurement_is_not_what_a_step_costs(tiny, monkeypatc
     """The first of each number of rows loads code; of the others the least counts."""
     calls = iter(range(1000))
     monkeypatch.setattr(
-        "slipstream.target.timing._seconds", lambda _, __, tree: len(tree) * (1 if next(calls) // len(ROWS) == 2 else 9)
+        "slipstream.targets.timing._seconds",
+        lambda _, __, tree: len(tree) * (1 if next(calls) // len(ROWS) == 2 else 9),
     )
     assert measure(open_target(tiny("llama")), [1, 2, 3], at_most=60) == {n: n for n in ROWS}
 

@@ -8,19 +8,19 @@ import pytest
 import torch
 
 from slipstream import LLM, DraftSession, OptionError, Proposal, TokenTree
-from slipstream.bench.compare import compare_files
-from slipstream.bench.contestants import Answer, Contestant, Decoding, Ours, Peer, until_end
-from slipstream.bench.measure import Item, Run, measure
-from slipstream.bench.metrics import speedup, summarise
-from slipstream.bench.replay import Recording, Replayed, TextTarget, record
-from slipstream.bench.report import table
-from slipstream.bench.run import Plan, benchmark, make_recording, replay
-from slipstream.bench.workloads import Prompt
 from slipstream.cli.options import sweep_contestants
 from slipstream.drafters.base import Drafter
 from slipstream.engine import Engine
+from slipstream.evaluate.compare import compare_files
+from slipstream.evaluate.contestants import Answer, Contestant, Decoding, Ours, Peer, until_end
+from slipstream.evaluate.measure import Item, Run, measure
+from slipstream.evaluate.metrics import speedup, summarise
+from slipstream.evaluate.replay import Recording, Replayed, TextTarget, record
+from slipstream.evaluate.report import table
+from slipstream.evaluate.run import Plan, benchmark, make_recording, replay
+from slipstream.evaluate.workloads import Prompt
 from slipstream.request import Request
-from slipstream.target import Scores, open_target
+from slipstream.targets import Scores, open_target
 
 V = 100
 PATTERN = [2, 0, 3]  # how many drafted tokens are right, step after step
@@ -283,7 +283,7 @@ def test_what_cannot_be_measured_is_refused(tiny):
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "top_p": 0.95, "seed": 3}], ids=["greedy", "sampled"])
 def test_replayed_numbers_equal_live_ones(smol, tmp_path, sampling, monkeypatch):
     """Acceptance does not need the target: M, histogram and nodes are those of the live run."""
-    monkeypatch.setattr("slipstream.bench.replay.measure", lambda *_, **__: {1: 0.01, 8: 0.02, 64: 0.04})
+    monkeypatch.setattr("slipstream.evaluate.replay.measure", lambda *_, **__: {1: 0.01, 8: 0.02, 64: 0.04})
     prompts = [
         Prompt("a", "list", ("List the numbers from 1 to 9, then list them again.",)),
         Prompt("b", "greeting", ("Hi!",)),

@@ -14,8 +14,8 @@ from transformers import AutoTokenizer
 import slipstream
 from commands import command
 from families import tiny_model
-from slipstream import embedded
 from slipstream.cli.conversation import COMMANDS
+from slipstream.loading import embedded
 from terminal import Terminal
 
 CHAT = [sys.executable, "-m", "slipstream", "chat"]

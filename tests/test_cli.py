@@ -13,8 +13,9 @@ import pytest
 
 import slipstream
 from commands import command
-from slipstream import drafters, embedded
+from slipstream import drafters
 from slipstream.cli import listing, options
+from slipstream.loading import embedded
 from slipstream.trace.page import read as read_trace
 
 FRUIT = "Repeat this list twice: apples, oranges, bananas, pears, grapes, lemons, cherries, plums."
@@ -64,7 +65,9 @@ def test_a_store_is_searched_without_torch_as_with_it(forked, tmp_path, monkeypa
     shown, heavy = loaded("store", "search", tmp_path / "store", "stays mainly")
     assert "in" in shown
     assert heavy == {"numba"}
-    monkeypatch.setattr("slipstream.datastores.encoding.FileTokenizer.get_vocab", lambda _: {})  # another fingerprint
+    monkeypatch.setattr(
+        "slipstream.datastores.ingest.encoding.FileTokenizer.get_vocab", lambda _: {}
+    )  # another fingerprint
     assert command("store", "search", tmp_path / "store", "stays mainly")[1] == shown
 
 
@@ -259,7 +262,7 @@ def test_bench_measures_records_and_replays(forked, tmp_path, monkeypatch):
     assert "measuring: 100% (3 of 3)" in done.stderr  # no terminal to draw a bar on
     assert "translation" in page.read_text()
     # Recording times forwards for half a minute: here it only says so.
-    monkeypatch.setattr("slipstream.bench.replay.measure", lambda *_, **__: {1: 0.01, 8: 0.02, 64: 0.04})
+    monkeypatch.setattr("slipstream.evaluate.replay.measure", lambda *_, **__: {1: 0.01, 8: 0.02, 64: 0.04})
     assert command("bench", *few, "--record", kept)[0] == 0
     monkeypatch.undo()
     assert "{" not in forked.run("bench", "--replay", kept, "-c", "none", "--repeats", "1").stdout

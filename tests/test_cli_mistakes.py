@@ -12,7 +12,7 @@ import pytest
 import slipstream
 from commands import command
 from slipstream.errors import ModelError, OptionError
-from slipstream.files import check_folder, check_writable, write_text
+from slipstream.user_files import check_folder, check_writable, write_text
 
 NOWHERE = "/no/such/model"  # whoever complains about it has begun to load a model
 

@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 from families import tiny_model
 from slipstream import LLM, OptionError, PromptError, StoreError
 from slipstream.cli.collect import collect as command
-from slipstream.datastores.records import read_documents
-from slipstream.datastores.sources import find_sources
+from slipstream.datastores.ingest.records import read_documents
+from slipstream.datastores.ingest.sources import find_sources
 from slipstream.training.collect import Settings, begin, collect
 from slipstream.training.prompts import Question, read_questions
 

@@ -6,8 +6,8 @@ from math import dist
 import pytest
 
 from slipstream import drafters
-from slipstream.bench.contestants import PEERS
 from slipstream.colours import COLOURS, OTHERS, STYLE, colour
+from slipstream.evaluate.contestants import PEERS
 
 
 def oklab(code):

@@ -19,24 +19,24 @@ from families import tiny_model
 from slipstream import LLM
 from slipstream.cli.embed import embed as command
 from slipstream.datastores.dense import index
+from slipstream.datastores.dense.arrays import Mapped, writing
 from slipstream.datastores.dense.build import Settings, embed
-from slipstream.datastores.dense.collected import add_answers
 from slipstream.datastores.dense.device import NONE, DeviceFinder, packed, unpacked
-from slipstream.datastores.dense.files import Mapped, writing
 from slipstream.datastores.dense.finding import Asked, HostFinder
-from slipstream.datastores.dense.live import Own
-from slipstream.datastores.dense.manifest import Origin, read_manifest
+from slipstream.datastores.dense.live_vectors import Own
+from slipstream.datastores.dense.nearest import Drafts, Vectors
 from slipstream.datastores.dense.reading import Reader, batches, windows
-from slipstream.datastores.dense.search import Drafts, Vectors
 from slipstream.datastores.dense.texts import Texts
 from slipstream.datastores.dense.transform import Moments
+from slipstream.datastores.dense.vector_manifest import Origin, read_manifest
 from slipstream.datastores.dense.vectors import keys_of, read_transform
-from slipstream.datastores.pages import PAGE, checksum
-from slipstream.datastores.runs import Run, Runs
-from slipstream.datastores.store import Document, Store
+from slipstream.datastores.durable.pages import PAGE, checksum
+from slipstream.datastores.durable.store import Document, Store
+from slipstream.datastores.ingest.answers import add_answers
+from slipstream.datastores.sparse.runs import Run, Runs
 from slipstream.drafters.dresd import HEAT, OTHERS, embedded_answers, tree_of
 from slipstream.errors import DamagedError, DrafterError, OptionError, StoreError
-from slipstream.target import Want, open_target
+from slipstream.targets import Want, open_target
 from test_collect import letters
 
 SMALL = Settings(dims=8, window=60, overlap=20, sample=150, batch_tokens=256, chunk_tokens=80)

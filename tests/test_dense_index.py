@@ -9,10 +9,10 @@ from slipstream import LLM
 from slipstream.datastores.dense import index, remote
 from slipstream.datastores.dense.build import Settings, embed
 from slipstream.datastores.dense.finding import Asked, HostFinder
-from slipstream.datastores.dense.live import Own
+from slipstream.datastores.dense.live_vectors import Own
+from slipstream.datastores.dense.nearest import Vectors
 from slipstream.datastores.dense.remote import RemoteFinder, upload
-from slipstream.datastores.dense.search import Vectors
-from slipstream.datastores.store import Document, Store
+from slipstream.datastores.durable.store import Document, Store
 from slipstream.drafters.dresd import embedded_answers
 from slipstream.errors import DamagedError, OptionError, StoreError
 from test_dense import SMALL, texts

@@ -12,9 +12,9 @@ from scipy.stats import chi2, ncx2
 from families import tiny_model
 from slipstream import LLM
 from slipstream.accept import Match, Rejection, verify
-from slipstream.bench.replay import TextTarget
+from slipstream.evaluate.replay import TextTarget
 from slipstream.sampling import Sampler, Sampling
-from slipstream.target import Scores, Want
+from slipstream.targets import Scores, Want
 from slipstream.tree import TokenTree, fuse
 
 V = 4

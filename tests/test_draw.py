@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
+from slipstream.kernels.draw import Draws, History, draw, drawable, needs_history, noise_keys
 from slipstream.sampling import Sampler, Sampling, noise_key
-from slipstream.target.draw import Draws, History, draw, drawable, needs_history, noise_keys
 
 # Every filter alone, in pairs, and all together; narrow and wide nuclei; options that change nothing.
 OPTIONS = [

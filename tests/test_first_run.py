@@ -5,7 +5,7 @@ import re
 import subprocess
 import sys
 
-from slipstream import embedded
+from slipstream.loading import embedded
 
 
 def test_the_first_answer_on_a_fresh_machine_is_drafted(tmp_path, smol):  # noqa: ARG001  (the model is there)

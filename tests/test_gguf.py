@@ -15,10 +15,10 @@ from transformers.integrations.ggml import _gguf_parse_value
 
 import slipstream
 from commands import command
-from slipstream import converted
-from slipstream.target.dequantize import KERNELS, dequantize, reference
-from slipstream.target.gguf_files import QuickReader
-from slipstream.target.loading import load_model, load_tokenizer
+from slipstream.loading import converted
+from slipstream.loading.dequantize import KERNELS, dequantize, reference
+from slipstream.loading.gguf import QuickReader
+from slipstream.loading.models import load_model, load_tokenizer
 
 
 @pytest.fixture(autouse=True)

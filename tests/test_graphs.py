@@ -15,12 +15,12 @@ from slipstream.errors import ModelError
 from slipstream.heads import HEADS
 from slipstream.request import Request
 from slipstream.sampling import Sampler, Sampling
-from slipstream.target import Scores, Want
-from slipstream.target.cache import KeyValuePool, Shape
-from slipstream.target.choose import open_target
-from slipstream.target.graphs import bucket
-from slipstream.target.standins import Angles, Norm, StandIns, Whole
-from slipstream.target.trees import TreeTarget
+from slipstream.targets import Scores, Want
+from slipstream.targets.cache import KeyValuePool, Shape
+from slipstream.targets.captured.graph_target import bucket
+from slipstream.targets.captured.modules import Angles, Norm, StandIns, Whole
+from slipstream.targets.choose import open_target
+from slipstream.targets.trees import TreeTarget
 from slipstream.tree import TokenTree
 
 # Attention with terms of its own (a bias by place, sinks): these keep their ordinary forwards.
@@ -65,8 +65,8 @@ def test_fixed_steps_say_what_ordinary_forwards_say(family, tiny):
 
 
 def test_a_step_survives_the_cache_growing(tiny, monkeypatch):
-    monkeypatch.setattr("slipstream.target.graphs.FIRST_CAPACITY", 16)
-    monkeypatch.setattr("slipstream.target.cache.FIRST_CAPACITY", 16)
+    monkeypatch.setattr("slipstream.targets.captured.graph_target.FIRST_CAPACITY", 16)
+    monkeypatch.setattr("slipstream.targets.cache.FIRST_CAPACITY", 16)
     plain, fixed = open_target(tiny("llama")), graphs(tiny("llama"))
     (one,), (other,) = read(plain, [[5, 6, 7]]), read(fixed, [[5, 6, 7]])
     tree = TokenTree.build([4, 5, 6, 7], [-1, 0, 0, 2])

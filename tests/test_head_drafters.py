@@ -13,16 +13,17 @@ from families import tiny_model
 from slipstream import LLM, drafters
 from slipstream.accept import Rejection, make_rule, verify
 from slipstream.budget import Budget
+from slipstream.drafters import _head as drafting
+from slipstream.drafters._beams import draw, overlay, prefix_match
+from slipstream.drafters._head import unpack
 from slipstream.drafters.base import Hidden, Proposal, Seen
 from slipstream.errors import DrafterError, OptionError
-from slipstream.heads import HEADS, drafting, registry, save_head
-from slipstream.heads.beams import draw, overlay, prefix_match
-from slipstream.heads.drafting import unpack
+from slipstream.heads import HEADS, registry, save_head
 from slipstream.heads.ranks import assumed, check_tree, measure, save_tree, tune
 from slipstream.request import Request
 from slipstream.sampling import Sampler, Sampling, gumbel, noise_key
-from slipstream.target import open_target
-from slipstream.target.captured import Captured
+from slipstream.targets import open_target
+from slipstream.targets.captured.function import Captured
 from slipstream.tree import TokenTree
 from slipstream.tree import prefix_match as host_prefix_match
 

@@ -20,7 +20,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from families import tiny_model
 from slipstream.errors import DrafterError, OptionError
 from slipstream.heads import HEADS, export_head, load_head, save_head
-from slipstream.heads import files as head_files
+from slipstream.heads import checkpoint as head_files
 
 H, V, T = 32, 64, 8
 

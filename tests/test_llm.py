@@ -273,7 +273,7 @@ def test_a_stop_string_is_seen_in_a_token_that_ends_with_half_a_character(smol):
 
 
 def test_a_late_answer_to_a_running_prompt_copies_a_cache_that_has_grown(tiny, monkeypatch):
-    monkeypatch.setattr("slipstream.target.cache.FIRST_CAPACITY", 16)
+    monkeypatch.setattr("slipstream.targets.cache.FIRST_CAPACITY", 16)
     llm = LLM(tiny("llama"), drafter="none", max_batch=2)
     lengths = [40, 20, 8]  # the third starts when the second has ended, while the first goes on
     requests = [llm.request([5, 6, 7, 8], max_new_tokens=n, ignore_eos=True) for n in lengths]

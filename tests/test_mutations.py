@@ -7,7 +7,7 @@ import slipstream.engine
 from oracle import Oracle
 from slipstream import LLM, drafters
 from slipstream.accept import Verdict, verify
-from slipstream.target import masks, trees
+from slipstream.targets import masks, trees
 
 PROMPTS = [[5, 6, 7, 8, 9, 5, 6, 7, 8, 9, 5, 6], [40, 41], [11, 12, 11, 12, 11, 13, 50]]
 

@@ -26,12 +26,12 @@ from slipstream import drafters
 from slipstream.budget import Budget
 from slipstream.drafters.base import Hidden, Seen
 from slipstream.errors import DrafterError
+from slipstream.heads import checkpoint as head_files
 from slipstream.heads import export_head, load_head, save_head
-from slipstream.heads import files as head_files
 from slipstream.request import Request
 from slipstream.sampling import Sampling
-from slipstream.target import open_target
-from slipstream.target.base import Want
+from slipstream.targets import open_target
+from slipstream.targets.base import Want
 
 DEPTHS = 6
 NEAR = 1e-4

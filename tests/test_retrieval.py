@@ -12,13 +12,13 @@ from commands import command
 from families import tiny_model
 from slipstream import LLM, OptionError, Store, StoreError
 from slipstream.budget import Budget
-from slipstream.datastores.encoding import Encoder
-from slipstream.datastores.ingest import ingest
+from slipstream.datastores.ingest.encoding import Encoder
+from slipstream.datastores.ingest.ingest import ingest
+from slipstream.datastores.ingest.sources import find_sources
 from slipstream.datastores.live import LiveText, Said
-from slipstream.datastores.runs import Run, Runs
-from slipstream.datastores.search import Shape, draft
-from slipstream.datastores.sort import sort_positions
-from slipstream.datastores.sources import find_sources
+from slipstream.datastores.sparse.runs import Run, Runs
+from slipstream.datastores.sparse.search import Shape, draft
+from slipstream.datastores.sparse.sort import sort_positions
 from slipstream.drafters.base import Seen
 from slipstream.request import Request
 

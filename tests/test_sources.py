@@ -15,12 +15,12 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
 
-from slipstream import embedded
-from slipstream.datastores import encoding, records, sources
-from slipstream.datastores.encoding import Encoder, batches, tokenizer_fingerprint
-from slipstream.datastores.records import read_documents
-from slipstream.datastores.sources import Source, find_sources, is_text
+from slipstream.datastores.ingest import encoding, records, sources
+from slipstream.datastores.ingest.encoding import Encoder, batches, tokenizer_fingerprint
+from slipstream.datastores.ingest.records import read_documents
+from slipstream.datastores.ingest.sources import Source, find_sources, is_text
 from slipstream.errors import StoreError
+from slipstream.loading import embedded
 
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]
 CODE = "".join(Path(m.__file__).read_text("utf-8") for m in (sources, records, encoding))
@@ -445,7 +445,7 @@ def test_the_fingerprint_is_the_tokenizers_own_in_every_process(tokenizers, smol
     assert tokenizer_fingerprint(AutoTokenizer.from_pretrained(tmp_path)) == prints[0]
     code = (  # without transformers, whose import takes seconds
         "from types import SimpleNamespace; from tokenizers import Tokenizer;"
-        "from slipstream.datastores.encoding import tokenizer_fingerprint;"
+        "from slipstream.datastores.ingest.encoding import tokenizer_fingerprint;"
         f"t = Tokenizer.from_file({str(tmp_path / 'tokenizer.json')!r});"
         "t = SimpleNamespace(is_fast=True, backend_tokenizer=t, get_vocab=t.get_vocab);"
         "print(tokenizer_fingerprint(t))"
@@ -468,7 +468,7 @@ def test_the_fingerprint_changes_with_the_ids_only(tokenizers):
 
 def test_importing_sources_loads_nothing_heavy():
     code = (
-        "import sys, slipstream.datastores.sources;"
+        "import sys, slipstream.datastores.ingest.sources;"
         "print([m for m in ('torch', 'transformers', 'tokenizers', 'pyarrow', 'numba') if m in sys.modules])"
     )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -5,8 +5,8 @@ import torch
 
 from families import FAMILIES, STATEFUL, graphs
 from slipstream.heads import HEADS
-from slipstream.target import Want, open_target
-from slipstream.target.states import final_norm
+from slipstream.targets import Want, open_target
+from slipstream.targets.states import final_norm
 from slipstream.training.teacher import Teacher
 from slipstream.tree import TokenTree
 

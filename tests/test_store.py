@@ -9,19 +9,19 @@ import numpy as np
 import pytest
 
 import store_jobs
-from slipstream.datastores import state as state_module
-from slipstream.datastores import store as store_module
-from slipstream.datastores.compaction import Compaction
-from slipstream.datastores.log import DOCUMENT, PREFIX, RECORD, Record, salvage_log
-from slipstream.datastores.manifest import COPY, NAME, read_manifest
-from slipstream.datastores.pages import PAGE, checksum
-from slipstream.datastores.repair import repair
-from slipstream.datastores.runs import Run
-from slipstream.datastores.search import FADE, TRUST, Shape
-from slipstream.datastores.segment import Segment
-from slipstream.datastores.sort import DEPTH, sort_positions
-from slipstream.datastores.store import Document, Store
-from slipstream.datastores.witness import SLOTS
+from slipstream.datastores.durable import state as state_module
+from slipstream.datastores.durable import store as store_module
+from slipstream.datastores.durable.compaction import Compaction
+from slipstream.datastores.durable.log import DOCUMENT, PREFIX, RECORD, Record, salvage_log
+from slipstream.datastores.durable.manifest import COPY, NAME, read_manifest
+from slipstream.datastores.durable.pages import PAGE, checksum
+from slipstream.datastores.durable.repair import repair
+from slipstream.datastores.durable.segment import Segment
+from slipstream.datastores.durable.store import Document, Store
+from slipstream.datastores.durable.witness import SLOTS
+from slipstream.datastores.sparse.runs import Run
+from slipstream.datastores.sparse.search import FADE, TRUST, Shape
+from slipstream.datastores.sparse.sort import DEPTH, sort_positions
 from slipstream.errors import DamagedError, StoreError
 
 EVERYTHING = Shape(matches=1 << 14, nodes=1 << 14, length=5)
@@ -820,8 +820,8 @@ def test_a_store_of_another_format_or_with_a_foreign_segment_is_refused(folder, 
     shutil.copy(tmp_path / "foreign" / foreign.manifest.segments[0].name, segments[0])
     with pytest.raises(DamagedError, match="is not the segment that the manifest names"):
         Store.open(folder)
-    monkeypatch.setattr("slipstream.datastores.manifest.READABLE", (3,))
-    monkeypatch.setattr("slipstream.datastores.manifest.FORMAT", 3)
+    monkeypatch.setattr("slipstream.datastores.durable.manifest.READABLE", (3,))
+    monkeypatch.setattr("slipstream.datastores.durable.manifest.FORMAT", 3)
     for call in (Store.open, repair):
         with pytest.raises(StoreError, match="has format 2, this version reads 3: update slipstream"):
             call(folder)

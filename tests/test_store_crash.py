@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 
 import store_jobs
-from slipstream.datastores import store as store_module
-from slipstream.datastores.compaction import Compaction
-from slipstream.datastores.pages import PAGE
-from slipstream.datastores.search import Shape, draft
-from slipstream.datastores.store import Store
+from slipstream.datastores.durable import store as store_module
+from slipstream.datastores.durable.compaction import Compaction
+from slipstream.datastores.durable.pages import PAGE
+from slipstream.datastores.durable.store import Store
+from slipstream.datastores.sparse.search import Shape, draft
 
 KILLS = 90  # `bench/torture.py` does many more
 FAULTS = 120

@@ -16,17 +16,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from slipstream.datastores import store as store_module
-from slipstream.datastores.encoding import Encoder
-from slipstream.datastores.ingest import ingest
-from slipstream.datastores.manifest import COPY, NAME, read_manifest
-from slipstream.datastores.pages import PAGE, checksum, page_sums
-from slipstream.datastores.repair import repair
-from slipstream.datastores.search import Shape
-from slipstream.datastores.segment import Segment
-from slipstream.datastores.sources import find_sources
-from slipstream.datastores.store import Document, Store
-from slipstream.datastores.witness import Witness
+from slipstream.datastores.durable import store as store_module
+from slipstream.datastores.durable.manifest import COPY, NAME, read_manifest
+from slipstream.datastores.durable.pages import PAGE, checksum, page_sums
+from slipstream.datastores.durable.repair import repair
+from slipstream.datastores.durable.segment import Segment
+from slipstream.datastores.durable.store import Document, Store
+from slipstream.datastores.durable.witness import Witness
+from slipstream.datastores.ingest.encoding import Encoder
+from slipstream.datastores.ingest.ingest import ingest
+from slipstream.datastores.ingest.sources import find_sources
+from slipstream.datastores.sparse.search import Shape
 from slipstream.errors import DamagedError, StoreError
 
 
@@ -136,7 +136,7 @@ def write_lines(path, texts):
 
 @pytest.fixture
 def small_batches(monkeypatch):
-    monkeypatch.setattr("slipstream.datastores.ingest.BATCH", 300)
+    monkeypatch.setattr("slipstream.datastores.ingest.ingest.BATCH", 300)
 
 
 @pytest.mark.usefixtures("small_batches")
@@ -382,8 +382,8 @@ def test_a_file_that_is_cut_off_under_a_reader_is_an_error_and_no_crash(folder):
         import os, sys
         from pathlib import Path
         import numpy as np
-        from slipstream.datastores.search import Shape
-        from slipstream.datastores.store import Store
+        from slipstream.datastores.sparse.search import Shape
+        from slipstream.datastores.durable.store import Store
         from slipstream.errors import DamagedError
         store, text = Store.open(sys.argv[1]), np.array([20, 21], np.int32)
         assert len(store.draft(text, Shape()).tree) > 1
@@ -472,8 +472,8 @@ def test_positions_outside_of_the_text_are_an_error_and_no_crash(folder, value):
         """
         import sys
         import numpy as np
-        from slipstream.datastores.search import Shape
-        from slipstream.datastores.store import Store
+        from slipstream.datastores.sparse.search import Shape
+        from slipstream.datastores.durable.store import Store
         from slipstream.errors import DamagedError
         store = Store.open(sys.argv[1])
         try:
@@ -616,7 +616,7 @@ def test_signals_are_left_as_they_were_for_others():
         """
         import mmap, os, sys, tempfile
         from pathlib import Path
-        from slipstream.datastores.store import Store
+        from slipstream.datastores.durable.store import Store
         folder = tempfile.mkdtemp()
         with Store.create(folder + "/s", 100) as store:
             store.append([1, 2, 3])

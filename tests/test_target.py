@@ -7,8 +7,8 @@ import torch
 from families import FAMILIES, STATEFUL, VOCABULARY, tiny_model
 from slipstream.errors import ModelError
 from slipstream.sampling import Sampler, Sampling
-from slipstream.target import Want, open_target
-from slipstream.target.choose import PROVEN, scores_trees
+from slipstream.targets import Want, open_target
+from slipstream.targets.choose import PROVEN, scores_trees
 from slipstream.tree import TokenTree
 
 TREES = [

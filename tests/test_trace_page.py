@@ -10,9 +10,9 @@ from random import Random
 import pytest
 
 from browser import CHROMIUM
-from slipstream.bench.page import write_page as write_report
 from slipstream.colours import COLOURS, colour
 from slipstream.errors import OptionError
+from slipstream.evaluate.page import write_page as write_report
 from slipstream.trace.page import read, write_page
 from test_bench_page import make_document
 

@@ -7,8 +7,8 @@ from collections import Counter
 
 import pytest
 
-from slipstream.bench.workloads import LAYOUTS, Prompt, builtin, read, select
 from slipstream.errors import OptionError
+from slipstream.evaluate.workloads import LAYOUTS, Prompt, builtin, read, select
 
 
 def written(folder, *records, name="prompts.jsonl"):
@@ -176,7 +176,7 @@ def test_a_limit_below_one_is_refused(limit):
 
 def test_workloads_need_no_torch():
     script = (
-        "import sys; from slipstream.bench import workloads; workloads.builtin();"
+        "import sys; from slipstream.evaluate import workloads; workloads.builtin();"
         "assert not {'torch', 'transformers', 'numba'} & set(sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", script]).returncode == 0

@@ -20,7 +20,7 @@ from slipstream.errors import (
 )
 
 if TYPE_CHECKING:
-    from slipstream.datastores.store import Store
+    from slipstream.datastores.durable.store import Store
     from slipstream.drafters.base import Drafter, DraftSession, Proposal, Seen
     from slipstream.hook import speculate
     from slipstream.llm import LLM, Chat, Result, Stream, load
@@ -40,7 +40,7 @@ _HOMES = {
     "Sampling": "sampling",
     "Stats": "stats",
     "TokenTree": "tree",
-    "Store": "datastores.store",
+    "Store": "datastores.durable.store",
     "Drafter": "drafters.base",
     "DraftSession": "drafters.base",
     "Proposal": "drafters.base",

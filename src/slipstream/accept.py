@@ -19,7 +19,7 @@ from slipstream.errors import OptionError
 from slipstream.sampling import Probabilities, Sampler
 
 if TYPE_CHECKING:
-    from slipstream.target.base import Scores
+    from slipstream.targets.base import Scores
     from slipstream.tree import TokenTree
 
 

@@ -19,14 +19,14 @@ from slipstream.accept import Verdict, verify
 from slipstream.budget import Budget, step_budget
 from slipstream.budget.pilot import Choice
 from slipstream.datastores.live import Said
-from slipstream.datastores.runs import token_type
+from slipstream.datastores.sparse.runs import token_type
 from slipstream.drafters.base import Drafter, DraftSession, Hidden, Seen
 from slipstream.errors import ContextError, OptionError, PromptError
 from slipstream.request import Request
 from slipstream.sampling import Sampler
 from slipstream.stats import Stats
-from slipstream.target.base import Scores, Slot, Target, Want
-from slipstream.target.capture import Stopwatch
+from slipstream.targets.base import Scores, Slot, Target, Want
+from slipstream.targets.captured.recording import Stopwatch
 from slipstream.tree import TokenTree
 
 log = logging.getLogger("slipstream")

@@ -30,7 +30,7 @@ from slipstream.request import Request
 from slipstream.rows import Rows
 from slipstream.sampling import Sampling
 from slipstream.stats import Stats
-from slipstream.target import open_target
+from slipstream.targets import open_target
 
 # Criteria that judge each row by itself, and every call anew.
 ROW_BY_ROW = (MaxLengthCriteria, EosTokenCriteria)

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from slipstream.converted import cache_folder
+from slipstream.loading.converted import cache_folder
 
 
 def recall(kind: str, key: str) -> Any:

@@ -26,7 +26,7 @@ from slipstream.options import Options
 from slipstream.request import Request
 from slipstream.sampling import Sampling
 from slipstream.stats import Stats
-from slipstream.target import load_model, open_target
+from slipstream.targets import load_model, open_target
 from slipstream.text import Detokenizer, Prompt, encode, split_batch
 from slipstream.trace.record import Recorder
 

@@ -17,7 +17,7 @@ scan = pytest.importorskip("slipstream.datastores.dense.scan")
 
 from slipstream.datastores.dense.device import nearest, nearest_plainly, unpacked  # noqa: E402
 from slipstream.datastores.dense.transform import Transform  # noqa: E402
-from slipstream.target.captured import Captured  # noqa: E402
+from slipstream.targets.captured.function import Captured  # noqa: E402
 
 HIDDEN, ROWS = (576, 200_000) if CUDA else (300, 900)
 DTYPE = torch.bfloat16 if CUDA else torch.float16  # numpy has no bfloat16

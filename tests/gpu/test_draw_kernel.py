@@ -17,10 +17,10 @@ if not CUDA:
 triton = pytest.importorskip("triton", reason="triton is not installed: pip install triton")
 if not CUDA and int(triton.__version__.split(".")[1]) < 7 and np.lib.NumpyVersion(np.__version__) >= "2.4.0":
     pytest.skip("triton's interpreter needs triton 3.7 or numpy below 2.4 to run loops", allow_module_level=True)
-kernel = pytest.importorskip("slipstream.target.draw_kernel")
+kernel = pytest.importorskip("slipstream.kernels.draw_triton")
 
+from slipstream.kernels.draw import _adjusted, draw_plain  # noqa: E402
 from slipstream.sampling import Sampler, Sampling, gumbel, noise_key  # noqa: E402
-from slipstream.target.draw import _adjusted, draw_plain  # noqa: E402
 from test_draw import OPTIONS, PENALTIES, Batch, by_sampler, differing, draws, logits  # noqa: E402
 
 # The interpreter's: both sides of a choice are computed, the one not taken as well.

@@ -20,8 +20,8 @@ if not CUDA:
 triton = pytest.importorskip("triton", reason="triton is not installed: pip install triton")
 if not CUDA and int(triton.__version__.split(".")[1]) < 7 and np.lib.NumpyVersion(np.__version__) >= "2.4.0":
     pytest.skip("triton's interpreter needs triton 3.7 or numpy below 2.4 to run loops", allow_module_level=True)
-exact = pytest.importorskip("slipstream.target.exact")
-gathered_attention = pytest.importorskip("slipstream.target.ops").gathered_attention
+exact = pytest.importorskip("slipstream.kernels.exact_attention")
+gathered_attention = pytest.importorskip("slipstream.kernels.ops").gathered_attention
 pytestmark = [  # the interpreter's: e^2x in a soft cap may be infinite, and rows beside the one looked at not a number
     pytest.mark.filterwarnings("ignore:overflow encountered"),
     pytest.mark.filterwarnings("ignore:All-NaN"),

@@ -15,9 +15,9 @@ from slipstream import LLM, drafters
 from slipstream.errors import ModelError
 from slipstream.heads import HEADS
 from slipstream.sampling import Sampler, Sampling
-from slipstream.target import Want, open_target
-from slipstream.target.captured import Captured
-from slipstream.target.graphs import BATCHES, ROWS, GraphTarget
+from slipstream.targets import Want, open_target
+from slipstream.targets.captured.function import Captured
+from slipstream.targets.captured.graph_target import BATCHES, ROWS, GraphTarget
 from slipstream.tree import TokenTree
 from test_threads import answer, some_request
 

@@ -18,7 +18,7 @@ if not CUDA and int(triton.__version__.split(".")[1]) < 7 and np.lib.NumpyVersio
     pytest.skip("triton's interpreter needs triton 3.7 or numpy below 2.4 to run loops", allow_module_level=True)
 kernel = pytest.importorskip("slipstream.heads.grow_kernel")
 
-from slipstream.heads.drafting import unpack_first  # noqa: E402
+from slipstream.drafters._head import unpack_first  # noqa: E402
 from slipstream.heads.growth import Growth, grow_launch, grow_plain, keep_launch, keep_plain, new_record  # noqa: E402
 
 INF = torch.inf

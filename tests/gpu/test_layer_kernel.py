@@ -23,8 +23,8 @@ kernel = pytest.importorskip("slipstream.heads.layer_kernel")
 from families import VOCABULARY, tiny_model  # noqa: E402
 from slipstream import drafters  # noqa: E402
 from slipstream.heads import HEADS, base, decoder, keys, redrafter  # noqa: E402
-from slipstream.target import pieces  # noqa: E402
-from slipstream.target.standins import StandIns  # noqa: E402
+from slipstream.kernels import layer_pieces as pieces  # noqa: E402
+from slipstream.targets.captured.modules import StandIns  # noqa: E402
 
 DTYPE = torch.bfloat16 if CUDA else torch.float16  # numpy has no bfloat16
 NEAR = {"rtol": 0.03, "atol": 0.03} if CUDA else {"rtol": 0.005, "atol": 0.005}

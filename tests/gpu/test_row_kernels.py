@@ -9,13 +9,13 @@ import torch
 if not (torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET")):
     pytest.exit("these tests need a CUDA device, or TRITON_INTERPRET=1", returncode=1)
 
-from slipstream.target.linear import parts, skinny_linear
-from slipstream.target.norm import normalise
-from slipstream.target.ops import walk
-from slipstream.target.pieces import gated
-from slipstream.target.top import best_of_rows, top_rows
-from slipstream.target.walk import walk_down
-from slipstream.target.write import move_cache
+from slipstream.kernels.cache_write import move_cache
+from slipstream.kernels.layer_pieces import gated
+from slipstream.kernels.linear import parts, skinny_linear
+from slipstream.kernels.norm import normalise
+from slipstream.kernels.ops import walk
+from slipstream.kernels.top import best_of_rows, top_rows
+from slipstream.kernels.walk import walk_down
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # numpy has no bfloat16

@@ -15,7 +15,7 @@ from slipstream import drafters as registry
 from slipstream.cli import options as o
 from slipstream.cli.terminal import busy, err, open_llm, say, status
 from slipstream.errors import OptionError
-from slipstream.files import check_writable, told
+from slipstream.user_files import check_writable, told
 
 if TYPE_CHECKING:
     from slipstream.llm import LLM, Result

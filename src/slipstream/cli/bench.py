@@ -12,7 +12,7 @@ from rich.markup import escape
 from slipstream.cli import options as o
 from slipstream.cli.terminal import busy, check_place, ensure_embedded, err, out, progress_bars
 from slipstream.errors import SlipstreamError
-from slipstream.files import check_folder, check_writable, write_text
+from slipstream.user_files import check_folder, check_writable, write_text
 
 
 def bench(
@@ -49,7 +49,7 @@ def bench(
 ) -> None:
     """Measure drafters and transformers' own ways on the same prompts, interleaved, in one process."""
     if compare is not None:
-        from slipstream.bench.compare import compare_files
+        from slipstream.evaluate.compare import compare_files
 
         for said in compare_files(*compare):
             out.print(escape(said))
@@ -62,15 +62,15 @@ def bench(
         o.check_decoding(max_new_tokens, temperature=temperature, top_p=top_p)
     names, drafter_options = o.sweep_contestants(contestants.split(","), sweep or [])
     if replay is not None:
-        from slipstream.bench.replay import Recording
-        from slipstream.bench.run import replay as replayed
+        from slipstream.evaluate.replay import Recording
+        from slipstream.evaluate.run import replay as replayed
 
         ours = [name for name in names if not name.startswith("hf")]
         with progress_bars() as progress:
             rows, document = replayed(Recording.load(replay), ours, drafter_options, progress, repeats)
         tell(rows, document, html, out_json)
         return
-    from slipstream.bench import workloads
+    from slipstream.evaluate import workloads
 
     chosen = workloads.select(
         workloads.read(prompts) if prompts else workloads.builtin(),
@@ -82,9 +82,9 @@ def bench(
     if model is None:
         ensure_embedded()
     with busy("loading the model"):
-        from slipstream.bench.contestants import Decoding
-        from slipstream.bench.run import Plan, benchmark, load_draft, make_recording
-        from slipstream.target import load_model
+        from slipstream.evaluate.contestants import Decoding
+        from slipstream.evaluate.run import Plan, benchmark, load_draft, make_recording
+        from slipstream.targets import load_model
 
         plan = Plan(chosen, names, drafter_options, Decoding(max_new_tokens, temperature, top_p, seed), repeats, batch)
         loaded, tokenizer = load_model(model, dtype=dtype, device=device)
@@ -114,8 +114,8 @@ def tell(rows: Any, document: dict[str, Any], html: Path | None, out_json: Path 
 
     It is printed as well where a file can't be written: what was measured is not lost.
     """
-    from slipstream.bench.page import write_page
-    from slipstream.bench.report import line, stages, table
+    from slipstream.evaluate.page import write_page
+    from slipstream.evaluate.report import line, stages, table
 
     wide = out if out.is_terminal else Console(width=140, highlight=False)  # a file has no edge to cut columns at
     wide.print(table(rows))

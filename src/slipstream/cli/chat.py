@@ -16,8 +16,8 @@ from slipstream.cli import options as o
 from slipstream.cli.conversation import COMMANDS, Conversation, Quit
 from slipstream.cli.prompt import PlainLines, TypedLines
 from slipstream.cli.terminal import ensure_embedded, err, open_llm
-from slipstream.converted import cache_folder
 from slipstream.errors import ModelError, SlipstreamError
+from slipstream.loading.converted import cache_folder
 
 if TYPE_CHECKING:
     from slipstream.llm import LLM

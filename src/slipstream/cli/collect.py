@@ -9,7 +9,7 @@ import typer
 
 from slipstream.cli import options as o
 from slipstream.cli.terminal import busy, check_place, counting_bars, ensure_embedded, err, out
-from slipstream.files import check_writable
+from slipstream.user_files import check_writable
 
 
 def collect(

@@ -15,7 +15,7 @@ from slipstream.cli.store import Collection, Folder, load_encoder
 from slipstream.cli.terminal import busy, check_place, counting_bars, err, out
 
 if TYPE_CHECKING:
-    from slipstream.datastores.store import Store
+    from slipstream.datastores.durable.store import Store
 
 
 def embed(
@@ -45,7 +45,7 @@ def embed(
     """
     from slipstream.datastores.dense.build import Settings
     from slipstream.datastores.dense.build import embed as read
-    from slipstream.datastores.store import Store
+    from slipstream.datastores.durable.store import Store
 
     o.at_least(1, workers=workers)
     check_place(dtype, device)
@@ -81,7 +81,7 @@ class Load:
     trust_remote_code: bool
 
     def __call__(self) -> Any:
-        from slipstream.target.loading import load_model
+        from slipstream.loading.models import load_model
 
         with busy("loading the model"):
             return load_model(
@@ -99,9 +99,9 @@ def _devices(device: str | None, workers: int | None) -> list[str | None]:
 
 
 def _add(folder: Path, answers: list[Path], collection: str, model: str | None) -> None:
-    from slipstream.datastores.dense.collected import add_answers
-    from slipstream.datastores.manifest import NAME
-    from slipstream.datastores.store import Store
+    from slipstream.datastores.durable.manifest import NAME
+    from slipstream.datastores.durable.store import Store
+    from slipstream.datastores.ingest.answers import add_answers
 
     _, vocabulary, fingerprint = load_encoder(model)
     if (folder / NAME).exists():
@@ -116,8 +116,8 @@ def _add(folder: Path, answers: list[Path], collection: str, model: str | None) 
 
 
 def _upload(store: Store, collection: str, database: str) -> None:
+    from slipstream.datastores.dense.nearest import Vectors
     from slipstream.datastores.dense.remote import upload
-    from slipstream.datastores.dense.search import Vectors
 
     with _bar() as progress:
         added, removed = upload(Vectors(store), collection, database, lambda n, of: progress("uploading", n, of))

@@ -29,14 +29,14 @@ def export(
 
     if out_folder.exists() and (not out_folder.is_dir() or any(out_folder.iterdir())):
         raise OptionError(f"{out_folder} is there already: name a new folder")
-    from slipstream.target.loading import to_dtype
+    from slipstream.loading.models import to_dtype
 
     wanted = to_dtype(dtype or "auto")
     if model is None:
         ensure_embedded()
     with busy("loading the model"):
         from slipstream.heads import export_head, load_head
-        from slipstream.target import load_model
+        from slipstream.targets import load_model
 
         target, _ = load_model(model, device="cpu", trust_remote_code=trust_remote_code)
         found = load_head(head, target, wanted)

@@ -25,7 +25,7 @@ def check(
     read."""
     from slipstream.errors import DrafterError
     from slipstream.heads.check import check_head, short
-    from slipstream.target.loading import blank_model
+    from slipstream.loading.models import blank_model
 
     with busy("reading the files"):
         target = None if model is None else blank_model(model, trust_remote_code)
@@ -56,7 +56,7 @@ def add(
 ) -> None:
     """Register a head for a model, which is known again by its weights: from then on auto asks the head unnamed."""
     from slipstream.heads import registry
-    from slipstream.target.loading import load_model
+    from slipstream.loading.models import load_model
 
     if model is None:
         ensure_embedded()

@@ -34,7 +34,7 @@ def models(
     ] = False,
 ) -> None:
     """Converted models, the embedded one and GGUF files, and where they lie. The embedded one is fetched if need be."""
-    from slipstream import converted
+    from slipstream.loading import converted
 
     if not names and not remove:
         ensure_embedded()
@@ -65,7 +65,7 @@ def prepare() -> None:
 
 
 def name_of(folder: Path) -> str:
-    from slipstream import embedded
+    from slipstream.loading import embedded
 
     return embedded.NAME if folder == embedded.folder() else folder.name
 

@@ -12,7 +12,7 @@ from slipstream.cli.terminal import busy, counting_bars, ensure_embedded, err, o
 from slipstream.errors import OptionError
 
 if TYPE_CHECKING:
-    from slipstream.datastores.store import Store
+    from slipstream.datastores.durable.store import Store
 
 app = typer.Typer(help="Datastores: text to draft from, on the disk.", no_args_is_help=True)
 
@@ -42,9 +42,9 @@ def build(
     ] = 1 << 27,
 ) -> None:
     """Make a store. Interrupted, the same command goes on where it stopped."""
-    from slipstream.datastores.manifest import NAME
-    from slipstream.datastores.sources import find_sources
-    from slipstream.datastores.store import Store
+    from slipstream.datastores.durable.manifest import NAME
+    from slipstream.datastores.durable.store import Store
+    from slipstream.datastores.ingest.sources import find_sources
 
     found = find_sources(sources or [], stdlib)
     encoder, vocabulary, fingerprint = load_encoder(model)
@@ -74,8 +74,8 @@ def add(
     collection: Collection = "default",
 ) -> None:
     """Add sources to a store. A source that is there already and has changed is replaced."""
-    from slipstream.datastores.sources import find_sources
-    from slipstream.datastores.store import Store
+    from slipstream.datastores.durable.store import Store
+    from slipstream.datastores.ingest.sources import find_sources
 
     found = find_sources(sources or [], stdlib)
     with Store.open(folder, write=True) as store:
@@ -93,7 +93,7 @@ def info(
     """What is in a store."""
     import json
 
-    from slipstream.datastores.store import Store
+    from slipstream.datastores.durable.store import Store
 
     with Store.open(folder) as store:
         told = store.info()
@@ -129,8 +129,8 @@ def search(
     import numpy as np
     from rich.tree import Tree
 
-    from slipstream.datastores.search import Shape
-    from slipstream.datastores.store import Store
+    from slipstream.datastores.durable.store import Store
+    from slipstream.datastores.sparse.search import Shape
 
     with Store.open(folder) as store:
         encoder = own_encoder(store, model or store.manifest.notes.get("model"))
@@ -159,7 +159,7 @@ def search(
 @app.command()
 def remove(folder: Folder, source: str, collection: Collection = "default") -> None:
     """Forget every document of a source: see `store info --sources`."""
-    from slipstream.datastores.store import Store
+    from slipstream.datastores.durable.store import Store
 
     with Store.open(folder, write=True) as store:
         count = store.remove(source, collection)
@@ -171,7 +171,7 @@ def remove(folder: Folder, source: str, collection: Collection = "default") -> N
 @app.command()
 def compact(folder: Folder) -> None:
     """As few segments as can be, without what was removed."""
-    from slipstream.datastores.store import Store
+    from slipstream.datastores.durable.store import Store
 
     with Store.open(folder, write=True) as store, busy("compacting"):
         before = store.info()["bytes"]
@@ -182,7 +182,7 @@ def compact(folder: Folder) -> None:
 @app.command()
 def verify(folder: Folder) -> None:
     """Read all of a store and check it: every checksum, and the order of every segment."""
-    from slipstream.datastores.store import Store
+    from slipstream.datastores.durable.store import Store
 
     with Store.open(folder) as store, busy("reading everything"):
         problems = store.verify()
@@ -197,7 +197,7 @@ def verify(folder: Folder) -> None:
 @app.command()
 def repair(folder: Folder) -> None:
     """Keep whatever is whole of a damaged store. What is not is set aside, in FOLDER/damaged."""
-    from slipstream.datastores.repair import repair as mend
+    from slipstream.datastores.durable.repair import repair as mend
 
     report = mend(folder)
     for sentence in report.sentences:
@@ -209,8 +209,8 @@ def load_encoder(model: str | None) -> tuple[Any, int, str]:
     if model is None:
         ensure_embedded()
     with busy("loading the tokenizer"):
-        from slipstream.datastores.encoding import Encoder, tokenizer_fingerprint
-        from slipstream.target.loading import load_tokenizer
+        from slipstream.datastores.ingest.encoding import Encoder, tokenizer_fingerprint
+        from slipstream.loading.models import load_tokenizer
 
         tokenizer, vocabulary = load_tokenizer(model)
         return Encoder(tokenizer), vocabulary, tokenizer_fingerprint(tokenizer)
@@ -219,8 +219,8 @@ def load_encoder(model: str | None) -> tuple[Any, int, str]:
 def own_encoder(store: Store, model: str | None) -> Any:
     """The encoder that a store was made with: from the tokenizer's file alone, if that gives the same ids, since
     transformers takes seconds to load."""
-    from slipstream import embedded
-    from slipstream.datastores.encoding import Encoder, FileTokenizer, tokenizer_fingerprint
+    from slipstream.datastores.ingest.encoding import Encoder, FileTokenizer, tokenizer_fingerprint
+    from slipstream.loading import embedded
 
     file = (Path(model) if model else embedded.folder()) / "tokenizer.json"
     if file.is_file():
@@ -234,7 +234,7 @@ def own_encoder(store: Store, model: str | None) -> Any:
 
 def fill(store: Store, found: Any, encoder: Any, collection: str, field: str | None, dedup: bool) -> None:
     """Read sources into a store, with a bar that tells rate and time left."""
-    from slipstream.datastores.ingest import ingest
+    from slipstream.datastores.ingest.ingest import ingest
 
     with counting_bars(counts=False) as bars:
         task = bars.add_task("reading", total=None)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from slipstream.cli.options import parse_options
-from slipstream.converted import cache_folder
+from slipstream.loading.converted import cache_folder
 from slipstream.notices import show_with
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def loading() -> str:
 
 def check_place(dtype: str | None, device: str | None) -> None:
     """Refuse a precision or a device that is not there, before a model is fetched and read."""
-    from slipstream.target.loading import to_device, to_dtype
+    from slipstream.loading.models import to_device, to_dtype
 
     to_device(device)
     to_dtype(dtype or "auto")
@@ -73,7 +73,7 @@ def check_place(dtype: str | None, device: str | None) -> None:
 
 def ensure_embedded() -> None:
     """Fetch and convert the embedded model with a progress bar, if it isn't there yet."""
-    from slipstream import embedded
+    from slipstream.loading import embedded
 
     if embedded.is_ready():
         return

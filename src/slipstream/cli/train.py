@@ -12,7 +12,7 @@ import typer
 
 from slipstream.cli import options as o
 from slipstream.cli.terminal import busy, counting_bars, ensure_embedded, err, out
-from slipstream.files import check_folder
+from slipstream.user_files import check_folder
 
 
 def train(
@@ -110,7 +110,7 @@ def train(
         ensure_embedded()
     processes.wait()
     with busy("loading the model"):
-        from slipstream.target import load_model
+        from slipstream.targets import load_model
 
         kind = dtype or ("float32" if processes.device.type == "cpu" else "bfloat16")
         target, _ = load_model(model, dtype=kind, device=processes.device, trust_remote_code=trust_remote_code)

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from slipstream.datastores.memory import Memory
-from slipstream.datastores.runs import COUNT, LENGTH, Run, Runs
-from slipstream.datastores.sort import DEPTH, Positions, precedes, separator, sort_positions
+from slipstream.datastores.durable.memory import Memory
+from slipstream.datastores.sparse.runs import COUNT, LENGTH, Run, Runs
+from slipstream.datastores.sparse.sort import DEPTH, Positions, precedes, separator, sort_positions
 
 SHORT = 1024  # positions that are inserted one by one before they are merged
 

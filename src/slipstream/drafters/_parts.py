@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from slipstream import drafters as registry
-from slipstream.datastores.dense import manifest as dense
+from slipstream.datastores.dense import vector_manifest as dense
+from slipstream.drafters._head import HeadDrafter
 from slipstream.drafters._joint import JointDrafter
 from slipstream.drafters.base import Drafter
 from slipstream.errors import DamagedError, DrafterError, OptionError, StoreError
 from slipstream.heads import Head
 from slipstream.heads.check import check_head
-from slipstream.heads.drafting import HeadDrafter
 from slipstream.heads.registry import heads_for
 
 log = logging.getLogger("slipstream")

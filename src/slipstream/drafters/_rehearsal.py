@@ -14,14 +14,14 @@ from slipstream.budget.pilot import TRIAL, Pilot, Text
 from slipstream.drafters.base import DraftSession, Hidden, Seen
 from slipstream.request import Request
 from slipstream.sampling import Sampler, Sampling
-from slipstream.target.base import Want
-from slipstream.target.capture import Stopwatch
-from slipstream.target.timing import nonsense
+from slipstream.targets.base import Want
+from slipstream.targets.captured.recording import Stopwatch
+from slipstream.targets.timing import nonsense
 from slipstream.tree import TokenTree, fuse
 
 if TYPE_CHECKING:
     from slipstream.drafters.auto import AutoDrafter
-    from slipstream.target.steps import FixedStep
+    from slipstream.targets.captured.fixed_step import FixedStep
 
 
 @torch.inference_mode()

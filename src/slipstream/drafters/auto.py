@@ -16,12 +16,12 @@ from slipstream.drafters.base import Drafter, DraftSession, Proposal, Seen
 from slipstream.errors import OptionError
 from slipstream.kept import recall, remember
 from slipstream.request import Request
-from slipstream.target.capture import Stopwatch
-from slipstream.target.timing import costs_of, described
+from slipstream.targets.captured.recording import Stopwatch
+from slipstream.targets.timing import costs_of, described
 from slipstream.tree import TokenTree, fuse
 
 if TYPE_CHECKING:
-    from slipstream.target.steps import FixedStep
+    from slipstream.targets.captured.fixed_step import FixedStep
 
 
 class AutoDrafter(JointDrafter):

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from slipstream.budget.pilot import Choice
     from slipstream.datastores.live import Said
     from slipstream.request import Request
-    from slipstream.target.base import Target
-    from slipstream.target.steps import FixedStep
+    from slipstream.targets.base import Target
+    from slipstream.targets.captured.fixed_step import FixedStep
     from slipstream.tree import TokenTree
 
 

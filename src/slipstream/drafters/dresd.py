@@ -14,11 +14,11 @@ from torch import Tensor
 
 from slipstream.datastores.dense.device import DeviceFinder
 from slipstream.datastores.dense.finding import Asked, Finder, HostFinder
-from slipstream.datastores.dense.live import Own
-from slipstream.datastores.dense.manifest import Origin
+from slipstream.datastores.dense.live_vectors import Own
+from slipstream.datastores.dense.nearest import Drafts, Vectors
 from slipstream.datastores.dense.remote import RemoteFinder
-from slipstream.datastores.dense.search import Drafts, Vectors
-from slipstream.datastores.drafting import open_store
+from slipstream.datastores.dense.vector_manifest import Origin
+from slipstream.drafters._retrieval import open_store
 from slipstream.drafters.base import Drafter, DraftSession, Proposal, Seen
 from slipstream.drafters.rest import trial_folder
 from slipstream.errors import OptionError
@@ -27,7 +27,7 @@ from slipstream.tree import TokenTree
 if TYPE_CHECKING:
     from slipstream.budget import Budget
     from slipstream.request import Request
-    from slipstream.target.base import Target
+    from slipstream.targets.base import Target
 
 log = logging.getLogger("slipstream")
 
@@ -168,7 +168,7 @@ def tree_of(root: int, drafts: Drafts, depth: int) -> TokenTree:
 def embedded_answers(model: Any) -> str:
     """A small store, in a temporary folder, of a model's greedy answers, with their vectors."""
     from slipstream.datastores.dense.build import Settings, embed
-    from slipstream.datastores.store import Document, Store
+    from slipstream.datastores.durable.store import Document, Store
 
     folder = trial_folder()
     prompts = torch.arange(4, 8, device=model.device)[:, None]

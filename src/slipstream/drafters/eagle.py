@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from slipstream.drafters._eagle import FeatureDrafter, FeatureOptions
 from slipstream.heads.eagle import Eagle
-from slipstream.heads.features import FeatureDrafter, FeatureOptions
 from slipstream.heads.growth import Growth
 from slipstream.heads.ranks import FILE, assumed, read_tree, tune
 

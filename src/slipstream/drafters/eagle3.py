@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from slipstream.drafters._eagle import FeatureDrafter
 from slipstream.heads.eagle3 import Eagle3
-from slipstream.heads.features import FeatureDrafter
 
 
 class Eagle3Drafter(FeatureDrafter):

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from slipstream.drafters._beams import Carry, ChainDrafter
+from slipstream.drafters._head import HeadOptions, likeliest, pack, pack_first
 from slipstream.errors import OptionError
-from slipstream.heads.beams import Carry, ChainDrafter
-from slipstream.heads.drafting import HeadOptions, likeliest, pack, pack_first
 from slipstream.heads.medusa import Medusa
 from slipstream.heads.ranks import FILE, RankPath, assumed, check_tree, read_tree, tune
 
 if TYPE_CHECKING:
-    from slipstream.target.base import Target
+    from slipstream.targets.base import Target
 
 RANKS = 10  # of a tree that nobody measured
 

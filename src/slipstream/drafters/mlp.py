@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from slipstream.heads.beams import BeamDrafter, Carry
+from slipstream.drafters._beams import BeamDrafter, Carry
 from slipstream.heads.mlp import MLPSpeculator
 
 

@@ -18,7 +18,7 @@ from slipstream.tree import TokenTree
 if TYPE_CHECKING:
     from slipstream.budget import Budget
     from slipstream.request import Request
-    from slipstream.target import Target
+    from slipstream.targets import Target
 
 MODES = ("greedy", "sample", "beam")
 RIDE_ALONG = 16  # unread tokens up to this many are read together with the root
@@ -50,7 +50,7 @@ class DraftModel(Drafter):
     Options = DraftModelOptions
 
     def __init__(self, target: Target, tokenizer: Any, options: DraftModelOptions) -> None:
-        from slipstream.target import load_model, open_target
+        from slipstream.targets import load_model, open_target
 
         super().__init__(target, tokenizer, options)
         model, draft_tokenizer = options.draft_model, options.draft_tokenizer
@@ -79,7 +79,7 @@ class DraftModel(Drafter):
 
 class DraftModelSession(DraftSession):
     def __init__(self, drafter: DraftModel, request: Request) -> None:
-        from slipstream.target import Want
+        from slipstream.targets import Want
 
         self.draft, self.options, self.first = drafter.draft, drafter.options, drafter.first
         self.vocabulary = drafter.target.vocabulary

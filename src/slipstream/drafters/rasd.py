@@ -20,8 +20,8 @@ from slipstream.errors import OptionError
 from slipstream.tree import TokenTree, fuse
 
 if TYPE_CHECKING:
-    from slipstream.target.base import Target
-    from slipstream.target.steps import FixedStep
+    from slipstream.targets.base import Target
+    from slipstream.targets.captured.fixed_step import FixedStep
 
 WIDER = 4  # times a step's nodes that retrievers may propose: many of them are pruned, or the generator has them too
 

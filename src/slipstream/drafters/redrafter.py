@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from slipstream.heads.beams import BeamDrafter, BeamOptions, Carry
+from slipstream.drafters._beams import BeamDrafter, BeamOptions, Carry
 from slipstream.heads.redrafter import ReDrafter
 
 if TYPE_CHECKING:
-    from slipstream.target.base import Target
+    from slipstream.targets.base import Target
 
 
 class RecurrentDrafter(BeamDrafter):

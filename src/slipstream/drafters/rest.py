@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
-from slipstream.datastores.drafting import RetrievalSession, open_store
-from slipstream.datastores.search import Shape
+from slipstream.datastores.sparse.search import Shape
+from slipstream.drafters._retrieval import RetrievalSession, open_store
 from slipstream.drafters.base import Drafter, DraftSession
 from slipstream.errors import OptionError
 
@@ -72,7 +72,7 @@ def store_of_answers(model: Any, count: int = 4, length: int = 32) -> str:
     """A small store, in a temporary folder, of a model's greedy answers to prompts of one token."""
     import torch
 
-    from slipstream.datastores.store import Document, Store
+    from slipstream.datastores.durable.store import Document, Store
 
     folder = trial_folder()
     prompts = torch.arange(4, 4 + count, device=model.device)[:, None]

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from slipstream.datastores.drafting import RetrievalSession, open_store
 from slipstream.datastores.live import LiveText, Said
-from slipstream.datastores.runs import Runs, token_type
-from slipstream.datastores.search import Shape
+from slipstream.datastores.sparse.runs import Runs, token_type
+from slipstream.datastores.sparse.search import Shape
+from slipstream.drafters._retrieval import RetrievalSession, open_store
 from slipstream.drafters.base import Drafter, DraftSession
 from slipstream.errors import OptionError
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from slipstream.errors import DrafterError, OptionError
-from slipstream.target.ops import linear
+from slipstream.kernels.ops import linear
 
 FEW_ROWS = 64
 

@@ -10,12 +10,12 @@ from typing import Any
 
 from slipstream.errors import DrafterError
 from slipstream.heads.base import Head, Lender
+from slipstream.heads.checkpoint import find_folder, read_config
 from slipstream.heads.decoder import LayerConfig
 from slipstream.heads.eagle3 import Eagle3
-from slipstream.heads.files import find_folder, read_config
-from slipstream.heads.found import Found
 from slipstream.heads.layouts import blank_head, find_head
 from slipstream.heads.medusa import Medusa
+from slipstream.heads.published import Found
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from slipstream.errors import OptionError
 from slipstream.heads.base import Head, HeadConfig, Prediction, by_kernels, follow, later
 from slipstream.heads.keys import Look
 from slipstream.heads.rotary import Rotary, rotate
-from slipstream.target.standins import Part
+from slipstream.targets.captured.modules import Part
 
 # (b, heads, n, d), (b, kv, n, d), (b, kv, n, d) -> (b, w, heads, d) of the last w, those that look
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -287,7 +287,7 @@ class _MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.silu and by_kernels(x):
-            from slipstream.target.pieces import gated
+            from slipstream.kernels.layer_pieces import gated
 
             return self.down_proj(gated(_together((self.gate_proj, self.up_proj), x)))
         return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))

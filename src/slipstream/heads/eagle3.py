@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from slipstream.errors import DrafterError, OptionError
 from slipstream.heads.base import Lender, product
 from slipstream.heads.decoder import FeatureHead, FurtherLayer, Layer, LayerConfig, RMSNorm, layer_sizes
-from slipstream.target.states import final_norm
+from slipstream.targets.states import final_norm
 
 
 @dataclass(frozen=True, kw_only=True)

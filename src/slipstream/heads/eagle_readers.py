@@ -13,7 +13,7 @@ from torch import Tensor
 from slipstream.heads.configs import spell_speculators
 from slipstream.heads.eagle import Eagle, EagleConfig
 from slipstream.heads.eagle3 import Eagle3, Eagle3Config
-from slipstream.heads.found import EMBEDDING, OUTPUT, Found, Json, Tensors, absent, count, draft_ids, whole
+from slipstream.heads.published import EMBEDDING, OUTPUT, Found, Json, Tensors, absent, count, draft_ids, whole
 
 AUX = "eagle_aux_hidden_state_layer_ids"
 FULL, SLIDING = "full_attention", "sliding_attention"

@@ -10,8 +10,8 @@ import torch
 import triton  # type: ignore[import-not-found, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
 
-from slipstream.heads.drafting import FIRST
-from slipstream.target.overlap import overlap, wait_turn
+from slipstream.drafters._head import FIRST
+from slipstream.kernels.overlap import overlap, wait_turn
 
 # These decide who computes what, not the answer.
 BLOCK = 16  # nodes per program

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from slipstream.target.ops import attend, write_keys
+from slipstream.kernels.ops import attend, write_keys
 
 if TYPE_CHECKING:
     from slipstream.heads.decoder import LayerConfig
@@ -90,7 +90,7 @@ class KeyCache:
         """On a GPU attention needs scratch, and a replay must find it where it was: for a batch of at most that many
         drafted tokens at a time, at most that deep. The same numbers each time."""
         if self._device.type == "cuda" and batch not in self.scratch:
-            from slipstream.target.exact import scratch
+            from slipstream.kernels.exact_attention import scratch
 
             size = (batch, most, self._heads, self.capacity, depth, self.values.shape[3])
             depths = torch.arange(depth, dtype=torch.int32, device=self._device)
@@ -132,7 +132,7 @@ class Look:
 
     def turned(self, qkv: Tensor, positions: Tensor, frequencies: Tensor, scale: float) -> Tensor:
         """The same of all three side by side, (b, n, ·), which are rotated on the way."""
-        from slipstream.target.pieces import turn
+        from slipstream.kernels.layer_pieces import turn
 
         keys, values = self.cache.layers[self.layer]
         return self._mixed(turn(qkv, positions, frequencies, scale, keys, values, self.rows, self.columns, self._count))

@@ -11,8 +11,8 @@ import triton  # type: ignore[import-not-found, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
 from torch import Tensor
 
-from slipstream.target.overlap import overlap, wait_turn
-from slipstream.target.pieces import BLOCK, silu
+from slipstream.kernels.layer_pieces import BLOCK, silu
+from slipstream.kernels.overlap import overlap, wait_turn
 
 
 def _warps(width: int) -> int:

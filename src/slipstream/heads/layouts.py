@@ -18,12 +18,12 @@ from torch import Tensor
 
 from slipstream.errors import DrafterError, OptionError
 from slipstream.heads.base import Head, Lender
+from slipstream.heads.checkpoint import WEIGHTS, find_folder, read_config, read_tensors, write
 from slipstream.heads.configs import VERSION, published_config, speculators_config, spell_speculators
 from slipstream.heads.eagle3 import Eagle3
-from slipstream.heads.files import WEIGHTS, find_folder, read_config, read_tensors, write
-from slipstream.heads.found import EMBEDDING, Found, Tensors
 from slipstream.heads.medusa import Medusa
 from slipstream.heads.mlp import MLPSpeculator
+from slipstream.heads.published import EMBEDDING, Found, Tensors
 from slipstream.heads.readers import understand
 from slipstream.heads.redrafter import ReDrafter
 

@@ -7,8 +7,8 @@ import re
 import torch
 from torch import Tensor
 
-from slipstream.heads.found import Found, Json, Tensors, check_ids, count, whole
 from slipstream.heads.medusa import Medusa, MedusaConfig
+from slipstream.heads.published import Found, Json, Tensors, check_ids, count, whole
 
 NAMES = r"(medusa_heads?\.)?(\d+\.\d+\.linear|blocks\.\d+\.layers\.\d+)\."  # of a block's tensors
 

@@ -12,10 +12,10 @@ import torch
 from slipstream.errors import DrafterError
 from slipstream.heads.configs import VERSION
 from slipstream.heads.eagle_readers import read_eagle, read_eagle3, read_speculators, read_speculators_eagle
-from slipstream.heads.found import Found, Json, Tensors, count, draft_ids, whole
 from slipstream.heads.medusa_reader import NAMES as MEDUSA
 from slipstream.heads.medusa_reader import read_medusa
 from slipstream.heads.mlp import MLPConfig, MLPSpeculator
+from slipstream.heads.published import Found, Json, Tensors, count, draft_ids, whole
 from slipstream.heads.redrafter import ReDrafter, ReDrafterConfig
 
 

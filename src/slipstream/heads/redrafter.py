@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from slipstream.errors import OptionError
 from slipstream.heads.base import Head, HeadConfig, Lender, Prediction, Residual, by_kernels, follow, later, product
-from slipstream.target.ops import linear
+from slipstream.kernels.ops import linear
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from slipstream.converted import cache_folder
 from slipstream.errors import DrafterError
-from slipstream.files import write_text
 from slipstream.heads.base import Lender
-from slipstream.heads.files import CONFIG, read_config
+from slipstream.heads.checkpoint import CONFIG, read_config
+from slipstream.loading.converted import cache_folder
+from slipstream.user_files import write_text
 
 SHIPPED = Path(__file__).parent / "shipped"  # <kind>/: heads for the embedded model
 SAMPLE = 16  # numbers of each tensor: training changes nearly all of them, so a few tell models apart

@@ -11,7 +11,7 @@ from typing import Any
 
 from slipstream import colours
 from slipstream.errors import OptionError
-from slipstream.files import write_text
+from slipstream.user_files import write_text
 
 FORMAT, VERSION = "slipstream-trace", 1
 SCRIPTS = ("runs.js", "answer.js", "timeline.js", "step.js", "play.js", "page.js")  # one after another they are one

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import OptionError
-from slipstream.target.loading import to_device
+from slipstream.loading.models import to_device
 
 
 class Processes:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slipstream.datastores.records import _json_array, _json_lines, _messages, _parquet, _shape
-from slipstream.datastores.sources import Source, find_sources
+from slipstream.datastores.ingest.records import _json_array, _json_lines, _messages, _parquet, _shape
+from slipstream.datastores.ingest.sources import Source, find_sources
 from slipstream.errors import OptionError
 
 LAYOUTS = {

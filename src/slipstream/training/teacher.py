@@ -9,8 +9,8 @@ from torch import Tensor
 
 from slipstream.errors import ModelError
 from slipstream.heads.base import Head
-from slipstream.target.states import asked_states
-from slipstream.target.trees import input_device, unwrapped
+from slipstream.targets.states import asked_states
+from slipstream.targets.trees import input_device, unwrapped
 
 
 class Teacher:

@@ -20,11 +20,11 @@ import torch
 from numpy.typing import NDArray
 
 from slipstream.datastores.dense import index
-from slipstream.datastores.dense.files import Mapped
-from slipstream.datastores.dense.manifest import FOLDER, NAME, Manifest, Origin, read_manifest, write_manifest
+from slipstream.datastores.dense.arrays import Mapped
 from slipstream.datastores.dense.reading import Here, Load, Processes, Reader
 from slipstream.datastores.dense.texts import Texts
 from slipstream.datastores.dense.transform import Moments, Transform
+from slipstream.datastores.dense.vector_manifest import FOLDER, NAME, Manifest, Origin, read_manifest, write_manifest
 from slipstream.datastores.dense.vectors import (
     TRANSFORM,
     Chunk,
@@ -40,9 +40,9 @@ from slipstream.datastores.dense.vectors import (
     write_part,
     write_transform,
 )
-from slipstream.datastores.lock import Lock
-from slipstream.datastores.sort import Tokens
-from slipstream.datastores.store import Store
+from slipstream.datastores.durable.lock import Lock
+from slipstream.datastores.durable.store import Store
+from slipstream.datastores.sparse.sort import Tokens
 from slipstream.errors import DamagedError, OptionError, StoreError
 
 log = logging.getLogger("slipstream")

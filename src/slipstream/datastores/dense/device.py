@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from slipstream.datastores.dense.finding import Asked, Finder
-from slipstream.datastores.dense.live import MOST
-from slipstream.datastores.dense.search import Drafts, Found, Vectors, View
+from slipstream.datastores.dense.live_vectors import MOST
+from slipstream.datastores.dense.nearest import Drafts, Found, Vectors, View
 from slipstream.datastores.dense.transform import Transform
-from slipstream.target.captured import Captured
-from slipstream.target.graphs import BATCHES, bucket
+from slipstream.targets.captured.function import Captured
+from slipstream.targets.captured.graph_target import BATCHES, bucket
 
 NONE = -(1 << 63)  # no row
 

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from slipstream.datastores.dense.live import Own
-from slipstream.datastores.dense.search import Drafts, Vectors
+from slipstream.datastores.dense.live_vectors import Own
+from slipstream.datastores.dense.nearest import Drafts, Vectors
 from slipstream.datastores.dense.transform import Transform
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from slipstream.datastores.dense.files import AGAIN, Mapped, writing
+from slipstream.datastores.dense.arrays import AGAIN, Mapped, writing
 from slipstream.datastores.dense.vectors import Half, Part
 from slipstream.errors import DamagedError
 

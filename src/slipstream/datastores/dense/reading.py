@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from slipstream.datastores.dense.manifest import Origin
 from slipstream.datastores.dense.transform import Transform
+from slipstream.datastores.dense.vector_manifest import Origin
 from slipstream.datastores.dense.vectors import keys_of
-from slipstream.datastores.sort import Tokens, cores
+from slipstream.datastores.sparse.sort import Tokens, cores
 from slipstream.errors import StoreError
-from slipstream.target.trees import context_length, input_device, unwrapped
+from slipstream.targets.trees import context_length, input_device, unwrapped
 
 Load = Callable[[], Any]  # gives a model; for several workers, one that can be sent to another process
 Window = tuple[int, int, int, int]  # which document, from which token to which, and the first whose state is kept

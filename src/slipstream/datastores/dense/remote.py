@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.datastores.dense.finding import Asked, Finder
-from slipstream.datastores.dense.manifest import Origin
-from slipstream.datastores.dense.search import Drafts, Found, Vectors, View
+from slipstream.datastores.dense.nearest import Drafts, Found, Vectors, View
 from slipstream.datastores.dense.transform import Transform
+from slipstream.datastores.dense.vector_manifest import Origin
 from slipstream.errors import OptionError, StoreError
 
 LENGTH = 32  # tokens kept with each vector

@@ -15,7 +15,7 @@ import triton  # type: ignore[import-not-found, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
 
 from slipstream.datastores.dense.transform import EPSILON, Transform
-from slipstream.target.overlap import overlap, wait_turn
+from slipstream.kernels.overlap import overlap, wait_turn
 
 # These decide who computes what, not the answer.
 PARTS = 16  # programs that make one query

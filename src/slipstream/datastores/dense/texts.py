@@ -14,9 +14,9 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from slipstream.datastores.pages import PAGE, page_sums, xxh64
-from slipstream.datastores.runs import Run, Runs
-from slipstream.datastores.sort import DEPTH, Tokens, separator
+from slipstream.datastores.durable.pages import PAGE, page_sums, xxh64
+from slipstream.datastores.sparse.runs import Run, Runs
+from slipstream.datastores.sparse.sort import DEPTH, Tokens, separator
 from slipstream.errors import DamagedError
 
 

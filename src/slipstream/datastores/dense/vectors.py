@@ -19,10 +19,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from slipstream.datastores.dense.files import AGAIN, Mapped, Plan, writing
-from slipstream.datastores.dense.manifest import NAME, Entry, Manifest
+from slipstream.datastores.dense.arrays import AGAIN, Mapped, Plan, writing
 from slipstream.datastores.dense.transform import Transform
-from slipstream.datastores.pages import checksum
+from slipstream.datastores.dense.vector_manifest import NAME, Entry, Manifest
+from slipstream.datastores.durable.pages import checksum
 from slipstream.errors import DamagedError
 
 TRANSFORM = "transform.vec"

@@ -1,0 +1,154 @@
+"""The manifest of a store's vectors: whose states they are, and which parts count. It is replaced as a whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slipstream.datastores.durable.manifest import fits
+from slipstream.datastores.durable.pages import checksum
+from slipstream.datastores.durable.segment import sync_folder
+from slipstream.errors import DamagedError, DrafterError, StoreError
+
+FOLDER, NAME = "dense", "dense.json"
+FORMAT = 2
+READABLE = (1, 2)  # format 1 has no ids
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Whose states the vectors were made from."""
+
+    model: str  # its name, for messages: the weights decide
+    weights: str  # a digest of some of every weight
+    dtype: str
+    layer: int  # numbered as in `Want.layers`: the last, which the output matrix reads
+    hidden: int  # numbers of a state
+
+    @classmethod
+    def of(cls, model: Any) -> Origin:
+        text = model.config.get_text_config()
+        some = [_some(p) for _, p in sorted(model.named_parameters())]
+        return cls(
+            model=getattr(model.config, "_name_or_path", "") or type(model).__name__,
+            weights=f"{checksum(torch.cat(some).cpu().numpy()):016x}",
+            dtype=str(model.dtype).removeprefix("torch."),
+            layer=int(text.num_hidden_layers),
+            hidden=int(model.get_output_embeddings().weight.shape[1]),
+        )
+
+    def __str__(self) -> str:
+        return f"{self.model} ({self.dtype}, layer {self.layer}, weights {self.weights})"
+
+
+def _some(parameter: torch.Tensor) -> torch.Tensor:
+    flat = parameter.detach().reshape(-1)
+    return flat[:: max(1, len(flat) // 16)][:16].float()
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A part."""
+
+    name: str
+    collection: str
+    documents: int
+    vectors: int
+    bytes: int
+    sum: str = ""  # of its header, which has the sums of all else; empty in format 1
+
+
+@dataclass(frozen=True)
+class Manifest:
+    origin: Origin
+    vocabulary: int  # of the store
+    dims: int
+    window: int  # tokens that the model read at a time
+    overlap: int  # tokens that a window repeats of the one before
+    parts: tuple[Entry, ...] = ()
+    next: int = 1  # number of the next part
+    store: str = ""  # the id of the store whose text these are vectors of
+    transform: str = ""  # the sum of the header of the transform that made them; empty: there is none yet
+
+    def expect(self, folder: Path, origin: Origin) -> None:
+        """Raise if the vectors came from another model than this one."""
+        ours, theirs = self.origin, origin
+        if (ours.weights, ours.dtype, ours.layer) != (theirs.weights, theirs.dtype, theirs.layer):
+            raise DrafterError(
+                f"the vectors in {folder} were made from states of {ours}, and this is {theirs}: load that model in "
+                f"that precision, or delete {folder} and run `slipstream store embed` with this one"
+            )
+
+    def belongs(self, folder: Path, store: str) -> None:
+        """Raise if these are vectors of another store's text."""
+        if self.store and store and self.store != store:
+            raise StoreError(
+                f"{folder} was made for another store: delete it, and run `slipstream store embed {folder.parent}`"
+            )
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    body = {"format": FORMAT, **asdict(manifest)}
+    made = folder / (NAME + ".making")
+    with made.open("w", encoding="utf-8") as file:
+        file.write(json.dumps({**body, "checksum": _sum(body)}, indent=1))
+        file.flush()
+        os.fsync(file.fileno())
+    made.rename(folder / NAME)
+    sync_folder(folder)
+
+
+def manifest_bytes(folder: Path) -> bytes:
+    try:
+        return (folder / NAME).read_bytes()
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise StoreError(
+            f"{folder.parent} has no vectors: `slipstream store embed {folder.parent} --model …` makes them"
+        ) from error
+
+
+def read_manifest(folder: Path, data: bytes | None = None) -> Manifest:
+    """data: its bytes, where they were read before."""
+    try:
+        body = json.loads(manifest_bytes(folder) if data is None else data)
+        told = body.pop("checksum")
+        if told != _sum(body):
+            raise ValueError("its checksum is wrong")
+        found = body.pop("format")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DamagedError(
+            f"{folder / NAME} is damaged ({error}): delete {folder}, and `slipstream store embed` makes it anew"
+        ) from error
+    if found not in READABLE:
+        raise StoreError(f"{folder / NAME} has format {found}, this version reads {FORMAT}: update slipstream")
+    try:
+        parts = tuple(Entry(**entry) for entry in body.pop("parts"))
+        manifest = Manifest(Origin(**body.pop("origin")), parts=parts, **body)
+        fits(manifest, _SHAPE)
+        fits(manifest.origin, {n: str if n in ("model", "weights", "dtype") else int for n in _ORIGIN})
+        names = [p.name for p in parts]
+        if not all(map(PART.fullmatch, names)) or len(set(names)) < len(names) or min(manifest.dims, manifest.next) < 1:
+            raise ValueError("it names files that can't be its own")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DamagedError(
+            f"{folder / NAME} is damaged ({error}): delete {folder}, and `slipstream store embed` makes it anew"
+        ) from error
+    return manifest
+
+
+PART = re.compile(r"\d{8,20}\.part")
+_ORIGIN = ("model", "weights", "dtype", "layer", "hidden")
+_SHAPE: dict[str, Any] = {
+    "vocabulary": int, "dims": int, "window": int, "overlap": int, "next": int, "store": str, "transform": str,
+    "parts": {"name": str, "collection": str, "documents": int, "vectors": int, "bytes": int, "sum": str},
+}  # fmt: skip
+
+
+def _sum(body: dict[str, Any]) -> str:
+    return f"{checksum(json.dumps(body, sort_keys=True).encode()):016x}"

@@ -1,0 +1,41 @@
+"""Reading all of a store's vectors: what is wrong with them, in words."""
+
+from __future__ import annotations
+
+from slipstream.datastores.dense.arrays import Mapped
+from slipstream.datastores.dense.vector_manifest import FOLDER, NAME, read_manifest
+from slipstream.datastores.dense.vectors import Part, read_transform
+from slipstream.datastores.durable.mapping import watching
+from slipstream.datastores.durable.store import Store
+from slipstream.errors import StoreError
+
+
+def verify_vectors(store: Store) -> list[str]:
+    folder = store.folder / FOLDER
+    if not (folder / NAME).exists():
+        left = sorted(p.name for p in folder.iterdir() if p.suffix in (".part", ".vec", ".chunk"))
+        return (
+            [f"{folder} has {', '.join(left[:5])} but no {NAME}: delete it, and embed the store again"] if left else []
+        )
+    wrong = []
+    manifest = read_manifest(folder)
+    checks = [lambda: manifest.belongs(folder, store.manifest.id), lambda: read_transform(folder, manifest)]
+    for check in checks:
+        try:
+            check()
+        except StoreError as error:
+            wrong.append(str(error))
+    for entry in manifest.parts:
+        try:
+            with watching(folder / entry.name):
+                Part(folder, manifest, entry).verify()
+        except FileNotFoundError:
+            wrong.append(f"{folder / entry.name} is gone: `slipstream store embed` makes it anew")
+        except StoreError as error:
+            wrong.append(str(error))
+    for path in sorted(folder.glob("*.graph")):
+        try:
+            Mapped(path).verify()
+        except StoreError as error:
+            wrong.append(str(error))
+    return wrong

@@ -1,0 +1,305 @@
+"""The write-ahead log: what was appended to or removed from a store and is not yet in a segment. The bytes are
+specified in docs/store-format.md.
+
+A record is acknowledged once it is on the disk; only then the acknowledged length in the header grows, and after it
+that of the witness, a file beside the log. So a torn record behind that length is one nobody was promised, and a
+damaged one before it is an error, never a silent loss. Beside a writer, readers stop at that length: what lies behind
+may yet be taken back, if the disk is full.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from slipstream.datastores.durable.names import ENCODING
+from slipstream.datastores.durable.pages import PAGE, checksum, xxh64
+from slipstream.datastores.durable.segment import sync_folder
+from slipstream.datastores.durable.witness import ODD, SLOTS, Place, Witness
+from slipstream.errors import DamagedError, StoreError
+
+MAGIC, OLD_MAGIC = b"SLIPLOG2", b"SLIPLOG1"
+HEADER = struct.Struct("<8s8s8sQQ")  # magic, the store's id, the log's id, the store's generation, XXH64 of these
+RECORD = struct.Struct("<4sIQ")  # mark, payload bytes, XXH64 of the payload, seeded with log and offset
+MARK = b"\xa5SLR"
+NONE, DOCUMENT, REMOVE, COMPLETE, READ = 0, 1, 2, 3, 4
+PREFIX = struct.Struct("<BHH")  # kind, bytes of the collection's name, bytes of the source's name
+FILE = struct.Struct("<qq")  # size and time of change of a source that was read to its end
+PROGRESS = struct.Struct("<qqqq")  # the same of one that is being read, texts of it that were read, tokens of the next
+UNSYNCED = 1 << 26  # bytes that a bulk append may leave to be synced later
+
+
+@dataclass(frozen=True)
+class Record:
+    kind: int
+    collection: str
+    source: str
+    body: bytes | memoryview = b""
+
+    def payload(self) -> bytes:
+        collection, source = self.collection.encode(*ENCODING), self.source.encode(*ENCODING)
+        return PREFIX.pack(self.kind, len(collection), len(source)) + collection + source + self.body
+
+
+@dataclass(frozen=True)
+class Head:
+    """Which log a file is. A log of format 1 does not say."""
+
+    store: str = ""  # 16 hex digits
+    log: str = ""
+    generation: int = 0  # of the manifest when it was made; 0: a repair made it of other files
+
+    def page(self) -> bytearray:
+        page = bytearray(PAGE)
+        start = struct.pack("<8s8s8sQ", MAGIC, bytes.fromhex(self.store), bytes.fromhex(self.log), self.generation)
+        page[: HEADER.size] = start + struct.pack("<Q", checksum(start))
+        return page
+
+    @classmethod
+    def parse(cls, page: bytes) -> Head | None:
+        if page[:8] == OLD_MAGIC:
+            return cls()
+        if len(page) < HEADER.size:
+            return None
+        magic, store, log, generation, told = HEADER.unpack_from(page)
+        whole = magic == MAGIC and checksum(page[: HEADER.size - 8]) == told and generation < 1 << 62
+        return cls(store.hex(), log.hex(), generation) if whole else None
+
+
+class LogWriter:
+    """Appends to one log file. What it synced is on the disk, and acknowledged."""
+
+    def __init__(self, path: Path, place: Place) -> None:
+        self.path, self.place, self._synced = path, place, place
+        self._witness: tuple[Witness, int] | None = None
+        self._in_doubt = False  # the disk refused a sync: what was to be synced may be lost
+        self._file = os.open(path, os.O_RDWR)
+        page = os.pread(self._file, PAGE, 0)
+        head = Head.parse(page)
+        assert head is not None, "its records were read before"
+        self.head = head
+        slots = _read_slots(page)
+        self._turn = slots.index(min(slots))
+        os.ftruncate(self._file, place.length)  # what lies behind is a record that was never acknowledged
+        os.fdatasync(self._file)  # what lies before may not have been either, but will be seen from now on
+        self._acknowledge(place)
+
+    @classmethod
+    def create(cls, path: Path, head: Head) -> LogWriter:
+        made = path.with_suffix(".making")
+        page, slot = head.page(), _slot(PAGE)
+        for at in SLOTS:
+            page[at : at + len(slot)] = slot
+        with made.open("wb") as file:
+            file.write(page)
+            file.flush()
+            os.fsync(file.fileno())
+        made.rename(path)
+        sync_folder(path.parent)
+        return cls(path, Place())
+
+    @property
+    def doubtful(self) -> bool:
+        return self._in_doubt
+
+    def append(self, records: Iterable[Record], sync: bool = True) -> None:
+        """All of them durable, or an error and none of them acknowledged. Without sync they may become so later: in
+        bulk, waiting for the disk at every turn would be most of the time."""
+        if self._in_doubt:
+            raise StoreError(
+                f"{self.path}: the disk failed, and what was added in bulk may be lost: open the store again"
+            )
+        start, place, pieces = self.place.length, self.place, []
+        for record in records:
+            payload = record.payload()
+            told = checksum(payload, int(_seed(self.head, place.length)))
+            pieces += [RECORD.pack(MARK, len(payload), told), payload]
+            place = place.after(place.length + RECORD.size + len(payload), told)
+        data = b"".join(pieces)
+        try:
+            written = 0
+            while written < len(data):
+                written += os.pwrite(self._file, memoryview(data)[written:], start + written)
+            if sync or place.length - self._synced.length > UNSYNCED:
+                self._sync(place)
+        except OSError as error:
+            self._in_doubt = self._synced.length < start
+            with suppress(OSError):  # else a whole record of a failed batch could be taken for one that was added
+                os.ftruncate(self._file, start)
+            raise StoreError(f"{self.path}: nothing was added, since writing failed: {error}") from error
+        self.place = place
+
+    def enter(self, witness: Witness, generation: int) -> None:
+        """The manifest of this generation names this log, which is durable: the witness may say so."""
+        self._witness = witness, generation
+        witness.say(generation, self.head.log, self._synced)
+
+    def _sync(self, place: Place) -> None:
+        os.fdatasync(self._file)
+        self._acknowledge(place)
+        self._synced = place
+
+    def _acknowledge(self, place: Place) -> None:
+        """The records are on the disk, whether or not there is room to say so: then the next time says it."""
+        with suppress(OSError):
+            os.pwrite(self._file, _slot(place.length), SLOTS[self._turn])
+            self._turn = 1 - self._turn
+            if self._witness is not None:
+                witness, generation = self._witness
+                witness.say(generation, self.head.log, place)
+
+    def close(self, sync: bool = True) -> None:
+        if sync and self._synced != self.place and not self._in_doubt:
+            self._sync(self.place)
+        os.close(self._file)
+
+
+# ---- reading
+
+START = Place()
+
+
+@dataclass(frozen=True, eq=False)
+class LogRead:
+    """What is in a log."""
+
+    head: Head
+    records: list[Record]
+    place: Place  # where the last of them ends
+    acknowledged: int  # bytes, as far as the log itself knows
+
+
+def read_log(path: Path, start: Place = START, beyond: bool = False) -> LogRead:
+    """Every acknowledged record from a place on. beyond: also what is whole behind them: after a power failure the
+    acknowledged length may be that of a moment before. Only where no writer may take it back."""
+    with path.open("rb") as file:
+        for _ in range(3):  # a writer may just be writing a slot
+            page = os.pread(file.fileno(), PAGE, 0)  # before the records: it may only grow meanwhile
+            slots = _read_slots(page)
+            sure, promised = min(slots) > 0, max(slots)
+            if sure:
+                break
+        head = Head.parse(page)
+        if promised < PAGE or head is None:
+            raise DamagedError(
+                f"{path} does not begin with the header of a log: `slipstream store repair` keeps its records"
+            )
+        size = os.fstat(file.fileno()).st_size
+        file.seek(start.length)
+        # No further for readers: a bulk append leaves much behind that, to be read in vain at every refresh.
+        data = file.read(max(0, min(promised, size) - start.length) if sure and not beyond else -1)
+        size = max(size, start.length + len(data))  # it may have grown meanwhile
+    spans, total = _whole_records(np.frombuffer(data, np.uint8), start.length, _seed(head), np.uint64(start.sum))
+    end = start.length + (int(spans[-1, 1]) if len(spans) else 0)
+    # With one slot lost, more may have been promised than is known: then nothing may be left over.
+    if end < promised or (not sure and end != size):
+        raise DamagedError(
+            f"{path}: the record at byte {end} is damaged or missing, and {promised} bytes were acknowledged; "
+            "`slipstream store repair` keeps the others"
+        )
+    return LogRead(head, _parsed(data, spans), Place(end, int(total)), promised)
+
+
+def sum_at(path: Path, length: int) -> int | None:
+    """What the records up to a length add up to; None: none ends there."""
+    with path.open("rb") as file:
+        head = Head.parse(file.read(PAGE))
+        data = file.read(max(0, min(length, os.fstat(file.fileno()).st_size) - PAGE))
+    if head is None:
+        return None
+    spans, total = _whole_records(np.frombuffer(data, np.uint8), PAGE, _seed(head), np.uint64(0))
+    end = PAGE + (int(spans[-1, 1]) if len(spans) else 0)
+    return int(total) if end == length else None
+
+
+def salvage_log(path: Path, log: str = "", acknowledged: int = 0) -> tuple[list[Record], int]:
+    """Every record that is whole, wherever it stands, and how many bytes are lost, as far as that is known. log: its
+    id, should its header not tell. acknowledged: how many bytes it had, by another file."""
+    data = path.read_bytes()
+    head = Head.parse(data[:PAGE]) or Head(log=log)
+    view = np.frombuffer(data, np.uint8)
+    acknowledged = max(acknowledged, *_read_slots(data[:PAGE]))
+    found, at, lost = list[Record](), PAGE, max(0, acknowledged - max(len(data), PAGE))
+    while at < len(data):
+        spans, _ = _whole_records(view[at:], at, _seed(head), np.uint64(0))
+        if len(spans):
+            found += _parsed(data[at:], spans)
+            at += int(spans[-1, 1])
+        else:
+            following = data.find(MARK, at + 1) if MARK in data[at + 1 :] else len(data)
+            lost += following - at
+            at = following
+    return found, lost
+
+
+def _parsed(data: bytes, spans: NDArray[np.int64]) -> list[Record]:
+    view, known, records = memoryview(data), dict[bytes, str](), []
+    for start, end in spans.tolist():
+        kind, a, b = PREFIX.unpack_from(view, start)
+        at = start + PREFIX.size
+        names = [bytes(view[at : at + a]), bytes(view[at + a : at + a + b])]
+        for name in names:  # the same string for all records of a source: there may be millions
+            if name not in known:
+                try:
+                    known[name] = name.decode(*ENCODING)
+                except UnicodeDecodeError:
+                    known[name], kind = "", NONE
+        records.append(Record(kind, known[names[0]], known[names[1]], view[at + a + b : end]))
+    return records
+
+
+@njit(cache=True, nogil=True)
+def _whole_records(data, offset, seed, total):  # type: ignore[no-untyped-def]
+    """(records, 2) where the payload of each begins and ends, up to the first that is not whole; data[0] is byte
+    `offset` of the file. And the sum of `Place`."""
+    spans, count, at = np.empty((16, 2), np.int64), 0, np.int64(0)
+    while at + 16 <= len(data):
+        length, told = np.int64(0), np.uint64(0)
+        for i in range(4):
+            length |= np.int64(data[at + 4 + i]) << np.int64(8 * i)
+        for i in range(8):
+            told |= np.uint64(data[at + 8 + i]) << np.uint64(8 * i)
+        mark = data[at] == 0xA5 and data[at + 1] == 0x53 and data[at + 2] == 0x4C and data[at + 3] == 0x52
+        start, end = at + 16, at + 16 + length
+        if not mark or length < 5 or end > len(data):
+            break
+        names = np.int64(data[start + 1]) + 256 * np.int64(data[start + 2])
+        names += np.int64(data[start + 3]) + 256 * np.int64(data[start + 4])
+        if names + 5 > length or xxh64(data[start:end], np.uint64(offset + at) + seed) != told:
+            break
+        if count == len(spans):
+            more = np.empty((2 * count, 2), np.int64)
+            more[:count] = spans
+            spans = more
+        spans[count, 0], spans[count, 1] = start, end
+        total = total * np.uint64(ODD) + told
+        count += 1
+        at = end
+    return spans[:count], total
+
+
+def _seed(head: Head, offset: int = 0) -> np.uint64:
+    """What a record's checksum starts from: its place, in this log and no other."""
+    return np.uint64((int(head.log or "0", 16) + offset) % (1 << 64))
+
+
+def _slot(length: int) -> bytes:
+    number = struct.pack("<Q", length)
+    return number + struct.pack("<Q", checksum(number))
+
+
+def _read_slots(page: bytes) -> list[int]:
+    """The acknowledged lengths in a log's first page, 0 for one that is damaged."""
+    found = []
+    for at in SLOTS:
+        number, told = page[at : at + 8], page[at + 8 : at + 16]
+        found.append(struct.unpack("<Q", number)[0] if told == struct.pack("<Q", checksum(number)) else 0)
+    return found

@@ -1,0 +1,160 @@
+"""The manifest of a store: which files make it up, each by its name and by what it is. It is replaced as a whole, so a
+store is always in one state or the next, never between.
+
+A copy lies beside it. It is only read to repair a store whose manifest is damaged, and to notice a manifest that is
+older: nothing else knows the vocabulary of a young store, or what was removed and is still in a segment.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from slipstream.datastores.durable.names import LOG, SEGMENT
+from slipstream.datastores.durable.pages import checksum
+from slipstream.datastores.durable.segment import sync_folder
+from slipstream.datastores.sparse.runs import token_type
+from slipstream.errors import DamagedError, StoreError
+
+FORMAT = 2
+READABLE = (1, 2)  # a store of format 1 has no ids; the next writer gives it some
+NAME = "store.json"
+COPY = "store.copy.json"
+HUGE = 1 << 62  # no number in a file is so large
+MOST = (1 << 32) - 1  # ids of a vocabulary: the largest number of 32 bits separates documents
+
+
+def new_id() -> str:
+    return os.urandom(8).hex()
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A segment of the store."""
+
+    name: str
+    collection: str
+    tokens: int
+    documents: int
+    bytes: int
+    sum: str = ""  # of its header, which has the sums of all else; empty in format 1
+    removed: tuple[str, ...] = ()  # sources whose documents don't count any more
+
+
+@dataclass(frozen=True)
+class Manifest:
+    tokenizer: str  # fingerprint; empty if the store was made from bare token ids
+    vocabulary: int
+    log: str
+    next: int = 1  # number of the next file
+    segments: tuple[Entry, ...] = ()
+    notes: dict[str, Any] = field(default_factory=dict)  # how the text was made, for whoever reads it
+    id: str = ""  # of the store: 16 hex digits
+    generation: int = 0  # how often it was replaced
+    log_id: str = ""
+    gone: tuple[tuple[str, str], ...] = ()  # files whose content is in others, with their ids: they may be deleted
+
+    def __post_init__(self) -> None:
+        """Whatever a file says must be possible: names become paths, numbers sizes."""
+        if not 1 <= self.vocabulary <= MOST:
+            raise StoreError(f"vocabulary is {self.vocabulary}: there are 1 to {MOST} ids")
+        names = [self.log, *(e.name for e in self.segments)]
+        if not LOG.fullmatch(names[0]) or not all(map(SEGMENT.fullmatch, names[1:])) or len(set(names)) < len(names):
+            raise ValueError("it names files that can't be this store's")
+        if any(len(x) != 16 or int(x, 16) < 0 for x in (self.id, self.log_id) if x) or bool(self.id) != bool(
+            self.log_id
+        ):
+            raise ValueError("its ids are none")
+        if min([self.next, self.generation, *(n for e in self.segments for n in (e.tokens, e.documents))]) < 0:
+            raise ValueError("it has negative numbers")
+
+    @property
+    def width(self) -> int:
+        """Bits of a token."""
+        return token_type(self.vocabulary).itemsize * 8
+
+    def named(self) -> tuple[str, Manifest]:
+        """A number for a new file, and the manifest that knows it is taken."""
+        return f"{self.next:08d}", replace(self, next=self.next + 1)
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Durable when this returns. Only then may files go that it doesn't name: a crash can leave the copy one state
+    behind, and then that state must be whole."""
+    body = {"format": FORMAT, "width": manifest.width, **asdict(manifest)}
+    text = json.dumps({**body, "checksum": _sum(body)}, indent=1).encode()
+    for name in (NAME, COPY):
+        write_whole(folder / name, text)
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    made = path.with_name(path.name + ".making")
+    with made.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    made.rename(path)
+    sync_folder(path.parent)
+
+
+def manifest_bytes(folder: Path, name: str = NAME) -> bytes:
+    """Differs whenever the manifest does, which times and inodes of the file need not."""
+    try:
+        return (folder / name).read_bytes()
+    except PermissionError as error:
+        raise StoreError(f"{folder / name} can't be read: {error.strerror}") from error
+    except OSError as error:
+        if name == NAME and (folder / COPY).exists():
+            raise DamagedError(f"{folder} has lost its {name}: `slipstream store repair` makes it anew") from error
+        there = "no such folder" if not folder.is_dir() else f"it has no {name}"
+        raise StoreError(
+            f"{folder} is no datastore: {there}; `slipstream store build … --out {folder}` makes one"
+        ) from error
+
+
+def read_manifest(folder: Path, name: str = NAME) -> Manifest:
+    return parse_manifest(folder / name, manifest_bytes(folder, name))
+
+
+def parse_manifest(path: Path, data: bytes) -> Manifest:
+    try:
+        body = json.loads(data)
+        told = body.pop("checksum")
+        if told != _sum(body):
+            raise ValueError("its checksum is wrong")
+        if body["format"] not in READABLE:
+            raise StoreError(f"{path} has format {body['format']}, this version reads {FORMAT}: update slipstream")
+        del body["format"], body["width"]
+        segments = tuple(Entry(**{**e, "removed": tuple(e["removed"])}) for e in body.pop("segments"))
+        gone = tuple((str(name), str(id)) for name, id in body.pop("gone", ()))
+        manifest = Manifest(**body, segments=segments, gone=gone)
+        fits(manifest, _SHAPE)
+        return manifest
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DamagedError(f"{path} is damaged: {error}; `slipstream store repair` makes it anew") from error
+
+
+_SHAPE: dict[str, Any] = {
+    "tokenizer": str, "vocabulary": int, "log": str, "next": int, "notes": dict, "id": str, "generation": int,
+    "log_id": str, "gone": tuple,
+    "segments": {"name": str, "collection": str, "tokens": int, "documents": int, "bytes": int, "sum": str,
+                 "removed": tuple},
+}  # fmt: skip
+
+
+def fits(value: Any, shape: dict[str, Any]) -> None:
+    """Raise if something that was read is of another type than it must be."""
+    for name, kind in shape.items():
+        found = getattr(value, name)
+        if isinstance(kind, dict):
+            for one in found:
+                fits(one, kind)
+        elif type(found) is not kind or (kind is int and abs(found) >= HUGE):
+            raise ValueError(f"its {name} is {str(found)[:80]!r}")
+
+
+def _sum(body: dict[str, Any]) -> str:
+    return f"{checksum(json.dumps(body, sort_keys=True).encode()):016x}"

@@ -1,0 +1,211 @@
+"""Which of the files in a store's folder make up the store: those of the newest manifest that is whole, or of the files
+themselves where they are newer than that, or where there is none."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from slipstream.datastores.durable.log import Head, Record, read_log
+from slipstream.datastores.durable.manifest import COPY, NAME, Entry, Manifest, new_id, read_manifest
+from slipstream.datastores.durable.names import LOG, SEGMENT
+from slipstream.datastores.durable.pages import PAGE
+from slipstream.datastores.durable.salvage import any_header, header_sum
+from slipstream.datastores.durable.segment import Segment
+from slipstream.datastores.sparse.sort import DEPTH
+from slipstream.errors import DamagedError, StoreError
+
+
+@dataclass
+class Findings:
+    """What is found out on the way."""
+
+    folder: Path
+    manifest: Manifest
+    logs: dict[str, set[str]]  # that are to be read, and the collections to leave out of each
+    records: list[Record] = field(default_factory=list)  # of the logs
+    sentences: list[str] = field(default_factory=list)
+    aside: list[Path] = field(default_factory=list)
+    again: set[tuple[str, str]] = field(default_factory=set)  # collections and sources of which documents were lost
+    lost: int = 0
+
+    def name(self) -> str:
+        number, self.manifest = self.manifest.named()
+        return number
+
+
+@dataclass(frozen=True)
+class StoreFile:
+    """What a file says of itself."""
+
+    store: str
+    generation: int
+    id: str  # of a segment the sum of its header, of a log its id
+    header: dict[str, Any] = field(default_factory=dict)  # of a segment
+
+
+def files_of(folder: Path) -> dict[str, StoreFile]:
+    """Every segment and log whose header can be read."""
+    found = {}
+    for path in sorted(folder.iterdir()):
+        if SEGMENT.fullmatch(path.name) and (header := any_header(path)) is not None:
+            found[path.name] = StoreFile(header["store"], header["generation"], header_sum(path), header)
+        elif LOG.fullmatch(path.name) and path.is_file():
+            with path.open("rb") as file:
+                head = Head.parse(file.read(PAGE))
+            if head is not None:
+                found[path.name] = StoreFile(head.store, head.generation, head.log)
+    return found
+
+
+def find_newest(folder: Path) -> Findings:
+    """The newer of the manifest and its copy, if it is of the store whose files these are; or one like it."""
+    files = Counter(f.store for f in files_of(folder).values())
+    whole: dict[str, Manifest] = {}
+    for name in (NAME, COPY):
+        if (folder / name).exists():
+            with suppress(DamagedError):
+                manifest = read_manifest(folder, name)
+                if not files or files[manifest.id]:
+                    whole[name] = manifest
+    bad = [name for name in (NAME, COPY) if name not in whole]
+    if not whole:
+        state = _from_headers(folder)
+    else:
+        newest = max(whole, key=lambda name: (files[whole[name].id], whole[name].generation))  # of equals the first
+        manifest = whole[newest]
+        state = Findings(folder, manifest, {manifest.log: set()})
+        state.sentences = [f"{name} was damaged, gone or another store's: it was made anew" for name in bad]
+        if newest == COPY and NAME in whole:
+            state.sentences.append(f"{NAME} was older than its copy: it was made anew from that")
+            bad.append(NAME)
+        _complete(state)
+    state.aside += [folder / name for name in bad if (folder / name).exists()]
+    return state
+
+
+def _complete(state: Findings) -> None:
+    """If there are files of this store that a later manifest must have named, go on from those."""
+    m, files = state.manifest, files_of(state.folder)
+    named = {e.name for e in m.segments} | {m.log}
+    newer = {
+        n: f for n, f in files.items() if n not in named and m.id and f.store == m.id and f.generation >= m.generation
+    }
+    newer = {n: f for n, f in newer.items() if not _within(n, f, m, files, state.folder)}
+    if not newer:
+        return
+    there = {n: f for n, f in files.items() if n in newer or n in named}
+    kept, logs = _weigh(state.folder, there)
+    superseded = {name for n in kept for name, _ in there[n].header["made_from"]}
+    entries = [e for e in m.segments if e.name in kept or (e.name not in there and e.name not in superseded)]
+    entries += [entry_of(n, files[n]) for n in kept if n not in named]
+    state.manifest, state.logs = replace(m, segments=tuple(entries)), logs
+    if m.log not in logs and len(logs) == 1:
+        (log,) = logs
+        state.manifest = replace(state.manifest, log=log, log_id=files[log].id)
+    state.aside += [state.folder / e.name for e in m.segments if e not in entries and (state.folder / e.name).exists()]
+    state.aside += [state.folder / n for n in newer if n not in kept and n not in logs]
+    if m.log not in logs and (state.folder / m.log).exists():
+        state.aside.append(state.folder / m.log)
+    shown = ", ".join(sorted(newer))
+    state.sentences.append(
+        f"{NAME} was older than {shown}: they are part of the store again; what was removed since may be back"
+    )
+
+
+def _within(name: str, file: StoreFile, m: Manifest, files: dict[str, StoreFile], folder: Path) -> bool:
+    """Whether all that a file holds is in files that the manifest names: then a writer ended before it was needed."""
+    if name.endswith(".log"):
+        return (folder / name).stat().st_size <= PAGE
+    return bool(file.header["made_from"]) and all(
+        (origin == m.log or origin in {e.name for e in m.segments}) and _is_there(folder, origin, id, files)
+        for origin, id in file.header["made_from"]
+    )
+
+
+def _is_there(folder: Path, name: str, id: str, files: dict[str, StoreFile]) -> bool:
+    """Whether a file that another was made from is still there, as it was then."""
+    if name not in files:
+        return False
+    log, _, length = id.partition(":")
+    return not id or (files[name].id == log and (folder / name).stat().st_size >= int(length or 0))
+
+
+def _from_headers(folder: Path) -> Findings:
+    """What the files themselves say."""
+    files = files_of(folder)
+    segments = {n: f for n, f in files.items() if f.header}
+    if not segments:
+        raise StoreError(f"{folder} has lost its manifest and every segment: nothing tells what its log is made of")
+    kinds = Counter((f.header["vocabulary"], f.header["tokenizer"]) for f in segments.values())
+    (vocabulary, tokenizer), _ = kinds.most_common(1)[0]
+    segments = {n: f for n, f in segments.items() if kind_of(f) == (vocabulary, tokenizer)}
+    id, _ = Counter(f.store for f in segments.values()).most_common(1)[0]
+    segments = {n: f for n, f in segments.items() if f.store in ("", id)}
+    logs = {n: f for n, f in files.items() if not f.header and f.store in ("", id)}
+    if any(f.generation for f in logs.values()):  # what an interrupted repair made is in the others
+        logs = {n: f for n, f in logs.items() if f.generation}
+    kept, kept_logs = _weigh(folder, segments | logs)
+    entries = tuple(entry_of(n, files[n]) for n in kept)
+    log = min(kept_logs, default="00000000.log")
+    log_id = files[log].id if log in files and id else new_id() if id else ""
+    manifest = Manifest(tokenizer, vocabulary, log, segments=entries, id=id, generation=0, log_id=log_id)
+    state = Findings(folder, manifest, kept_logs)
+    state.aside = [p for p in folder.glob("*.seg") if p.name not in kept]
+    state.sentences = [
+        f"{NAME} and its copy were damaged or gone: they were made anew from the segments; what had been removed from "
+        "these without a compaction is back, and notes are lost"
+    ]
+    return state
+
+
+def kind_of(file: StoreFile) -> tuple[int, str]:
+    return file.header["vocabulary"], file.header["tokenizer"]
+
+
+def _weigh(folder: Path, files: dict[str, StoreFile]) -> tuple[list[str], dict[str, set[str]]]:
+    """Which segments to keep, and which logs, with the collections to leave out of each: a crash may have left files
+    whose documents are in others too."""
+    logs = {n: set[str]() for n, f in files.items() if not f.header}
+    twice: set[str] = set()
+    for name, file in files.items():
+        if not file.header:
+            continue
+        origins = {n for n, id in file.header["made_from"] if _is_there(folder, n, id, files)}
+        if origins & set(logs):
+            # A log has what all segments made from it have, and these may not have been all of them yet.
+            log = origins.pop()
+            if log_is_whole(folder / log):
+                twice.add(name)
+            else:
+                logs[log].add(file.header["collection"])
+        elif len(origins) < len(file.header["made_from"]) or not wrong_with(folder / name):
+            twice |= origins
+        else:
+            twice.add(name)
+    return [n for n, f in files.items() if f.header and n not in twice], logs
+
+
+def entry_of(name: str, file: StoreFile) -> Entry:
+    header = file.header
+    tokens = header["sections"]["tokens"][1] * 8 // header["width"] - DEPTH - header["documents"]
+    return Entry(name, header["collection"], tokens, header["documents"], header["bytes"], file.id)
+
+
+def log_is_whole(path: Path) -> bool:
+    try:
+        read_log(path, beyond=True)
+        return True
+    except (StoreError, OSError):
+        return False
+
+
+def wrong_with(path: Path) -> list[str]:
+    """What is wrong with a segment by itself."""
+    try:
+        return Segment(path).verify()
+    except (StoreError, FileNotFoundError) as error:
+        return [str(error)]

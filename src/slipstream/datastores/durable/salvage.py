@@ -1,0 +1,175 @@
+"""Salvage: the documents of a damaged segment file that are provably whole."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from slipstream.datastores.durable.header import SourceEntry, parse_sources, read_header
+from slipstream.datastores.durable.pages import PAGE, checksum, page_sums
+from slipstream.datastores.sparse.sort import Tokens, separator
+from slipstream.errors import StoreError
+
+SALVAGED = "salvaged"  # the source of documents whose own is not known any more
+
+
+@dataclass(frozen=True)
+class Salvaged:
+    documents: list[Tokens]
+    names: list[str]  # the source of each document
+    sources: list[SourceEntry]
+    named: bool  # whether these are the sources they came from
+    lost_from: list[str]  # the source of each lost document, as far as it is known
+    lost: int
+
+    @property
+    def incomplete(self) -> set[str]:
+        """Sources of which documents were lost."""
+        return set(self.lost_from)
+
+    def without(self, removed: Set[str]) -> Salvaged:
+        """What was removed is neither kept nor lost."""
+        if not removed:
+            return self
+        kept = [i for i, name in enumerate(self.names) if name not in removed]
+        lost_from = [name for name in self.lost_from if name not in removed]
+        return replace(
+            self,
+            documents=[self.documents[i] for i in kept],
+            names=[self.names[i] for i in kept],
+            sources=[s for s in self.sources if s.name not in removed],
+            lost_from=lost_from,
+            lost=len(lost_from),
+        )
+
+
+def any_header(path: Path) -> dict[str, Any] | None:
+    """The header of a segment file, from its first page or else from its last."""
+    found = _any_page(path)
+    return None if found is None else found[0]
+
+
+def header_sum(path: Path) -> str:
+    """What a manifest knows a segment by; empty: it has no header left."""
+    found = _any_page(path)
+    return "" if found is None else f"{int.from_bytes(found[1][12:20], 'little'):016x}"
+
+
+def _any_page(path: Path) -> tuple[dict[str, Any], bytes] | None:
+    if not path.is_file():
+        return None
+    with path.open("rb") as file:
+        first = file.read(PAGE)
+        size = file.seek(0, 2)
+        file.seek(max(0, size - PAGE))
+        last = file.read(PAGE)
+    for page in (first, last):
+        try:
+            header = read_header(path, page)
+        except StoreError:
+            continue
+        if page is first or header["bytes"] == size:
+            return header, page
+    return None
+
+
+def salvage_segment(path: Path, header: dict[str, Any]) -> Salvaged:
+    """Whatever is left of it."""
+    file = _File(np.fromfile(path, np.uint8), header)
+    tokens, good = file.tokens()
+    starts, ends, numbers = file.places(tokens, good)
+    page = PAGE // tokens.itemsize
+    bad_before = np.concatenate([[0], np.cumsum(~good)])  # (pages + 1,)
+    whole = bad_before[(ends.astype(np.int64) - 1) // page + 1] == bad_before[starts.astype(np.int64) // page]
+    sources = file.sources()
+    if numbers is not None and sources is not None and len(numbers) and numbers.max() >= len(sources):
+        numbers = None
+    named = sources is not None and numbers is not None
+    if sources is None or numbers is None:
+        sources, numbers = [SourceEntry(SALVAGED, 0, complete=False)], np.zeros(len(starts), np.uint32)
+    names = [sources[n].name for n in numbers]
+    kept = np.flatnonzero(whole)
+    return Salvaged(
+        [tokens[starts[i] : ends[i]] for i in kept],
+        [names[i] for i in kept],
+        sources,
+        named,
+        [names[i] for i in np.flatnonzero(~whole)] if named else [],
+        header["documents"] - len(kept),
+    )
+
+
+class _File:
+    """The sections of a segment file, as far as they are there."""
+
+    def __init__(self, data: NDArray[np.uint8], header: dict[str, Any]) -> None:
+        self.data, self.header = data, header
+
+    def section(self, name: str) -> NDArray[np.uint8]:
+        offset, size = self.header["sections"][name]
+        return self.data[offset : offset + size]
+
+    def is_whole(self, name: str, data: NDArray[Any]) -> bool:
+        fits = data.nbytes == self.header["sections"][name][1]
+        return fits and f"{checksum(data.view(np.uint8)):016x}" == self.header["checksums"][name]
+
+    def sources(self) -> list[SourceEntry] | None:
+        data = self.section("sources")
+        try:
+            return parse_sources(Path(), data.tobytes()) if self.is_whole("sources", data) else None
+        except StoreError:
+            return None
+
+    def tokens(self) -> tuple[Tokens, NDArray[np.bool_]]:
+        """(n,) zeros where the file ends early, and (pages,) which are as they were written."""
+        offset, size = self.header["sections"]["tokens"]
+        pages = -(-size // PAGE)
+        there = max(0, min(pages, (len(self.data) - offset) // PAGE))
+        found = page_sums(self.data[offset : offset + there * PAGE])
+        if there == pages and size % PAGE:  # what fills up the last page says nothing
+            last = np.zeros(PAGE, np.uint8)
+            last[: size % PAGE] = self.section("tokens")[-(size % PAGE) :]
+            found[-1:] = page_sums(last)
+        told = self.section("tokens_sums")
+        sums = np.zeros(pages, np.uint64)
+        sums[: len(told) // 8] = told[: len(told) // 8 * 8].view(np.uint64)
+        good = np.zeros(pages, np.bool_)
+        good[:there] = found == sums[:there]
+        if there == pages and self.is_whole("tokens_sums", found):
+            good[:] = True  # the pages are those that were summed up: it is the sums that are damaged
+        tokens = self.section("tokens")
+        if len(tokens) < size:
+            tokens = np.concatenate([tokens, np.zeros(size - len(tokens), np.uint8)])
+        return tokens.view(f"<u{self.header['width'] // 8}"), good
+
+    def places(self, tokens: Tokens, good: NDArray[np.bool_]) -> tuple[Any, Any, NDArray[np.uint32] | None]:
+        """Where documents start and end, and the numbers of their sources if these are known."""
+        count, table = self.header["documents"], self.section("documents")
+        found = _between_separators(tokens, good)
+        if not self.is_whole("documents", table) and table.nbytes == 8 * count and len(found[0]) == count:
+            # With every document found, only the numbers of the sources must be believed.
+            table = np.concatenate([found[0].astype(np.uint32), table.view(np.uint32)[count:]]).view(np.uint8)
+        if not self.is_whole("documents", table):
+            return *found, None
+        starts = table.view(np.uint32)[:count]
+        if count and (starts[-1] >= len(tokens) or (np.diff(starts.astype(np.int64)) <= 0).any()):
+            return *found, None
+        return starts, np.append(starts, len(tokens))[1:] - 1, table.view(np.uint32)[count:]
+
+
+def _between_separators(tokens: Tokens, good: NDArray[np.bool_]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Documents as they can be told from the tokens alone: between two separators, and all in good pages."""
+    page = PAGE // tokens.itemsize
+    marks = np.flatnonzero(tokens == separator(tokens))
+    marks = marks[good[marks // page]]
+    starts, ends = marks[:-1] + 1, marks[1:]
+    some = ends > starts
+    starts, ends = starts[some], ends[some]
+    bad_before = np.concatenate([[0], np.cumsum(~good)])
+    whole = bad_before[ends // page + 1] == bad_before[starts // page]
+    return starts[whole], ends[whole]

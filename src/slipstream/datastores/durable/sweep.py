@@ -1,0 +1,90 @@
+"""What a writer that did not get to the end left in a store's folder. Only what is provably in other files is deleted;
+what is not is kept, in the folder `orphans`."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+
+from slipstream.datastores.durable.log import Head, read_log
+from slipstream.datastores.durable.manifest import Manifest
+from slipstream.datastores.durable.names import OURS
+from slipstream.datastores.durable.pages import PAGE
+from slipstream.datastores.durable.segment import Segment, sync_folder
+from slipstream.datastores.durable.witness import Place
+from slipstream.errors import DamagedError, StoreError
+
+ORPHANS = "orphans"
+
+
+def sweep(folder: Path, manifest: Manifest, place: Place) -> None:
+    """place: how far the log was read, which the manifest names."""
+    named = {e.name for e in manifest.segments} | {manifest.log}
+    gone = dict(manifest.gone)
+    for path in sorted(folder.iterdir()):
+        if not OURS.fullmatch(path.name) or path.name in named or not path.is_file():
+            continue
+        if path.suffix == ".making" or _superseded(path, manifest, gone.get(path.name, ""), place):
+            path.unlink()
+        else:
+            set_apart(path, ORPHANS)
+
+
+def _superseded(path: Path, manifest: Manifest, gone: str, place: Place) -> bool:
+    """Whether all that a file holds is in files that the manifest names."""
+    try:
+        if path.suffix == ".log":
+            head = _head(path)
+            _not_newer(path, head.store, head.generation, manifest)
+            return (gone != "" and gone == head.log) or (head.store == manifest.id != "" and _is_empty(path))
+        segment = Segment(path)
+    except FileNotFoundError:
+        return False
+    except DamagedError as error:
+        if "newer than" in str(error):
+            raise
+        return False
+    header = segment.header
+    _not_newer(path, header["store"], header["generation"], manifest)
+    if gone and gone == segment.sum:
+        return True
+    there = {e.name: e.sum for e in manifest.segments if e.sum}
+    log = f"{manifest.log_id}:"
+    return bool(header["made_from"]) and all(
+        there.get(name) == id if name != manifest.log else id.startswith(log) and int(id[len(log) :]) <= place.length
+        for name, id in header["made_from"]
+    )
+
+
+def _not_newer(path: Path, store: str, generation: int, manifest: Manifest) -> None:
+    if store and store == manifest.id and generation > manifest.generation:
+        raise DamagedError(
+            f"{path} is newer than the manifest that lies beside it, which some older one must have replaced: "
+            "`slipstream store repair` goes on from the newest files"
+        )
+
+
+def _head(path: Path) -> Head:
+    with path.open("rb") as file:
+        return Head.parse(file.read(PAGE)) or Head()
+
+
+def _is_empty(path: Path) -> bool:
+    with suppress(StoreError, OSError):
+        return not read_log(path, beyond=True).records and path.stat().st_size == PAGE
+    return False
+
+
+def set_apart(path: Path, name: str) -> Path:
+    """Move a file into a folder beside it, under a name that is free there."""
+    apart = path.parent / name
+    apart.mkdir(exist_ok=True)
+    there = apart / path.name
+    number = 1
+    while there.exists():
+        number += 1
+        there = apart / f"{path.name}.{number}"
+    path.rename(there)
+    sync_folder(apart)
+    sync_folder(path.parent)
+    return there

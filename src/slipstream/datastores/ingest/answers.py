@@ -1,0 +1,64 @@
+"""What the target itself answered, as `slipstream collect` wrote it, into a store: token by token, with how it was
+sampled. Drafts from such text are accepted more often than from anybody else's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from slipstream.datastores.durable.store import DEFAULT, Document, Store
+from slipstream.datastores.ingest.ingest import Ingested
+from slipstream.errors import OptionError
+
+KEPT = ("temperature", "top_p")  # of the sampling: what decides how much texts vary
+
+
+def add_answers(store: Store, path: Path, collection: str = DEFAULT) -> Ingested:
+    """Add a file's conversations and note how they were sampled. A file that is there already is read again only if it
+    has changed since."""
+    name, size = str(path), path.stat()
+    counts = Ingested(sources=1)
+    known = store.sources(collection).get(name)
+    if known is not None:
+        if known.complete and (known.size, known.modified) == (size.st_size, size.st_mtime_ns):
+            return Ingested(known=1)
+        store.remove(name, collection)
+        counts.replaced = 1
+    documents = []
+    for line, sampling in _lines(path):
+        _note(store, path, {key: sampling[key] for key in KEPT})
+        documents.append(Document(np.array(line, np.int64), name))
+        counts.documents, counts.tokens = counts.documents + 1, counts.tokens + len(line)
+    documents.append(Document((), name, (size.st_size, size.st_mtime_ns)))
+    store.extend(documents, collection, bulk=True)
+    store.flush()
+    return counts
+
+
+def _lines(path: Path) -> Iterator[tuple[list[int], dict[str, Any]]]:
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                record = json.loads(line)
+                yield record["tokens"], record["sampling"]
+            except (ValueError, TypeError, KeyError) as error:
+                if not line.endswith("\n"):
+                    return  # it is just being written
+                raise OptionError(
+                    f"{path}, line {number} was not written by `slipstream collect`: `slipstream store build` takes "
+                    "other texts"
+                ) from error
+
+
+def _note(store: Store, path: Path, sampling: dict[str, float]) -> None:
+    noted = store.manifest.notes.get("sampling")
+    if noted is None:
+        store.note(sampling=sampling)
+    elif noted != sampling:
+        raise OptionError(
+            f"{path} was sampled with {sampling}, the answers in {store.folder} with {noted}: make a store for each"
+        )

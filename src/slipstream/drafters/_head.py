@@ -1,0 +1,403 @@
+"""HeadDrafter: what every drafter with a trained head has in common.
+
+A draft is one function of tensors whose shapes don't depend on the request: the last states and the roots go in, nodes
+come out, in one piece that is copied to the host once. What a request may not have of it is cut off there.
+
+On a GPU a draft is started behind the step whose states it reads: which node the host will accept last, and which token
+comes after it, is computed there too (`ops.walk`). When the host has decided, it compares what it decided with what
+that draft was made of, and drafts again if that is something else.
+"""
+
+from __future__ import annotations
+
+import sys
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, cast
+
+import numpy as np
+import torch
+from numba import njit
+from numpy.typing import NDArray
+from torch import Tensor
+
+from slipstream.drafters.base import Drafter, DraftSession, Hidden, Proposal, Seen
+from slipstream.errors import DrafterError, OptionError
+from slipstream.heads import HEADS, Head, load_head, registry
+from slipstream.heads.base import Lender
+from slipstream.heads.checkpoint import find_folder
+from slipstream.kernels.ops import best_tokens, walk
+from slipstream.sampling import noise_key
+from slipstream.targets.captured.function import Captured, Pending
+from slipstream.targets.captured.graph_target import BATCHES, bucket
+from slipstream.targets.captured.modules import StandIns
+from slipstream.tree import TokenTree
+
+if TYPE_CHECKING:
+    from slipstream.budget import Budget
+    from slipstream.request import Request
+    from slipstream.targets.base import Target
+    from slipstream.targets.captured.fixed_step import FixedStep
+
+MODES = ("best", "sample")
+FIRST = -2  # marks a token behind packed nodes: no parent, no probability has these bits
+FEW = 16  # tokens that the kernel for the best few is asked for at most
+SMALL = 2  # nodes of a draft that a head which goes on token by token makes in notably less time than a whole one
+
+
+@dataclass(frozen=True)
+class HeadOptions:
+    drafter_path: Any = None  # a folder, a hub id or a Head in memory; None: the model's own, registered or shipped
+    mode: str = "best"  # best: the head's most probable tokens; sample: drawn from it, where the request draws
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise OptionError(f"mode={self.mode!r} is unknown: there are {', '.join(MODES)}")
+
+
+class HeadDrafter(Drafter):
+    """Subclasses say what to make of a batch's inputs: `best`, and for mode=sample `draws`."""
+
+    kind: ClassVar[str]
+    generates = True
+    Options = HeadOptions
+    # mode=sample: how many chains, and how long. Their first tokens are drawn without replacement.
+    width: int
+    length: int
+    ordered: bool = False  # whether `best` gives nodes in the order of their paths' probabilities
+    waiting: int = 1  # states that a draft reads at most
+
+    def __init__(self, target: Target, tokenizer: Any, options: Any) -> None:
+        super().__init__(target, tokenizer, options)
+        self.head, self.folder = open_head(self.kind, options.drafter_path, target)
+        self.source = self.kind  # what its drafts are labelled with; `auto` may ask several heads of one kind
+        self.layers = self.head.layers(self.head.lender.layers)
+        self.device = next(self.head.parameters()).device
+        self.fixed = self.device.type == "cuda"  # whether all drafts have one shape, so that one capture serves them
+        self.most = sys.maxsize  # nodes of a draft that anybody keeps: there is no need to find more
+        within: Callable[[], AbstractContextManager[None]] = nullcontext
+        if self.fixed:
+            within = StandIns(self.head).in_place  # the kernels of the target's own steps
+        self.captured = Captured(lambda *given: self.best(*self.inputs(*given)), self.device, within)
+        self.captured_draws = Captured(
+            lambda table, states, *noise: self.draws(*self.inputs(table, states), *noise), self.device, within
+        )
+        self.captured_ahead = Captured(self._behind_step, self.device, within)
+
+    @classmethod
+    def trials(cls, model: Any) -> list[dict[str, Any]]:
+        """An untrained head. Where the request is greedy, it drafts as in the other mode."""
+        return [{"drafter_path": HEADS[cls.kind].fresh(model), "mode": "sample"}]
+
+    @property
+    def rereads(self) -> int | None:
+        """The last state is all that a session needs, and a prompt's last token is always read."""
+        return 0
+
+    def begin(self, request: Request) -> HeadSession:
+        return HeadSession(self, request)
+
+    def propose(
+        self, sessions: Sequence[DraftSession], roots: Sequence[int], budgets: Sequence[Budget]
+    ) -> list[Proposal]:
+        mine = cast(Sequence[HeadSession], sessions)
+        proposals = [Proposal(TokenTree.root(root)) for root in roots]
+        able = [i for i, b in enumerate(budgets) if b.nodes > 0 and b.depth > 0 and mine[i].ready]
+        for drawn, grow in ((False, self._guessed), (True, self._drawn)):
+            group = [i for i in able if mine[i].draws == drawn]
+            if group:
+                found = grow([mine[i] for i in group], [roots[i] for i in group], [budgets[i] for i in group])
+                for i, proposal in zip(group, found, strict=True):
+                    proposals[i] = proposal
+        return proposals
+
+    @torch.inference_mode()
+    def behind(self, session: DraftSession, step: FixedStep) -> None:
+        mine = cast(HeadSession, session)
+        known = None if mine.draws else mine.known()
+        if known is not None:
+            i, layers = step.inputs, dict.fromkeys(self.layers)
+            still = i.ids, i.depths, i.paths, i.lengths, step.chosen, *(step.hidden[0][layer] for layer in layers)
+            mine.ahead = self.captured_ahead.start(torch.tensor([known], dtype=torch.long), still=still)
+
+    # ---- on the device
+
+    def inputs(self, table: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
+        """What `best` and `draws` read, made of a table (see `given`) and states: the last ones (b, ·), the roots (b,).
+
+        states: joined, (b, m, ·); or all of a step as they lie there, layer by layer, (n, H) each."""
+        return self._picked(table[:, 2:], states)[:, 0], table[:, 1]
+
+    def _behind_step(self, known: Tensor, *of_step: Tensor) -> Tensor:
+        """(b, ·) int32: the table, as the host will make it if it accepts what was chosen, and the nodes."""
+        ids, depths, paths, lengths, chosen, *states = of_step
+        table = torch.cat((known, walk(ids, depths, paths, lengths, chosen, self.waiting)), 1)
+        return torch.cat((table.int(), self.best(*self.inputs(table, *states)).flatten(1)), 1)
+
+    def _picked(self, rows: Tensor, states: tuple[Tensor, ...]) -> Tensor:
+        """(b, m, ·) what the head reads. rows (1, m): which of a step's."""
+        if states[0].dim() == 3:
+            return states[0]
+        layers = dict.fromkeys(self.layers)  # one may be read twice
+        return self.head.join({layer: h[rows] for layer, h in zip(layers, states, strict=True)})
+
+    @abstractmethod
+    def best(self, *inputs: Tensor) -> Tensor:
+        """(b, 3, n): nodes as `pack` puts them, and `first` tokens behind them."""
+
+    @abstractmethod
+    def draws(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """After the inputs of `best` come noise keys (b, length) int64 by depth, and temperatures (b,) float64.
+
+        Gives back (b, 2, width·length) as `pack_chains` puts them, with `first` tokens behind, and q
+        (b, 1 + (length - 1)·width, V) float64: a row for the root's children, then depth by depth one for the child of
+        each chain's node.
+        """
+
+    # ---- on the host
+
+    def given(self, sessions: Sequence[HeadSession], roots: Sequence[int], batch: int, lying: bool) -> Tensor:  # noqa: ARG002
+        """(b, 3) int64, padded to `batch` sequences: as `ops.walk` gives it, one state, the root, and where the state
+        lies in its step. lying: whether states are read from there."""
+        table = np.ones((batch, 3), np.int64)
+        table[: len(roots), 1] = roots
+        table[: len(roots), 2] = [session.place for session in sessions]
+        return torch.from_numpy(table)
+
+    @torch.inference_mode()
+    def joined(self, sessions: Sequence[HeadSession], table: Tensor) -> Tensor:
+        """(b, m, ·) the states that `inputs` hands on, for a table that does not say where they lie."""
+        states = [session.state for session in sessions]
+        return torch.stack(states + states[:1] * (len(table) - len(states)))[:, None]
+
+    def _guessed(
+        self, sessions: Sequence[HeadSession], roots: Sequence[int], budgets: Sequence[Budget]
+    ) -> list[Proposal]:
+        batch = bucket(len(sessions), BATCHES)
+        if not self.fixed:
+            self.most = max(budget.nodes for budget in budgets)
+        lying = sessions[0].lying() if batch == 1 else ()
+        table = self.given(sessions, roots, batch, bool(lying))
+        nodes = self._started(sessions[0], table) if lying else None
+        if nodes is None and lying:
+            nodes = self.captured.fetch(table, still=lying).numpy()
+        elif nodes is None:
+            nodes = self.captured.fetch(table, self.joined(sessions, table)).numpy()
+        proposals = []
+        for i, (session, root, budget) in enumerate(zip(sessions, roots, budgets, strict=True)):
+            session.asked(root)
+            tree = budget.limit(unpack(root, nodes[i], self.source, budget.nodes if self.ordered else None))
+            proposals.append(Proposal(tree, unpack_first(nodes[i]) if self.first else None))
+        return proposals
+
+    def _started(self, session: HeadSession, table: Tensor) -> NDArray[np.int32] | None:
+        """(1, 3, n) the nodes of the draft that was started behind the step, if it was made of this table."""
+        if session.ahead is None:
+            return None
+        found, width = session.ahead.wait()[0].numpy(), table.shape[1]
+        same = np.array_equal(found[:width], table[0].numpy())
+        return found[width:].reshape(1, 3, -1) if same else None
+
+    @torch.inference_mode()
+    def _drawn(
+        self, sessions: Sequence[HeadSession], roots: Sequence[int], budgets: Sequence[Budget]
+    ) -> list[Proposal]:
+        batch = bucket(len(sessions), BATCHES)
+        padded = [*sessions, *[sessions[0]] * (batch - len(sessions))]
+        keys = np.array([s.keys(self.length) for s in padded], np.uint64).view(np.int64)
+        heat = np.array([s.request.sampling.temperature for s in padded])
+        table = self.given(sessions, roots, batch, False)
+        noise = torch.from_numpy(keys), torch.from_numpy(heat)
+        chains, q = self.captured_draws(table, self.joined(sessions, table), *noise)
+        below = chains.cpu().numpy()
+        proposals = []
+        for i, session in enumerate(sessions):
+            session.asked(roots[i])
+            tree = self._tree_of_draws(roots[i], below[i], q[i] if session.keeps_q else None, budgets[i])
+            proposals.append(Proposal(tree, unpack_first(below[i])))
+        return proposals
+
+    def _tree_of_draws(self, root: int, packed: NDArray[np.int32], q: Tensor | None, budget: Budget) -> TokenTree:
+        """As many chains, and as much of each, as the budget has room for. It looks at no token: a shape chosen by
+        what was drawn would no longer be a draw."""
+        chains = packed[:, : self.width * self.length].reshape(2, self.width, self.length)
+        tokens, p = chains[0], chains[1].view(np.float32)  # (width, length)
+        length = min(self.length, budget.depth, budget.nodes)
+        width = min(budget.nodes // length, int((p[:, 0] > 0).sum()))  # q may have fewer tokens to give
+        chain = np.repeat(np.arange(width), length)
+        depth = np.tile(np.arange(length), width)
+        number = 1 + np.arange(width * length)
+        row = np.where(depth < length - 1, 1 + depth * self.width + chain, -1)
+        return TokenTree.build(
+            np.concatenate([[root], tokens[:width, :length].ravel()]),
+            np.concatenate([[-1], np.where(depth == 0, 0, number - 1)]),
+            source=self.source,
+            raw=np.concatenate([[1.0], p[:width, :length].ravel()]),
+            q=None if q is None else q.clone(),  # the next draft may be written into the same place
+            q_row=None if q is None else np.concatenate([[0], row]),
+        )
+
+
+class HeadSession(DraftSession):
+    """One sequence: the state that chose its root, and its noise."""
+
+    def __init__(self, drafter: HeadDrafter, request: Request) -> None:
+        self.drafter, self.request = drafter, request
+        self.draws = drafter.options.mode == "sample" and not request.sampling.greedy
+        # Under `match` the draft uses the target's own noise: both then tend to draw the same token.
+        # Rejection sampling needs draws that know nothing of the coins that will judge them.
+        self.keeps_q = self.draws and request.accept.name != "match"
+        self.read = 0  # tokens of the text, the root not counted
+        self.hidden = Hidden()  # what the head reads: the last row seen
+        self.ahead: Pending | None = None  # a draft that was started behind the step whose states were seen last
+
+    def observe(self, seen: Seen) -> None:
+        self.read = seen.position + len(seen.tokens)
+        self.hidden = seen.hidden.end(1) if seen.hidden else seen.hidden
+
+    @property
+    def ready(self) -> bool:
+        """Whether the state that chose the root was shown."""
+        return bool(self.hidden)
+
+    @property
+    def state(self) -> Tensor:
+        """(·,) joined."""
+        return self.drafter.head.join(self.hidden)[0]
+
+    @property
+    def place(self) -> int:
+        """Where the state lies in its step."""
+        assert self.hidden.rows is not None, "the last row is one row"
+        return self.hidden.rows[0]
+
+    def lying(self) -> tuple[Tensor, ...]:
+        """All states of the step, layer by layer, (n, H) each, if a capture may read them where they lie."""
+        return tuple(self.hidden.tensors.values()) if self.hidden.lasting else ()
+
+    @property
+    def late(self) -> bool:
+        return self.ahead is None
+
+    def known(self) -> list[int] | None:
+        """What the table of the next draft begins with, if the step under way says the rest."""
+        return []
+
+    def keep(self) -> None:
+        self.ahead = None
+
+    def pause(self) -> None:
+        """What a draft behind the last step gave lies where the next such draft writes too."""
+        HeadSession.close(self)
+        self.hidden = self.hidden.safe().end(1) if self.hidden else self.hidden
+
+    def asked(self, root: int) -> None:
+        """A draft after this root was made."""
+
+    def propose(self, root: int, budget: Budget) -> Proposal:
+        return self.drafter.propose([self], [root], [budget])[0]
+
+    def close(self) -> None:
+        """Nobody will want the draft behind the last step, but until it has ended its capture must not go away."""
+        if self.ahead is not None:
+            self.ahead.wait()
+        self.ahead = None
+
+    def keys(self, depths: int) -> list[int]:
+        """The noise of the tokens after the root, by depth."""
+        stream = "draft" if self.keeps_q else ""
+        r = self.request
+        return [noise_key(r.seed, r.sample, self.read + depth, stream) for depth in range(1, depths + 1)]
+
+
+def open_head(kind: str, source: Any, target: Any) -> tuple[Head, Path | None]:
+    """The head that drafts for this target, bound to it, and the folder it came from."""
+    model = getattr(target, "model", None)
+    if model is None:
+        raise DrafterError(
+            f"drafter {kind!r} reads the hidden states of a model, and a {type(target).__name__} has none: "
+            "use it with a model"
+        )
+    if source is None:
+        source = own_head(kind, model)
+    if isinstance(source, Head):
+        head, folder, called = source.bind(model), None, "the given head"
+    else:
+        folder = find_folder(source)
+        head, called = load_head(folder, model), str(source)
+    if head.kind != kind:
+        raise DrafterError(f"{called} is of the kind {head.kind}: use it with drafter={head.kind!r}")
+    its, place = next(head.parameters()).device, model.get_output_embeddings().weight.device
+    if its != place:
+        raise DrafterError(f"{called} is on {its}, its target on {place}: move it there with head.to({str(place)!r})")
+    return head, folder
+
+
+def own_head(kind: str, model: Any) -> Path:
+    """The folder of the head of this kind that is registered for this model, or comes with slipstream."""
+    for known, folder in registry.heads_for(model):
+        if known == kind:
+            return folder
+    others = [registry.made_for(folder) for known, folder in registry.shipped() if known == kind]
+    known = f"the one that comes with slipstream is for {others[0]}" if others else "none comes with slipstream"
+    raise DrafterError(
+        f"drafter {kind!r} needs a head for {Lender.of(model).name}; {known}. Name one with "
+        f"drafter_path=<folder or hub id>, or train it: slipstream collect, then slipstream train {kind}"
+    )
+
+
+# ---- nodes on their way to the host
+
+
+def pack(tokens: Tensor, parents: Tensor, probability: Tensor) -> Tensor:
+    """Drafted nodes (b, n) as one (b, 3, n) int32. The first is node 1, since 0 is the root. parents: node numbers, -1
+    for padding, which stands last. probability: the head's own, of a node given its parent."""
+    return torch.stack((tokens.int(), parents.int(), probability.float().view(torch.int32)), dim=1)
+
+
+def unpack(root: int, nodes: NDArray[np.int32], source: str, most: int | None = None) -> TokenTree:
+    """(3, n) of one sequence as a tree: of the nodes, which stand in order of their probability, `most` at most."""
+    tokens, parents, raw, score = _unpack(root, nodes, nodes.shape[1] if most is None else most)
+    return TokenTree(tokens, parents, raw, score, (source,))
+
+
+@njit(cache=True, nogil=True)
+def _unpack(root, nodes, most):  # type: ignore[no-untyped-def]
+    count = 0
+    while count < min(most, nodes.shape[1]) and nodes[1, count] >= 0:
+        count += 1
+    tokens, parents = np.empty(1 + count, np.int32), np.empty(1 + count, np.int32)
+    score, raw = np.empty(1 + count, np.float32), np.empty((1 + count, 1), np.float32)
+    tokens[0], parents[0], score[0], raw[0, 0] = root, -1, 1.0, np.nan  # nobody proposed the root
+    tokens[1:], parents[1:] = nodes[0, :count], nodes[1, :count]
+    score[1:] = nodes[2, :count].view(np.float32)
+    raw[1:, 0] = score[1:]
+    return tokens, parents, raw, score
+
+
+def pack_chains(tokens: Tensor, probability: Tensor) -> Tensor:
+    """Drawn chains (b, width, length) as one (b, 2, width·length) int32. A probability of 0 marks what is no draw."""
+    return torch.stack((tokens.int(), probability.float().view(torch.int32)), dim=1).flatten(2)
+
+
+def likeliest(logits: Tensor, count: int) -> Tensor:
+    """(b, count) the most probable tokens after rows of logits (b, V), the best first; fewer if there are fewer."""
+    count = min(count, logits.shape[-1])
+    # The kernel takes one token after the other, as fits the few that trees branch by.
+    return best_tokens(logits, count)[1] if count <= FEW else logits.topk(count).indices
+
+
+def pack_first(packed: Tensor, tokens: Tensor | None) -> Tensor:
+    """What `pack` or `pack_chains` gave, (b, ·, n), with tokens (b, k) behind it. They are no nodes: -2 marks them."""
+    if tokens is None:
+        return packed
+    mark = tokens.new_full(tokens.shape, FIRST, dtype=torch.int32)
+    return torch.cat((packed, torch.stack((tokens.int(), *[mark] * (packed.shape[1] - 1)), dim=1)), dim=2)
+
+
+def unpack_first(packed: NDArray[np.int32]) -> tuple[int, ...] | None:
+    """The tokens that `pack_first` put behind one sequence's nodes (·, n); None: it put none."""
+    return tuple(packed[0, packed[1] == FIRST].tolist()) or None

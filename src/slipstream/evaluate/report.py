@@ -1,0 +1,164 @@
+"""What a benchmark says at the end: a table to read, and one JSON document with where the numbers come from."""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+import resource
+import subprocess
+from collections.abc import Sequence
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+
+import slipstream
+from slipstream.evaluate.contestants import Decoding
+from slipstream.evaluate.metrics import ALL, Ratio, Row
+from slipstream.targets import Target
+
+VERSION = 1
+
+
+def document(
+    rows: Sequence[Row],
+    provenance: dict[str, Any],
+    device: torch.device,
+    decoding: Decoding,
+    items: int,
+    repeats: int,
+    options: dict[str, Any],
+    missing: str | None,
+) -> dict[str, Any]:
+    """Everything measured, ready for JSON."""
+    return _finite(
+        {
+            "benchmark": "slipstream",
+            "version": VERSION,
+            "provenance": {**provenance, "options": options},
+            "decoding": asdict(decoding),
+            "items": items,
+            "repeats": repeats,
+            "complete": missing is None,
+            "missing": missing,
+            "peak_memory_mb": round(peak_memory(device) / 1e6, 1),
+            "rows": [row.as_dict() for row in rows],
+        }
+    )
+
+
+def provenance(model: str, target: Target) -> dict[str, Any]:
+    device = target.device
+    return {
+        "slipstream": slipstream.__version__,
+        "torch": torch.__version__,
+        "transformers": version("transformers"),
+        "python": platform.python_version(),
+        "model": model,
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
+        "threads": torch.get_num_threads(),
+        "commit": commit(),
+    }
+
+
+def cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.machine())
+
+
+def commit() -> str | None:
+    """Of the checkout this runs from, with a + if files were changed since; None outside of one."""
+    here = Path(__file__).parent
+    try:
+        head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=here, capture_output=True, text=True)
+        changed = subprocess.run(["git", "status", "--porcelain", "-uno"], cwd=here, capture_output=True, text=True)
+    except OSError:
+        return None
+    return head.stdout.strip() + ("+" if changed.stdout.strip() else "") if head.returncode == 0 else None
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes, of this process or of the GPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def table(rows: Sequence[Row]) -> Table:
+    shown = Table(box=None, pad_edge=False, header_style="bold")
+    for name in (
+        "",
+        "",
+        "tokens/s",
+        "spread",
+        "× none",
+        "95% (of)",
+        "× hf",
+        "M",
+        "accepted",
+        "yield",
+        "first ms",
+        "equal",
+    ):
+        shown.add_column(name, justify="right" if name else "left")
+    last = None
+    for row in rows:
+        none, hf = row.speedup.get("none"), row.speedup.get("hf")
+        shown.add_row(
+            row.category if row.category != last else "",
+            row.contestant,
+            f"{row.tokens_per_second:.1f}",
+            f"{row.spread[0]:.1f}-{row.spread[1]:.1f}",
+            _times(none),
+            f"{none.low:.2f}-{none.high:.2f} ({none.items})" if none else "",
+            _times(hf),
+            _number(row.tokens_per_step),
+            _number(row.acceptance_rate),
+            _number(row.node_yield),
+            f"{row.first_token_ms:.0f}",
+            f"{row.texts_equal}/{row.texts_compared}" if row.texts_compared else "",
+            style="bold" if row.category == "all" else None,
+        )
+        last = row.category
+    return shown
+
+
+def stages(rows: Sequence[Row]) -> list[str]:
+    """Where a step's time went, for each contestant that has clocks."""
+    said = []
+    for row in rows:
+        if row.category == ALL and row.unaccounted is not None:
+            parts = ", ".join(f"{name} {ms:.2f}" for name, ms in row.ms_per_step.items())
+            said.append(f"{row.contestant}: ms per step: {parts} ({row.unaccounted:.1%})")
+    return said
+
+
+def _times(ratio: Ratio | None) -> str:
+    return f"{ratio.value:.2f}" if ratio else ""
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN: what isn't known is null."""
+    if isinstance(value, dict):
+        return {str(k): _finite(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(v) for v in value]
+    if isinstance(value, float):
+        return round(value, 6) if math.isfinite(value) else None
+    return value
+
+
+def line(document: dict[str, Any]) -> str:
+    return json.dumps(document, ensure_ascii=False)

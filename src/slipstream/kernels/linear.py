@@ -1,0 +1,173 @@
+"""Matrix products x·Wᵀ for a handful of rows, close to the speed at which the weights can be read.
+
+A row's result depends on that row alone, bit for bit. The sum over the inputs is cut into parts by the shape of the
+weights, never by the number of rows, and the parts are added up in order. The weights take the tall side of the
+tensor cores' product, which is 64 high whatever the number of rows. Of a gated layer's weights a tile takes as many
+that make the gate as that make what it lets through, and ends with the one times the other.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton  # type: ignore[import-not-found, unused-ignore]
+import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
+
+from slipstream.kernels.layer_pieces import silu
+from slipstream.kernels.overlap import fetch_ahead, overlap, wait_turn
+
+# These decide the bits.
+TALL = 64  # outputs that one product of the tensor cores makes
+PARTS = 128  # programs wanted at least: fewer tiles of outputs than that, and the inputs are cut into parts
+SHORTEST = 1024  # inputs that a part has at least
+PIECE = 128  # a part is a multiple of this
+
+LOCKS = 4096  # tiles whose parts can be under way at a time
+
+_locks: dict[torch.device, torch.Tensor] = {}
+
+
+def parts(outputs: int, inputs: int) -> int:
+    """Into how many parts the sum over the inputs is cut."""
+    return max(1, min(PARTS // -(-outputs // TALL), inputs // SHORTEST))
+
+
+def tile(rows: int, cut: int) -> dict[str, int]:
+    """How the work is cut up, measured on an H200. It decides no bits: each output is summed up in order by one
+    program, or by one for each part."""
+    if rows <= 16:
+        shape = (TALL, 128, 4, 4)
+    elif rows <= 64:
+        shape = (TALL, 128, 4, 4) if cut > 1 else (TALL, 64, 4, 4)  # three of these run on a processor at a time
+    else:
+        shape = (TALL, 128, 4, 4) if cut > 1 else (2 * TALL, 64, 5, 8)
+    names = ("HIGH", "DEEP", "STAGES", "num_warps")
+    return dict(zip(names, shape, strict=True)) | {"ROWS": max(16, min(128, triton.next_power_of_2(rows)))}
+
+
+def skinny_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    gated: bool = False,
+) -> torch.Tensor:
+    """x (…, K), weight (N, K), bias (N,) → (…, N). To the result, rounded, `residual` (…, N) is added. gated: the silu
+    of the first half of it times the second, (…, N/2)."""
+    outputs, inputs = weight.shape
+    flat = x.reshape(-1, inputs)
+    rows, made = len(flat), outputs // 2 if gated else outputs
+    out = torch.empty((rows, made), dtype=x.dtype, device=x.device)
+    cut = parts(outputs, inputs)
+    shape = tile(rows, cut)
+    if inputs % shape["DEEP"] and inputs % 64 == 0:
+        shape |= {"DEEP": 64, "STAGES": 6 if rows <= 16 else 4}
+    piece = PIECE if cut > 1 else shape["DEEP"]
+    tiles = -(-outputs // shape["HIGH"]) * -(-rows // shape["ROWS"])
+    partial, locks = out, out
+    if cut > 1:
+        partial = torch.empty((cut, rows, outputs), dtype=torch.float32, device=x.device)
+        locks = _unlocked(x.device)
+        assert tiles <= LOCKS, "more tiles than locks"
+    grid = (-(-rows // shape["ROWS"]), -(-outputs // shape["HIGH"]), cut)
+    _linear[grid](
+        flat,
+        weight,
+        bias,
+        None if residual is None else residual.reshape(rows, outputs).contiguous(),
+        out,
+        partial,
+        locks,
+        flat.stride(0),
+        weight.stride(0),
+        rows,
+        outputs,
+        inputs,
+        PARTS=cut,
+        PIECE=piece,
+        EVEN=inputs % (cut * piece) == 0,
+        FULL=outputs % shape["HIGH"] == 0,
+        GATED=gated,
+        **shape,
+        **overlap(),
+    )
+    return out.view(*x.shape[:-1], made)
+
+
+def _unlocked(device: torch.device) -> torch.Tensor:
+    """Counters that are zero between launches: whoever counts up to the last part sets them back."""
+    if device not in _locks:
+        _locks[device] = torch.zeros(LOCKS, dtype=torch.int32, device=device)
+    return _locks[device]
+
+
+# fmt: off
+@triton.jit(do_not_specialize=["rows"])
+def _linear(  # type: ignore[no-untyped-def]
+    x, weight, bias, residual, out, partial, locks, x_row, w_row, rows, outputs, inputs,
+    PARTS: tl.constexpr, PIECE: tl.constexpr, HIGH: tl.constexpr, DEEP: tl.constexpr, ROWS: tl.constexpr,
+    STAGES: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr, GATED: tl.constexpr, EARLY: tl.constexpr,
+):
+    # fmt: on
+    """A tile of HIGH outputs × ROWS rows, over one part of the inputs. The last program to finish adds up all parts."""
+    tile_r, tile_o, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row = tile_r * ROWS + tl.arange(0, ROWS)
+    member = tl.arange(0, HIGH)
+    if GATED:
+        HALF: tl.constexpr = HIGH // 2
+        output = tile_o * HALF + member % HALF
+        exists = output < outputs // 2
+        output += member // HALF * (outputs // 2)
+    else:
+        output = tile_o * HIGH + member
+        exists = output < outputs
+    k = tl.arange(0, DEEP)
+    there = row < rows
+    steps = (inputs + PARTS * PIECE - 1) // (PARTS * PIECE) * (PIECE // DEEP)
+    weights = weight + output[:, None].to(tl.int64) * w_row + k
+    given = x + row[:, None] * x_row + k
+    if EARLY and EVEN and FULL:
+        for stage in tl.static_range(STAGES):
+            line = (part * steps + stage) * DEEP + tl.arange(0, DEEP * 2 // 128) * 64
+            if stage < steps:
+                fetch_ahead(weight + output[:, None].to(tl.int64) * w_row + line[None, :])
+    wait_turn(EARLY)
+    acc = tl.zeros((HIGH, ROWS), tl.float32)
+    for step in tl.range(part * steps, part * steps + steps, num_stages=STAGES):
+        at = step * DEEP
+        w_mask = exists[:, None]
+        x_mask = there[:, None]
+        if not EVEN:
+            w_mask &= (k < inputs - at)[None, :]
+            x_mask &= (k < inputs - at)[None, :]
+        if EVEN and FULL:
+            w = tl.load(weights + at, cache_modifier=".cg", eviction_policy="evict_first")  # (HIGH, DEEP)
+        else:
+            w = tl.load(weights + at, mask=w_mask, other=0.0, cache_modifier=".cg", eviction_policy="evict_first")
+        g = tl.load(given + at, mask=x_mask, other=0.0)  # (ROWS, DEEP)
+        acc = tl.dot(w, tl.trans(g), acc)
+    place = row[None, :].to(tl.int64) * outputs + output[:, None]  # (HIGH, ROWS)
+    mask = there[None, :] & exists[:, None]
+    if PARTS > 1:
+        tl.store(partial + part * rows.to(tl.int64) * outputs + place, acc, mask=mask)
+        lock = locks + tile_o * tl.num_programs(0) + tile_r
+        tl.debug_barrier()
+        if tl.atomic_add(lock, 1) < PARTS - 1:
+            return
+        acc = tl.zeros((HIGH, ROWS), tl.float32)
+        for i in range(PARTS):
+            piece = partial + i * rows.to(tl.int64) * outputs + place
+            acc += tl.load(piece, mask=mask, other=0.0, cache_modifier=".cg")  # past the first cache, which may be old
+        tl.store(lock, 0)
+    if bias is not None:
+        acc += tl.load(bias + output, mask=exists, other=0.0).to(tl.float32)[:, None]
+    result = acc.to(out.dtype.element_ty)
+    if residual is not None:
+        before = tl.load(residual + place, mask=mask, other=0.0)
+        result = (result.to(tl.float32) + before.to(tl.float32)).to(out.dtype.element_ty)
+    if GATED:
+        gate, through = tl.split(tl.trans(tl.reshape(result, (2, HALF, ROWS)), (1, 2, 0)))  # (HALF, ROWS)
+        result = (silu(gate.to(tl.float32)) * through.to(tl.float32)).to(out.dtype.element_ty)
+        output = tile_o * HALF + tl.arange(0, HALF)
+        place = row[None, :].to(tl.int64) * (outputs // 2) + output[:, None]
+        mask = there[None, :] & (output < outputs // 2)[:, None]
+    tl.store(out + place, result, mask=mask)

@@ -1,0 +1,267 @@
+"""What a fixed step does outside the model's own code, as operations that torch.compile leaves alone: keys into the
+cache, attention by path. On a GPU in Triton, elsewhere in plain torch."""
+
+from __future__ import annotations
+
+import torch
+
+
+@torch.library.custom_op("slipstream::write_keys", mutates_args=("keys", "values"))
+def write_keys(
+    keys: torch.Tensor,  # (pool rows, heads, capacity, d)
+    values: torch.Tensor,
+    new_keys: torch.Tensor,  # (b, heads, n, d)
+    new_values: torch.Tensor,
+    rows: torch.Tensor,  # (b,) int32
+    columns: torch.Tensor,  # (b, n) int32
+) -> None:
+    if keys.device.type == "cuda":
+        from slipstream.kernels.cache_write import write_cache
+
+        write_cache(keys, values, new_keys, new_values, rows, columns)
+        return
+    row, column = rows[:, None].long(), columns.long()
+    keys[row, :, column] = new_keys.transpose(1, 2)
+    values[row, :, column] = new_values.transpose(1, 2)
+
+
+@write_keys.register_fake
+def _write_nothing(*_: object) -> None:
+    """For tracing: it returns nothing."""
+
+
+def turn_keys(
+    qkv: torch.Tensor,  # (b, n, (heads + 2 key heads)·d)
+    cosines: torch.Tensor,  # (b or 1, n, d), the same in both halves
+    sines: torch.Tensor,
+    keys: torch.Tensor,  # (pool rows, key heads, capacity, d)
+    values: torch.Tensor,
+    rows: torch.Tensor,  # (b,) int32
+    columns: torch.Tensor,  # (b, n) int32
+) -> torch.Tensor:
+    """Queries and keys are rotated, keys and values go into the cache; gives the queries (b, heads, n, d)."""
+    if qkv.device.type == "cuda":
+        from slipstream.kernels.layer_pieces import turn_by
+
+        return turn_by(qkv, cosines, sines, keys, values, rows, columns)
+    kv, d = keys.shape[1], keys.shape[3]
+    heads = qkv.unflatten(-1, (-1, d)).transpose(1, 2)  # (b, heads + 2 kv, n, d)
+    turning = heads[:, :-kv]
+    first, second = turning.chunk(2, -1)
+    turned = turning * cosines[:, None] + torch.cat([-second, first], -1) * sines[:, None]
+    write_keys(keys, values, turned[:, -kv:], heads[:, -kv:], rows, columns)
+    return turned[:, :-kv]
+
+
+def gate(x: torch.Tensor) -> torch.Tensor:
+    """(…, 2I) gate and what it lets through, side by side → (…, I)."""
+    if x.device.type == "cuda":
+        from slipstream.kernels.layer_pieces import gated
+
+        return gated(x)
+    one, other = x.chunk(2, -1)
+    return torch.nn.functional.silu(one) * other
+
+
+@torch.library.custom_op("slipstream::move_keys", mutates_args=("keys", "values"))
+def move_keys(
+    keys: torch.Tensor,  # (layers, pool rows, heads, capacity, d)
+    values: torch.Tensor,
+    rows: torch.Tensor,  # (b,) int32
+    sources: torch.Tensor,  # (b, D) int32, columns
+    places: torch.Tensor,  # (b, D) int32, never behind their sources
+    counts: torch.Tensor,  # (b,) int32, how many of the D move
+) -> None:
+    if keys.device.type == "cuda":
+        from slipstream.kernels.cache_write import move_cache
+
+        move_cache(keys, values, rows, sources, places, counts)
+        return
+    for row, source, place, count in zip(rows.tolist(), sources.long(), places.long(), counts.tolist(), strict=True):
+        for store in (keys, values):
+            store[:, row, :, place[:count]] = store[:, row, :, source[:count]]
+
+
+@torch.library.custom_op("slipstream::linear", mutates_args=())
+def linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None = None
+) -> torch.Tensor:
+    """x (…, K), weight (N, K), bias (N,) → (…, N), to which `residual` (…, N) is added. On a GPU, in half precision, a
+    row depends on itself alone."""
+    if is_skinny(x, weight):
+        from slipstream.kernels.linear import skinny_linear
+
+        return skinny_linear(x, weight, bias, residual)
+    out = torch.nn.functional.linear(x, weight, bias)
+    return out if residual is None else residual + out
+
+
+@linear.register_fake
+def _product(x: torch.Tensor, weight: torch.Tensor, *_: object) -> torch.Tensor:
+    """For tracing: the shape alone."""
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+def gated_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """x (…, K), weight (2I, K), bias (2I,) → (…, I): `gate` of the product."""
+    if is_skinny(x, weight):
+        from slipstream.kernels.linear import skinny_linear
+
+        return skinny_linear(x, weight, bias, gated=True)
+    return gate(linear(x, weight, bias))
+
+
+def is_skinny(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether there is a kernel whose rows depend on themselves alone."""
+    return x.device.type == "cuda" and x.dtype in (torch.bfloat16, torch.float16) and weight.shape[1] % 16 == 0
+
+
+@torch.library.custom_op("slipstream::norm", mutates_args=())
+def norm(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, centre: bool, shift: bool
+) -> torch.Tensor:
+    """x (…, H) divided by its root mean square, times weight (H,). centre: its mean is taken away first; shift: the
+    weight is one less than the factor."""
+    if x.device.type == "cuda":
+        from slipstream.kernels.norm import normalise
+
+        return normalise(x, weight, bias, eps, centre, shift)
+    v = x.float()
+    if centre:
+        v = v - v.mean(-1, keepdim=True)
+    v = v * torch.rsqrt(v.pow(2).mean(-1, keepdim=True) + eps)
+    if not shift and bias is None:
+        return weight * v.to(x.dtype)
+    v = v * (weight.float() + float(shift))
+    return (v if bias is None else v + bias.float()).to(x.dtype)
+
+
+@norm.register_fake
+def _normalised(x: torch.Tensor, *_: object) -> torch.Tensor:
+    """For tracing: the shape alone."""
+    return x.new_empty(x.shape)
+
+
+def best(logits: torch.Tensor) -> torch.Tensor:
+    """Of logits (b, n, V), as int32 (2, b, n): the most probable token after each row, of equals the first, and the
+    bits of its logit in float32, which is not a number where the row has one that isn't."""
+    if logits.device.type == "cuda":
+        from slipstream.kernels.top import best_of_rows
+
+        return best_of_rows(logits)
+    token = logits.argmax(-1)
+    return torch.stack([token.int(), logits.gather(-1, token[..., None])[..., 0].float().view(torch.int32)])
+
+
+def walk(
+    ids: torch.Tensor,  # (b, n) int32
+    depths: torch.Tensor,  # (b, n) int32, negative for padding
+    paths: torch.Tensor,  # (b, n, n) int32, the columns of each node's ancestors, by depth
+    lengths: torch.Tensor,  # (b,) int32, the column of the root
+    chosen: torch.Tensor,  # (2, b, n) int32, as `best` gives it
+    room: int,
+) -> torch.Tensor:
+    """How far the tokens chosen after each node were drafted: (b, 1 + 2·room) int64. How many nodes that are, of which
+    the last `room` count; the tokens after them; and the nodes themselves. Both stand at the end of their room."""
+    if ids.device.type == "cuda":
+        from slipstream.kernels.walk import walk_down
+
+        return walk_down(ids, depths, paths, lengths, chosen, room)
+    table = torch.zeros((len(ids), 1 + 2 * room), dtype=torch.long)
+    for s, line in enumerate(table):
+        path, depth = [0], 1
+        while len(path) == depth:
+            column, token = int(lengths[s]) + path[-1], chosen[0, s, path[-1]]
+            below = (depths[s] == depth) & (paths[s, :, depth - 1] == column) & (ids[s] == token)
+            path += below.nonzero()[:1, 0].tolist()  # of equal siblings the first
+            depth += 1
+        kept = path[-room:]
+        line[0] = len(kept)
+        line[1 + room - len(kept) : 1 + room] = chosen[0, s, kept]
+        line[1 + 2 * room - len(kept) :] = torch.tensor(kept)
+    return table
+
+
+@torch.library.custom_op("slipstream::best_tokens", mutates_args=())
+def best_tokens(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The k most probable tokens after each row of logits (…, V), the best first: their log-probabilities (…, k) in
+    float32, and their ids."""
+    if logits.device.type == "cuda":
+        from slipstream.kernels.top import top_rows
+
+        return top_rows(logits, k)
+    x = logits.float()
+    top = x.topk(k)
+    return top.values - x.logsumexp(-1, keepdim=True), top.indices
+
+
+@best_tokens.register_fake
+def _best_shapes(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """For tracing: the shapes alone."""
+    shape = (*logits.shape[:-1], k)
+    return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.long)
+
+
+@torch.library.custom_op("slipstream::attend", mutates_args=("stats", "sums"))
+def attend(
+    query: torch.Tensor,  # (b, heads, n, d)
+    keys: torch.Tensor,  # (pool rows, key heads, capacity, d)
+    values: torch.Tensor,
+    rows: torch.Tensor,  # (b,)
+    lengths: torch.Tensor,  # (b,)
+    depths: torch.Tensor,  # (b, n)
+    paths: torch.Tensor,  # (b, n, D)
+    stats: torch.Tensor,  # scratch
+    sums: torch.Tensor,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+) -> torch.Tensor:
+    """(b, n, heads, d): see `exact.exact_attention`."""
+    options = {"scale": scale, "window": window, "soft_cap": soft_cap}
+    if query.device.type == "cuda":
+        from slipstream.kernels.exact_attention import Scratch, exact_attention
+
+        room = Scratch(stats, sums)
+        return exact_attention(query, keys, values, rows, lengths, depths, paths, room, **options)  # type: ignore[arg-type]
+    return gathered_attention(query, keys, values, rows, lengths, depths, paths, **options)  # type: ignore[arg-type]
+
+
+@attend.register_fake
+def _attended(query: torch.Tensor, _keys: torch.Tensor, values: torch.Tensor, *_: object) -> torch.Tensor:
+    """For tracing: the shape alone."""
+    b, heads, n = query.shape[:3]
+    return query.new_empty(b, n, heads, values.shape[3])
+
+
+def gathered_attention(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    rows: torch.Tensor,
+    lengths: torch.Tensor,
+    depths: torch.Tensor,
+    paths: torch.Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+) -> torch.Tensor:
+    """Attention by path in plain torch: every row gathers its own keys."""
+    b, heads, n, _ = query.shape
+    groups = heads // keys.shape[1]
+    out = query.new_zeros(b, n, heads, values.shape[3])
+    for s in range(b):
+        for r in range(n):
+            depth, length = int(depths[s, r]), int(lengths[s])
+            if depth < 0:
+                continue
+            columns = torch.cat([torch.arange(length, device=paths.device), paths[s, r, : depth + 1].long()])
+            columns = columns[max(0, length + depth + 1 - window) if window else 0 :]
+            k = keys[int(rows[s])][:, columns].float().repeat_interleave(groups, 0)  # (heads, seen, d)
+            v = values[int(rows[s])][:, columns].float().repeat_interleave(groups, 0)
+            scores = (k @ query[s, :, r, :, None].float())[..., 0] * scale
+            if soft_cap is not None:
+                scores = soft_cap * torch.tanh(scores / soft_cap)
+            out[s, r] = (scores.softmax(-1)[:, None] @ v)[:, 0].to(out.dtype)
+    return out

@@ -1,0 +1,183 @@
+"""Decoder layers of the usual form, as fixed steps compute them: in nine launches, whatever a model's own code takes.
+
+The usual form: a norm, attention over rotated queries and keys, and what came in added to it; a norm, a gated layer,
+and what came in added to it. Whether a layer has it is found by asking the layer itself, on a few numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface
+
+from slipstream.kernels.ops import gate, gated_linear, linear, turn_keys
+from slipstream.targets.captured import fixed_step as steps
+from slipstream.targets.captured.compiled import decoder_layers
+from slipstream.targets.captured.modules import Norm, Part, Product
+
+NAME = "slipstream-asked"
+ROWS = 3  # that a layer is asked
+NEAR = 4  # roundings by which two ways of computing a layer may differ, of the largest number
+LEAST = 1e-4  # and of that number where roundings are small
+
+
+@dataclass
+class Heard:
+    """What a layer hands to its attention."""
+
+    query: Tensor  # (b, heads, n, d)
+    keys: Tensor  # (b, key heads, n, d)
+    values: Tensor
+    options: dict[str, Any]
+
+
+@dataclass
+class Usual:
+    """A layer of the usual form."""
+
+    input_norm: Norm
+    qkv: Part
+    out: Product
+    norm: Norm
+    gate_up: Part
+    down: Product
+    number: int
+    options: dict[str, Any] = field(default_factory=dict)  # of its attention
+
+    @classmethod
+    def like(cls, layer: Any) -> Usual | None:
+        """What says the same as `layer` of a few numbers, if it has this form. Its products and norms have stand-ins
+        already."""
+        attention, gated = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
+        if attention is None or gated is None or any(map(is_watched, (attention, gated))) or "forward" in vars(layer):
+            return None
+        parts = (
+            getattr(layer, "input_layernorm", None),
+            getattr(attention, "q_proj", None),
+            getattr(attention, "o_proj", None),
+            getattr(layer, "post_attention_layernorm", None),
+            getattr(gated, "gate_proj", None),
+            getattr(gated, "down_proj", None),
+        )
+        kinds = (Norm, Part, Product, Norm, Part, Product)
+        if not all(isinstance(part, kind) for part, kind in zip(parts, kinds, strict=True)):
+            return None
+        same = cls(*parts, getattr(attention, "layer_idx", 0))  # type: ignore[arg-type]
+        try:
+            return same if same._says_what(layer) else None
+        except (AttributeError, TypeError, ValueError, RuntimeError, NotImplementedError):
+            return None  # it is called otherwise, or does what nobody asked for
+
+    def __call__(self, hidden: Tensor, *_: Any, position_embeddings: Any, past_key_values: Any, **__: Any) -> Tensor:
+        pool = past_key_values.layers[self.number]
+        i = pool.inputs
+        query = self._queries(hidden, position_embeddings, pool.keys, pool.values, i.rows, i.columns)
+        attended = steps.attention_by_path(self.qkv, query, pool.keys, pool.values, None, **self.options)
+        return self._after(hidden, attended[0])
+
+    def _queries(self, hidden: Tensor, angles: tuple[Tensor, Tensor], *cache: Tensor) -> Tensor:
+        return turn_keys(self.qkv.whole(self.input_norm(hidden), True), *angles, *cache)
+
+    def _after(self, hidden: Tensor, seen: Tensor) -> Tensor:
+        """seen: (b, n, heads, d)."""
+        hidden = linear(seen.flatten(2), self.out.weight, self.out.bias, hidden)
+        inner = gated_linear(self.norm(hidden), self.gate_up.whole.weight, self.gate_up.whole.bias)
+        return linear(inner, self.down.weight, self.down.bias, hidden)
+
+    @torch.no_grad()
+    def _says_what(self, layer: Any) -> bool:
+        """Whether queries, keys, values and the output are the layer's own. What comes in is small, so that it does
+        not hide what is added to it."""
+        attention, weight = layer.self_attn, self.input_norm.weight
+        generator = torch.Generator().manual_seed(0)
+        x = 1e-2 * torch.randn(1, ROWS, len(weight), generator=generator).to(weight)
+        turns = torch.rand(1, ROWS, attention.head_dim // 2, generator=generator).repeat(1, 1, 2)
+        angles = turns.cos().to(weight), turns.sin().to(weight)
+        with asked(attention.config) as heard:
+            said = layer(x, attention_mask=None, position_ids=None, past_key_values=None, position_embeddings=angles)
+        (one,) = heard
+        self.options = one.options
+        keys, values = (torch.zeros_like(t, memory_format=torch.contiguous_format) for t in (one.keys, one.values))
+        places = torch.arange(ROWS, dtype=torch.int32, device=x.device)
+        query = self._queries(x, angles, keys, values, places[:1], places[None])
+        after = self._after(x, one.query.transpose(1, 2).contiguous())
+        z = torch.linspace(-4, 4, 64).to(weight)
+        pairs = [
+            (query, one.query),
+            (keys, one.keys),
+            (values, one.values),
+            (after, said),
+            (gate(torch.cat([z, torch.ones_like(z)])), layer.mlp.act_fn(z)),
+        ]
+        return all(is_near(*pair) for pair in pairs)
+
+
+def usual_layers(model: Any) -> list[tuple[Any, Usual]]:
+    """Those decoder layers that have the usual form, and what computes them."""
+    try:
+        layers = decoder_layers(model)
+    except NotImplementedError:
+        return []
+    return [(layer, same) for layer in layers if (same := Usual.like(layer)) is not None]
+
+
+def is_near(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape:
+        return False
+    near = max(LEAST, NEAR * torch.finfo(other.dtype).eps) * float(other.abs().max())
+    return bool(((one - other).abs() <= near).all())  # never, if one of them is not a number
+
+
+def is_watched(module: Any) -> bool:
+    """Whether somebody else wants to know what the module says: hooks, but for those of transformers' own."""
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    return hasattr(module, "_hf_hook") or any(not h.__module__.startswith("transformers.") for h in hooks)
+
+
+@contextmanager
+def in_place(usual: list[tuple[Any, Usual]]) -> Iterator[None]:
+    """The layers' modules stay where they are, since transformers watches them for hidden states."""
+    for layer, same in usual:
+        layer.forward = same
+    try:
+        yield
+    finally:
+        for layer, _ in usual:
+            del layer.forward
+
+
+_heard: list[Heard] = []
+
+
+@contextmanager
+def asked(config: Any) -> Iterator[list[Heard]]:
+    """Within this, attention writes down what it is given, and gives back the queries."""
+    global _heard
+    kept, config._attn_implementation_internal = config._attn_implementation_internal, NAME
+    heard: list[Heard] = []
+    _heard = heard
+    try:
+        yield heard
+    finally:
+        config._attn_implementation_internal = kept
+        _heard = []
+
+
+def _listen(
+    module: torch.nn.Module,  # noqa: ARG001
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,  # noqa: ARG001
+    **options: Any,
+) -> tuple[Tensor, None]:
+    _heard.append(Heard(query, key, value, options))
+    return query.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(NAME, _listen)

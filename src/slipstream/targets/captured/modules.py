@@ -1,0 +1,191 @@
+"""A model's linear layers and norms as fixed steps compute them: by kernels that treat every row alike.
+
+Layers that read the same input, such as q, k and v, are one product. The angles of positions come from a table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from slipstream.kernels.ops import linear, norm
+
+LASTING = ("default", "linear", "llama3", "yarn")  # ways to turn positions into angles that no text changes
+TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+class StandIns:
+    """For the linear layers, norms and angles of a model, put in their places for the length of a forward."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._places: list[tuple[nn.Module, str, nn.Module, nn.Module]] = []  # parent, name, the layer, its stand-in
+        for parent in model.modules():
+            joined: dict[str, nn.Module] = {}
+            for names in TOGETHER:
+                layers = [getattr(parent, name, None) for name in names]
+                if can_join(layers):
+                    joined.update(zip(names, join(layers), strict=True))  # type: ignore[arg-type]
+            for name, layer in parent.named_children():
+                if is_plain(layer):
+                    self._places.append((parent, name, layer, joined.get(name) or Product(layer)))
+                elif (same := Norm.like(layer) or Angles.like(layer)) is not None:
+                    self._places.append((parent, name, layer, same))
+
+    def wholes(self) -> list[Whole]:
+        """What several layers are parts of."""
+        return list(dict.fromkeys(p.whole for _, _, _, p in self._places if isinstance(p, Part)))
+
+    def reach(self, positions: int, given: torch.Tensor) -> None:
+        """From here on there are so many positions. given: anything of the model's device and dtype."""
+        for _, _, _, other in self._places:
+            if isinstance(other, Angles):
+                other.reach(positions, given)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        for parent, name, _, other in self._places:
+            parent._modules[name] = other
+        try:
+            yield
+        finally:
+            for parent, name, layer, _ in self._places:
+                parent._modules[name] = layer
+
+
+def is_plain(layer: Any) -> bool:
+    """A linear layer that computes x·Wᵀ + b and nothing else: no adapter, no hook, no quantised weights."""
+    return (
+        type(layer) is nn.Linear
+        and not (layer._forward_hooks or layer._forward_pre_hooks or hasattr(layer, "_hf_hook"))
+        and layer.weight.is_floating_point()
+        and layer.weight.is_contiguous()
+    )
+
+
+def can_join(layers: list[Any]) -> bool:
+    if not all(map(is_plain, layers)):
+        return False
+    shapes = {(layer.in_features, layer.weight.dtype, layer.weight.device, layer.bias is None) for layer in layers}
+    return len(shapes) == 1 and len({id(layer.weight) for layer in layers}) == len(layers)
+
+
+@torch.no_grad()
+def join(layers: list[nn.Linear]) -> list[Part]:
+    """Lay the weights side by side in memory; each layer goes on with its own part of it, so none is held twice."""
+    sizes = [layer.out_features for layer in layers]
+    weight = torch.cat([layer.weight for layer in layers])
+    bias = torch.cat([layer.bias for layer in layers]) if layers[0].bias is not None else None
+    for layer, own in zip(layers, weight.split(sizes), strict=True):
+        layer.weight.data = own
+    whole, ends = Whole(weight, bias), torch.tensor(sizes).cumsum(0).tolist()
+    return [Part(whole, end - size, end, end == ends[-1]) for size, end in zip(sizes, ends, strict=True)]
+
+
+class Product(nn.Module):
+    """One linear layer."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.weight, self.bias = layer.weight, layer.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return linear(x, self.weight, self.bias)
+
+
+class Whole(nn.Module):
+    """Several layers of one input. What it makes is kept until the last part has taken its own."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        super().__init__()
+        self.register_buffer("weight", weight)
+        self.register_buffer("bias", bias)
+        self.made: tuple[torch.Tensor, torch.Tensor] | None = None  # input, output
+
+    def forward(self, x: torch.Tensor, last: bool) -> torch.Tensor:
+        made = self.made[1] if self.made is not None and self.made[0] is x else linear(x, self.weight, self.bias)
+        self.made = None if last else (x, made)
+        return made
+
+
+class Part(nn.Module):
+    def __init__(self, whole: Whole, first: int, end: int, last: bool) -> None:
+        super().__init__()
+        self.whole, self.first, self.end = whole, first, end
+        self.last = last
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.whole(x, self.last)[..., self.first : self.end]
+
+
+class Norm(nn.Module):
+    """A norm of one of the usual kinds."""
+
+    def __init__(self, layer: Any, eps: float, centre: bool, shift: bool) -> None:
+        super().__init__()
+        self.weight, self.bias = layer.weight, getattr(layer, "bias", None)
+        self.eps, self.centre, self.shift = eps, centre, shift
+
+    @classmethod
+    @torch.no_grad()
+    def like(cls, layer: Any) -> Norm | None:
+        """What says the same as `layer` of a few numbers, if anything does: models write their norms themselves."""
+        weight = getattr(layer, "weight", None)
+        if "Norm" not in type(layer).__name__ or not isinstance(weight, nn.Parameter) or weight.dim() != 1:
+            return None
+        eps = getattr(layer, "variance_epsilon", getattr(layer, "eps", None))
+        if not isinstance(eps, float) or layer._forward_hooks or layer._forward_pre_hooks or hasattr(layer, "_hf_hook"):
+            return None
+        x = torch.linspace(-3, 4, 3 * len(weight), device=weight.device, dtype=weight.dtype).reshape(3, -1)
+        said = layer(x)
+        near = 4 * torch.finfo(weight.dtype).eps
+        for centre, shift in ((False, False), (False, True), (True, False)):
+            found = cls(layer, eps, centre, shift)
+            if torch.allclose(found(x), said, rtol=near, atol=near * float(said.abs().max())):
+                return found
+        return None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return norm(x, self.weight, self.bias, self.eps, self.centre, self.shift)
+
+
+class Angles(nn.Module):
+    """Cosines and sines of positions, computed beforehand by the model's own code as far as `reach` said."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.layer = layer
+        self.table = torch.empty(0)  # (positions, 2, d)
+
+    @classmethod
+    @torch.no_grad()
+    def like(cls, layer: Any) -> Angles | None:
+        way, frequencies = getattr(layer, "rope_type", None), getattr(layer, "inv_freq", None)
+        if way not in LASTING or not isinstance(frequencies, torch.Tensor) or hasattr(layer, "_hf_hook"):
+            return None
+        found = cls(layer)
+        some = torch.tensor([[5, 0, 2], [6, 6, 1]], device=frequencies.device)
+        try:
+            found.reach(7, frequencies)
+            one, other = layer(frequencies, some)
+        except (TypeError, ValueError):
+            return None  # it is called otherwise
+        cosines, sines = found(frequencies, some)
+        found.table = found.table[:0]
+        return found if torch.equal(cosines, one) and torch.equal(sines, other) else None
+
+    def reach(self, positions: int, given: torch.Tensor) -> None:
+        cosines, sines = self.layer(given, torch.arange(positions, device=given.device)[None])
+        self.table = torch.stack([cosines[0], sines[0]], 1)
+
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if x.dtype != self.table.dtype or not len(self.table):
+            found: tuple[torch.Tensor, ...] = self.layer(x, position_ids)
+            return found
+        return self.table[position_ids].unbind(-2)

@@ -1,0 +1,168 @@
+"""Which kind of target fits a model: looked up for the families we prove in tests, tried out for all others."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+
+from slipstream.errors import ModelError
+from slipstream.loading.adapters import check_kind
+from slipstream.targets.base import Target, Want
+from slipstream.targets.cache import Shape
+from slipstream.targets.chains import ChainTarget
+from slipstream.targets.masks import MaskKind, mask_kinds
+from slipstream.targets.trees import TreeTarget, input_device, is_exact, unwrapped
+from slipstream.tree import TokenTree
+
+log = logging.getLogger("slipstream")
+
+# Model types whose trees the test suite compares with one full forward per path.
+PROVEN = {
+    *("llama", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "mistral", "mixtral", "gemma", "gemma2", "gemma3_text"),
+    *("phi", "phi3", "gpt2", "gpt_neox", "opt", "bloom", "falcon", "olmo2", "smollm3", "stablelm", "cohere"),
+    *("granite", "starcoder2", "gpt_oss"),
+}
+
+
+def open_target(model: Any, *, chunk: int = 512, graphs: bool = True, compile: bool = False) -> Target:
+    """A Target for a causal language model of transformers. It is put into evaluation mode and not changed further.
+
+    graphs: whether steps on a GPU are captured and replayed, where the model allows it.
+    compile: whether captured steps go through torch.compile first: faster, after some seconds for each shape of step.
+    """
+    config = check_model(model)
+    vocabulary, shapes = _probe(model)
+    kinds = mask_kinds(config)
+    if kinds is None or shapes is None:
+        return _chains(model, vocabulary, chunk, "its layers keep states that can't branch")
+    if getattr(config, "alibi", False):
+        return _chains(model, vocabulary, chunk, "its position bias follows a key's place in the cache")
+    target = TreeTarget(model, shapes, kinds, vocabulary, chunk)
+    if config.model_type not in PROVEN and not scores_trees(target):
+        return _chains(model, vocabulary, chunk, "it does not honour a tree's mask and positions")
+    if graphs and target.device.type == "cuda":
+        return _graphs(model, shapes, kinds, vocabulary, chunk, compile) or target
+    return target
+
+
+def _graphs(
+    model: Any, shapes: list[Shape | None], kinds: dict[str, MaskKind], vocabulary: int, chunk: int, compile: bool
+) -> Target | None:
+    """A target whose steps are replayed, if this model's can be captured and say the same."""
+    name = type(unwrapped(model)).__name__
+    if None in shapes or len({s.device for s in shapes if s is not None}) > 1:
+        log.info("%s lies on several devices or shares keys between layers: its steps are not captured", name)
+        return None
+    try:
+        from slipstream.targets.captured.graph_target import GraphTarget
+
+        target = GraphTarget(model, shapes, kinds, vocabulary, chunk, compile="inductor" if compile else "")
+        if scores_trees(target):
+            return target
+        why = "replayed steps gave other logits"
+    except Exception as error:  # a model may resist in any way, and works without
+        log.debug("capture failed", exc_info=error)
+        why = str(error).splitlines()[0] if str(error) else type(error).__name__
+    log.warning("%s: its steps can't be captured as CUDA graphs (%s), so they run as they are", name, why)
+    return None
+
+
+def check_model(model: Any) -> Any:
+    """The text config of a model we can drive; an error that names what is in the way otherwise."""
+    name = type(unwrapped(model)).__name__
+    if not hasattr(model, "config") or not hasattr(unwrapped(model), "get_output_embeddings"):
+        raise ModelError(f"{name} is not a transformers model: pass an AutoModelForCausalLM")
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise ModelError(f"{name} is an encoder-decoder model: slipstream continues text with decoder-only models")
+    if unwrapped(model).get_output_embeddings() is None:
+        raise ModelError(f"{name} has no language-modelling head: load it with AutoModelForCausalLM")
+    config = model.config.get_text_config()
+    attention = getattr(config, "_attn_implementation", "eager") or "eager"
+    if attention not in ("eager", "sdpa"):
+        raise ModelError(
+            f"{name} runs attention with {attention!r}, which can't take a tree's mask: "
+            "load it with attn_implementation='sdpa', or call model.set_attn_implementation('sdpa')"
+        )
+    for adapter in (getattr(model, "peft_config", None) or {}).values():
+        kind = str(getattr(adapter.peft_type, "value", adapter.peft_type))
+        check_kind(name, kind, bool(getattr(adapter, "alora_invocation_tokens", None)))
+    if model.training:
+        model.eval()
+    return config
+
+
+@torch.inference_mode()
+def _probe(model: Any) -> tuple[int, list[Shape | None] | None]:
+    """One token through the model: how many logits come back, and what each layer keeps of it. No shapes if some
+    layer keeps anything but keys and values."""
+    ids = torch.zeros(1, 1, dtype=torch.long, device=input_device(model))
+    try:
+        cache = DynamicCache(config=model.config)
+        out = model(input_ids=ids, past_key_values=cache, use_cache=True)
+    except TypeError:  # takes its cache under another name
+        return model(input_ids=ids).logits.shape[-1], None
+    shapes: list[Shape | None] = []
+    for layer in cache.layers:
+        keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+        if not hasattr(layer, "keys") or hasattr(layer, "conv_states"):
+            return out.logits.shape[-1], None
+        if keys is None or values is None or keys.numel() == 0:
+            shapes.append(None)
+        else:
+            shapes.append(Shape(keys.shape[1], keys.shape[3], values.shape[3], keys.dtype, keys.device))
+    if not any(shapes):
+        return out.logits.shape[-1], None
+    return out.logits.shape[-1], shapes
+
+
+@torch.inference_mode()
+def scores_trees(target: TreeTarget) -> bool:
+    """Whether a small tree gets the logits of its paths: behind a short text, and in the same batch behind one that is
+    longer than any window the config mentions. Replayed steps must even give a path the same bits alone and in a tree.
+    """
+    windows = [v for k, v in target.model.config.to_dict().items() if "window" in k and isinstance(v, int)]
+    long = min(target.context - 8, 600, max([24, *(w + 8 for w in windows)]))
+    ids = [1 + 389 * i % (target.vocabulary - 1) for i in range(long + 5)]  # varied, so that a wrong mask shows
+    texts = [[1, 2, 3], ids[5:]]
+    tree, want = TokenTree.build(ids[:5], [-1, 0, 0, 1, 2]), Want(rows=8)
+    slots = [target.open() for _ in texts]
+    try:
+        for slot, text in zip(slots, texts, strict=True):
+            for _ in target.prefill(slot, text, Want()):
+                pass
+        for node in (3, 4):
+            path = tree.path_to(node)
+            rows = [s.logits(node).float() for s in target.score(slots, [tree] * 2, want)]
+            chain = TokenTree.chain(ids[0], tree.tokens[path[1:]])
+            alone = [s.logits(len(path) - 1).float() for s in target.score(slots, [chain] * 2, want)]
+            if target.exact and not is_exact(target.model) and not all(map(torch.equal, rows, alone)):
+                return False
+            for row, text in zip(rows, texts, strict=True):
+                right = _next_logits(target, text + tree.tokens[path].tolist())
+                wrong = _next_logits(target, text + tree.tokens[: node + 1].tolist())  # as if all were one chain
+                # How far half precision wanders depends on the model: not half as far as a wrong mask would.
+                allowed = 1e-3 * right.std() if is_exact(target.model) else 0.5 * (row - wrong).norm()
+                if not ((row - right).abs().max() if is_exact(target.model) else (row - right).norm()) <= allowed:
+                    return False
+    except Exception as error:  # an unknown model may fail in any way: then it gets chains
+        log.debug("tree probe failed", exc_info=error)
+        return False
+    finally:
+        for slot in slots:
+            target.close(slot)
+    return True
+
+
+def _next_logits(target: TreeTarget, text: list[int]) -> torch.Tensor:
+    ids = torch.tensor([text], device=target.device)
+    return target.model(input_ids=ids).logits[0, -1].float()
+
+
+def _chains(model: Any, vocabulary: int, chunk: int, why: str) -> ChainTarget:
+    target = ChainTarget(model, vocabulary, chunk, why)
+    for note in target.notes:
+        log.warning(note)
+    return target

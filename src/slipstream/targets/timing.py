@@ -1,0 +1,106 @@
+"""What steps of a target take: measured once on a machine, and kept."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from time import perf_counter
+
+import numpy as np
+import torch
+import transformers
+
+from slipstream import __version__
+from slipstream.budget.costs import Costs
+from slipstream.kept import recall, remember
+from slipstream.sampling import Sampler, Sampling
+from slipstream.targets.base import Slot, Target, Want
+from slipstream.tree import TokenTree
+
+# Close together where rows are few: on some CPUs four rows take nearly twice as long as three.
+ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64)
+AT_MOST = 2.0  # seconds to measure for: users wait for it once per model, and steps correct what is off
+REPEATS = 4  # besides the first, which loads code
+
+
+def measure(target: Target, text: Sequence[int], at_most: float = AT_MOST) -> dict[int, float]:
+    """Seconds of a forward behind the text, by rows, the least of interleaved repeats: whatever else the machine does
+    only ever adds to them. A large model may have been timed once, for few numbers of rows."""
+    slot = target.open()
+    for _ in target.prefill(slot, text, Want()):
+        pass
+    sizes = [n for n in target.widths or ROWS if slot.length + n < target.context and (target.chains or n == 1)]
+    sizes.sort(key=lambda n: abs(n - target.usual_draft) if n > 1 else -1)  # the most wanted, should time be up
+    rng = np.random.default_rng(0)
+    trees = {n: _trial(n, target, rng) for n in sizes}
+    until, times = perf_counter() + at_most, dict[int, float]()
+    for repeat in range(1 + REPEATS):
+        for n in sizes:
+            if len(times) > 1 and perf_counter() > until:
+                break
+            taken = _seconds(target, slot, trees[n])
+            times[n] = taken if repeat < 2 else min(taken, times[n])
+    target.close(slot)
+    return dict(sorted(times.items()))
+
+
+def nonsense(target: Target) -> list[int]:
+    """A text to measure behind: what it says does not matter."""
+    length = min(ROWS[-1], target.context // 2)
+    found: list[int] = np.random.default_rng(0).integers(0, target.vocabulary, length).tolist()
+    return found
+
+
+def _trial(rows: int, target: Target, rng: np.random.Generator) -> TokenTree:
+    branches = 2 if target.trees else 1  # side by side
+    parents = [max(i - branches, min(0, i - 1)) for i in range(rows)]
+    return TokenTree.build(rng.integers(0, target.vocabulary, rows).tolist(), parents)
+
+
+def _seconds(target: Target, slot: Slot, tree: TokenTree) -> float:
+    """Of scoring it once."""
+    trial = slot if target.trees else target.fork(slot)  # a chain can't be taken back
+    start = perf_counter()
+    target.score([trial], [tree], Want(samplers=(Sampler(Sampling(), []),)))
+    taken = perf_counter() - start
+    if trial is not slot:
+        target.close(trial)
+    return taken
+
+
+def costs_of(target: Target) -> Costs:
+    """This target's on this machine: measured once, kept in the cache folder."""
+    key = described(target)
+    known = recall("costs", key)
+    if known is None:
+        known = {str(n): seconds for n, seconds in measure(target, nonsense(target)).items()}
+        remember("costs", key, known)
+    return Costs({int(n): seconds for n, seconds in known.items()}, bool(target.widths))
+
+
+def described(target: Target) -> str:
+    """Everything that a step's time depends on: the model's sizes, the machine, and the software."""
+    model = getattr(target, "model", None)
+    config = getattr(model, "config", None)
+    sizes = {k: v for k, v in config.to_dict().items() if k != "_name_or_path"} if config is not None else {}
+    sizes_hash = hashlib.sha256(json.dumps(sizes, sort_keys=True, default=str).encode()).hexdigest()
+    cuda = target.device.type == "cuda"
+    where = torch.cuda.get_device_name(target.device) if cuda else f"{cpu_name()} × {torch.get_num_threads()}"
+    way = type(target).__name__ + (" compiled" if getattr(target, "compile", "") else "")
+    versions = f"slipstream {__version__}, torch {torch.__version__}, transformers {transformers.__version__}"
+    return " | ".join(map(str, (type(model).__name__, sizes_hash, target.dtype, where, way, versions)))
+
+
+@cache
+def cpu_name() -> str:
+    """As the system tells it: two CPUs of one architecture may differ by many times."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

@@ -28,8 +28,8 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from slipstream.errors import DamagedError, OptionError, StoreError
+from slipstream.kept import cache_folder
 from slipstream.loading import embedded
-from slipstream.loading.converted import cache_folder
 from slipstream.loading.embedded import Progress
 
 LIST = Path(__file__).with_suffix(".json")

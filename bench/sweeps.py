@@ -36,9 +36,9 @@ from slipstream.drafters.auto import AutoDrafter
 from slipstream.drafters.base import Proposal
 from slipstream.drafters.rest import Rest
 from slipstream.drafters.suffix import Suffix
-from slipstream.engine import Step
 from slipstream.errors import OptionError
 from slipstream.evaluate.workloads import builtin, read, select
+from slipstream.request import Step
 from slipstream.targets import load_model
 
 SIZES = {"1M": 10**6, "10M": 10**7, "100M": 10**8}

@@ -232,7 +232,7 @@ def documents(store, removed=False):
     """Of each collection. removed: also those that wait for compaction."""
     found = {c: [tuple(d.tolist()) for d in store.documents(c)] for c in COLLECTIONS}
     for entry in store.manifest.segments if removed else ():
-        gone = [d for d, source in store._segments[entry.name].documents() if source in entry.removed]
+        gone = [d for d, source in store.contents.segments[entry.name].documents() if source in entry.removed]
         found[entry.collection] += [tuple(d.tolist()) for d in gone]
     return {c: sorted(d) for c, d in found.items()}
 

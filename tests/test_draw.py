@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from slipstream.kernels.draw import Draws, History, draw, drawable, needs_history, noise_keys
+from slipstream.kernels.draw import draw, drawable, needs_history, noise_keys
+from slipstream.kernels.draw_inputs import Draws, History
 from slipstream.sampling import Sampler, Sampling, noise_key
 
 # Every filter alone, in pairs, and all together; narrow and wide nuclei; options that change nothing.

@@ -15,11 +15,11 @@ from slipstream import LLM, drafters
 from slipstream.accept import make_rule
 from slipstream.budget import Budget
 from slipstream.drafters import _eagle as features
-from slipstream.drafters._head import unpack
 from slipstream.drafters.base import Hidden, Seen
 from slipstream.errors import DrafterError, OptionError
 from slipstream.heads import HEADS, keys, save_head
 from slipstream.heads.growth import Growth
+from slipstream.heads.packing import unpack
 from slipstream.heads.ranks import assumed, save_tree, tune
 from slipstream.kernels.ops import gathered_attention
 from slipstream.request import Request

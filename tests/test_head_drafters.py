@@ -15,10 +15,10 @@ from slipstream.accept import Rejection, make_rule, verify
 from slipstream.budget import Budget
 from slipstream.drafters import _head as drafting
 from slipstream.drafters._beams import draw, overlay, prefix_match
-from slipstream.drafters._head import unpack
 from slipstream.drafters.base import Hidden, Proposal, Seen
 from slipstream.errors import DrafterError, OptionError
 from slipstream.heads import HEADS, registry, save_head
+from slipstream.heads.packing import unpack
 from slipstream.heads.ranks import assumed, check_tree, measure, save_tree, tune
 from slipstream.request import Request
 from slipstream.sampling import Sampler, Sampling, gumbel, noise_key

@@ -11,11 +11,11 @@ from slipstream import LLM, Drafter, DraftSession, Proposal, TokenTree, drafters
 from slipstream.accept import Rejection
 from slipstream.budget import Budget
 from slipstream.budget.calibration import BINS, Calibration
-from slipstream.drafters._head import pack, pack_first, unpack, unpack_first
 from slipstream.drafters.base import Hidden, Seen
 from slipstream.drafters.rasd import WIDER, RasdDrafter, beginning_with, best_of, side_by_side
 from slipstream.errors import DrafterError, OptionError
 from slipstream.heads import HEADS
+from slipstream.heads.packing import pack, pack_first, unpack, unpack_first
 from slipstream.request import Request
 from slipstream.targets import open_target
 from slipstream.tree import fuse

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import store_jobs
+from slipstream.datastores.durable import contents as contents_module
 from slipstream.datastores.durable import state as state_module
 from slipstream.datastores.durable import store as store_module
 from slipstream.datastores.durable.compaction import Compaction
@@ -365,7 +366,7 @@ def test_what_lies_behind_a_torn_record_never_comes_back(folder, store):
     with Store.open(folder, write=True) as again:
         assert documents(again) == []
         again.append([1, 4])  # as long as the torn one
-        assert again._place.length == PAGE + half
+        assert again.contents.place.length == PAGE + half
     with Store.open(folder, write=True) as again:
         assert documents(again) == [[1, 4]]
 
@@ -589,17 +590,17 @@ def test_what_is_removed_while_segments_are_merged_stays_removed(folder, store, 
         store.append([1, 10 + i], "x")
         store.append([1, 20 + i], "y")
         store.flush()
-    write = store_module.write_segment
+    write = contents_module.write_segment
 
     def meanwhile(path, *rest):
         write(path, *rest)
-        monkeypatch.setattr(store_module, "write_segment", write)
+        monkeypatch.setattr(contents_module, "write_segment", write)
         assert store.remove("x") == 3
         store.append([1, 30], "x")  # and comes again
         store.flush()
 
     store.flush()
-    monkeypatch.setattr(store_module, "write_segment", meanwhile)
+    monkeypatch.setattr(contents_module, "write_segment", meanwhile)
     store.compact()
     for view in (store, Store.open(folder)):
         assert children(view, [1]) == [20, 21, 22, 30]
@@ -643,7 +644,7 @@ def test_a_full_disk_takes_nothing_back(folder, store, monkeypatch):
     store.append([1, 5])  # as long as the first of those that failed: the second must not come back behind it
     assert children(store, [1]) == [2, 5]
     for place in ("write_segment", "write_manifest"):
-        monkeypatch.setattr(store_module, place, failing)
+        monkeypatch.setattr(contents_module, place, failing)
         for call in (store.flush, store.compact):
             with pytest.raises(StoreError, match=r"failed .*No space left.* not lost"):
                 call()
@@ -653,7 +654,7 @@ def test_a_full_disk_takes_nothing_back(folder, store, monkeypatch):
         assert store.remove("again") == 1
     assert children(Store.open(folder), [1]) == [2, 5]
     store.flush()
-    monkeypatch.setattr(store_module, "write_segment", failing)
+    monkeypatch.setattr(contents_module, "write_segment", failing)
     store.append([1, 6])
     with pytest.raises(StoreError, match="not lost"):
         store.compact()
@@ -999,7 +1000,7 @@ def test_after_a_crash_repair_counts_nothing_twice(folder, monkeypatch, call, lo
                 crashed = False
             except Crash:
                 crashed = True
-            store._held, held = None, store._held
+            store.contents.held, held = None, store.contents.held
         held.close()
         if reopened:
             Store.open(folder, write=True).close()

@@ -16,6 +16,7 @@ import pytest
 import store_jobs
 from slipstream.datastores.durable import store as store_module
 from slipstream.datastores.durable.compaction import Compaction
+from slipstream.datastores.durable.contents import Contents
 from slipstream.datastores.durable.pages import PAGE
 from slipstream.datastores.durable.store import Store
 from slipstream.datastores.sparse.search import Shape, draft
@@ -265,17 +266,17 @@ def test_readers_see_every_document_once_and_in_order_while_a_writer_appends_and
 ):
     monkeypatch.setattr(store_module, "MEMORY_TOKENS", 90)  # a flush every 15 documents
     count, folder, stop = 1000, tmp_path / "store", tmp_path / "stop"
-    expected, failures, published, publish = store_jobs.counted(count), [], [0], Store._publish
+    expected, failures, published, publish = store_jobs.counted(count), [], [0], Contents.publish
 
     def look_at_every_snapshot(self):
         """Threads may miss one that lasts for microseconds."""
         publish(self)
         try:
-            published.append(store_jobs.seen(self.runs(), expected))
+            published.append(store_jobs.seen(self.runs("default"), expected))
         except BaseException as error:
             failures.append(error)
 
-    monkeypatch.setattr(Store, "_publish", look_at_every_snapshot)
+    monkeypatch.setattr(Contents, "publish", look_at_every_snapshot)
     store = Store.create(folder, 2000, segment_tokens=100_000)
     forker.start("read", folder=str(folder), stop=str(stop), count=count)
     lines = forker.lines()

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from slipstream.datastores.durable import contents as contents_module
 from slipstream.datastores.durable import store as store_module
 from slipstream.datastores.durable.manifest import COPY, NAME, read_manifest
 from slipstream.datastores.durable.pages import PAGE, checksum, page_sums
@@ -324,7 +325,7 @@ def test_an_append_that_raised_is_not_there_and_one_that_did_not_is(folder, monk
     monkeypatch.setattr(store_module, "MEMORY_TOKENS", 10)
     with Store.create(folder, 1000) as store:
         with monkeypatch.context() as patch:
-            patch.setattr(store_module, "write_segment", full)
+            patch.setattr(contents_module, "write_segment", full)
             with pytest.warns(UserWarning, match="no segment was made"):
                 store.append([1, *range(100, 120)])
             with warnings.catch_warnings():
@@ -426,11 +427,11 @@ def test_pages_are_not_believed_for_ever(folder, monkeypatch):
     two_segments(folder)
     reader = Store.open(folder)
     reader.draft(np.array([20, 21], np.int32), Shape())
-    segment = next(iter(reader._segments.values()))
+    segment = next(iter(reader.contents.segments.values()))
     assert segment.checks["tokens"].seen.any()
     reader.refresh()
     assert segment.checks["tokens"].seen.any()
-    monkeypatch.setattr(store_module, "RECHECK", -1.0)
+    monkeypatch.setattr(contents_module, "RECHECK", -1.0)
     reader.refresh()
     assert not segment.checks["tokens"].seen.any()
 
@@ -603,9 +604,9 @@ def test_many_small_documents_are_cheap_to_open(folder):
     """Not by the clock: a document must be no object of its own."""
     with Store.create(folder, 1000) as store:
         store.extend([Document([i % 1000]) for i in range(20_000)])
-        assert sum(len(memory.batches) for memory in store._memory.values()) == 1
+        assert sum(len(memory.batches) for memory in store.contents.memory.values()) == 1
     with Store.open(folder) as reader:
-        (memory,) = reader._memory.values()
+        (memory,) = reader.contents.memory.values()
         assert len(memory.batches) == 1
         assert reader.info()["documents"] == 20_000
 

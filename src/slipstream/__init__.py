@@ -18,6 +18,7 @@ from slipstream.errors import (
     SlipstreamError,
     StoreError,
 )
+from slipstream.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from slipstream.datastores.durable.store import Store
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
     from slipstream.sampling import Sampling
     from slipstream.stats import Stats
     from slipstream.tree import TokenTree
-
-__version__ = "0.1.0"
 
 _HOMES = {
     "LLM": "llm",

@@ -17,12 +17,11 @@ import torch
 
 from slipstream.accept import Verdict, verify
 from slipstream.budget import Budget, step_budget
-from slipstream.budget.pilot import Choice
 from slipstream.datastores.live import Said
 from slipstream.datastores.sparse.runs import token_type
 from slipstream.drafters.base import Drafter, DraftSession, Hidden, Seen
 from slipstream.errors import ContextError, OptionError, PromptError
-from slipstream.request import Request
+from slipstream.request import Request, Step
 from slipstream.sampling import Sampler
 from slipstream.stats import Stats
 from slipstream.targets.base import Scores, Slot, Target, Want
@@ -39,18 +38,6 @@ class TokenLogprobs:
     token: int
     logprob: float
     top: dict[int, float]
-
-
-@dataclass(frozen=True)
-class Step:
-    """What one forward did for one sequence, for whoever watches. In a batch the times are its share of all."""
-
-    tree: TokenTree
-    verdict: Verdict
-    draft_seconds: float
-    verify_seconds: float
-    host_seconds: float  # deciding, committing, observing
-    choice: Choice | None = None  # what the drafter decided, if it decides anything
 
 
 @dataclass(eq=False)

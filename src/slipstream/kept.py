@@ -9,7 +9,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from slipstream.loading.converted import cache_folder
+
+def cache_folder() -> Path:
+    """Where slipstream keeps what it made once: SLIPSTREAM_CACHE, or slipstream/ in the user's cache folder."""
+    if given := os.environ.get("SLIPSTREAM_CACHE"):
+        return Path(given)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "slipstream"
 
 
 def recall(kind: str, key: str) -> Any:

@@ -6,14 +6,27 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from slipstream.accept import Match, Rule
+from slipstream.accept import Match, Rule, Verdict
 from slipstream.checks import integer
 from slipstream.sampling import Sampling
+from slipstream.tree import TokenTree
 
 if TYPE_CHECKING:
-    from slipstream.engine import Step
+    from slipstream.budget.pilot import Choice
 
 Stop = Callable[[int], str | None]
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one forward did for one sequence, for whoever watches. In a batch the times are its share of all."""
+
+    tree: TokenTree
+    verdict: Verdict
+    draft_seconds: float
+    verify_seconds: float
+    host_seconds: float  # deciding, committing, observing
+    choice: Choice | None = None  # what the drafter decided, if it decides anything
 
 
 @dataclass

@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from slipstream import __version__
 from slipstream.cli.answer import generate, trace
 from slipstream.cli.bench import bench
 from slipstream.cli.chat import chat
@@ -21,6 +20,7 @@ from slipstream.cli.store import app as store
 from slipstream.cli.terminal import err, out
 from slipstream.cli.train import train
 from slipstream.errors import SlipstreamError
+from slipstream.version import __version__
 
 app = typer.Typer(
     epilog="`slipstream --install-completion` teaches your shell to complete commands and options.",

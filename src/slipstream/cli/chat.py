@@ -17,7 +17,7 @@ from slipstream.cli.conversation import COMMANDS, Conversation, Quit
 from slipstream.cli.prompt import PlainLines, TypedLines
 from slipstream.cli.terminal import ensure_embedded, err, open_llm
 from slipstream.errors import ModelError, SlipstreamError
-from slipstream.loading.converted import cache_folder
+from slipstream.kept import cache_folder
 
 if TYPE_CHECKING:
     from slipstream.llm import LLM

@@ -51,16 +51,17 @@ def models(
 
 def prepare() -> None:
     """Compile ahead what searches and drafts, with the embedded model: once after an install, up to a minute."""
-    import slipstream
+    from slipstream.datastores.durable.store import Store
+    from slipstream.llm import LLM
 
     llm = open_llm(None, "auto", None, None, None, False)
     with busy("compiling"), TemporaryDirectory() as folder:
         words = llm.generate("Count to ten in words.", max_new_tokens=16).tokens
-        with slipstream.Store.create(f"{folder}/store", vocabulary=llm.target.vocabulary) as store:
+        with Store.create(f"{folder}/store", vocabulary=llm.target.vocabulary) as store:
             store.append(words * 4)
             store.flush()
             store.append(words)
-        slipstream.LLM(llm.model, llm.tokenizer, "rest", store=f"{folder}/store").generate(words, max_new_tokens=4)
+        LLM(llm.model, llm.tokenizer, "rest", store=f"{folder}/store").generate(words, max_new_tokens=4)
     out.print("ready: what searches and drafts is compiled")
 
 

@@ -12,7 +12,6 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-import slipstream
 from slipstream import drafters
 
 if TYPE_CHECKING:
@@ -69,7 +68,7 @@ def lineage(module: Module, name: str) -> Iterator[tuple[Module, ast.ClassDef]]:
 
 @cache
 def read(name: str) -> Module:
-    path = Path(slipstream.__file__).parent.joinpath(*name.split(".")[1:])
+    path = Path(__file__).parent.parent.joinpath(*name.split(".")[1:])
     text = (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text(encoding="utf-8")
     tree = ast.parse(text)
     imported = {

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from slipstream.cli.options import parse_options
-from slipstream.loading.converted import cache_folder
+from slipstream.kept import cache_folder
 from slipstream.notices import show_with
 
 if TYPE_CHECKING:

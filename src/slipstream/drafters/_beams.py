@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from slipstream.drafters._head import SMALL, HeadDrafter, HeadOptions, likeliest, pack, pack_chains, pack_first
+from slipstream.drafters._head import SMALL, HeadDrafter, HeadOptions
 from slipstream.errors import OptionError
 from slipstream.heads.growth import Record, grow_depth, keep_best, new_record
+from slipstream.heads.packing import likeliest, pack, pack_chains, pack_first
 from slipstream.kernels.ops import best_tokens
 from slipstream.sampling import gumbel
 

@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 
 from slipstream.drafters._beams import Carry, ChainDrafter
-from slipstream.drafters._head import SMALL, HeadOptions, HeadSession, likeliest
+from slipstream.drafters._head import SMALL, HeadOptions, HeadSession
 from slipstream.drafters.base import DraftSession, Hidden, Seen
 from slipstream.errors import OptionError
 from slipstream.heads.decoder import FeatureHead
 from slipstream.heads.growth import Growth, new_record
 from slipstream.heads.keys import KeyCache, extend_paths, first_places
+from slipstream.heads.packing import likeliest
 from slipstream.kernels.ops import best_tokens
 
 if TYPE_CHECKING:

@@ -3,7 +3,7 @@ drafts of one sequence are captured, and it is known what they take."""
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,29 +11,28 @@ import torch
 from slipstream.budget import Budget
 from slipstream.budget.costs import Costs
 from slipstream.budget.pilot import TRIAL, Pilot, Text
-from slipstream.drafters.base import DraftSession, Hidden, Seen
+from slipstream.drafters.base import Drafter, Hidden, Seen
 from slipstream.request import Request
 from slipstream.sampling import Sampler, Sampling
-from slipstream.targets.base import Want
+from slipstream.targets.base import Target, Want
 from slipstream.targets.captured.recording import Stopwatch
 from slipstream.targets.timing import nonsense
 from slipstream.tree import TokenTree, fuse
 
 if TYPE_CHECKING:
-    from slipstream.drafters.auto import AutoDrafter
     from slipstream.targets.captured.fixed_step import FixedStep
 
 
 @torch.inference_mode()
-def rehearse(auto: AutoDrafter) -> None:
-    target, pilot, words = auto.target, auto.pilot, nonsense(auto.target)
+def rehearse(target: Target, pilot: Pilot, parts: Mapping[str, Drafter], layers: tuple[int, ...]) -> None:
+    words = nonsense(target)
     request = Request(words, max_new_tokens=len(words), prediction=words)
-    sessions = {name: part.begin(request) for name, part in auto.parts.items()}
+    sessions = {name: part.begin(request) for name, part in parts.items()}
     slot = target.open()
-    for score in target.prefill(slot, words, Want(auto.layers)):
+    for score in target.prefill(slot, words, Want(layers)):
         start, hidden = slot.length - len(next(iter(score.hidden.values()), words)), Hidden(score.hidden)
         for name, session in sessions.items():
-            session.observe(Seen(words[start : slot.length], start, hidden.of(auto.parts[name].layers)))
+            session.observe(Seen(words[start : slot.length], start, hidden.of(parts[name].layers)))
     room = target.context - slot.length - 1
     limit, root = Budget(target.usual_draft, min(target.usual_draft, room)), words[0]
     trial = Pilot(pilot.costs, pilot.drafters, pilot.trees, pilot.heads)  # what it learns of this text goes with it
@@ -42,7 +41,7 @@ def rehearse(auto: AutoDrafter) -> None:
         trees = [TokenTree.root(root)]
         for source in pilot.sources().values():
             taken, budget = Stopwatch(), limit.upto(source.most)
-            (found,) = auto.parts[source.drafter].propose([sessions[source.drafter]], [root], [budget])
+            (found,) = parts[source.drafter].propose([sessions[source.drafter]], [root], [budget])
             if not (source.head and target.ahead):  # there drafts overlap with steps, and take less than this one
                 pilot.took({source: taken.seconds()})
             trees.append(limit.limit(found.tree))
@@ -52,15 +51,15 @@ def rehearse(auto: AutoDrafter) -> None:
         trial.choose([Text()], [whole], [limit.nodes], trial.sources().values())
         trial.judge()
         trial.learn(whole, words)
-    want = Want(auto.layers, samplers=(Sampler(Sampling(), words),), behind=partial(_start_all, auto, sessions))
+
+    def start_all(step: FixedStep) -> None:
+        for name in pilot.heads:
+            parts[name].behind(sessions[name], step)
+
+    want = Want(layers, samplers=(Sampler(Sampling(), words),), behind=start_all)
     for rows in target.widths:
         if rows <= min(1 + limit.nodes, room):
             target.score([slot], [TokenTree.chain(root, words[1:rows])], want)
     for session in sessions.values():
         session.close()
     target.close(slot)
-
-
-def _start_all(auto: AutoDrafter, sessions: dict[str, DraftSession], step: FixedStep) -> None:
-    for name in auto.pilot.heads:
-        auto.parts[name].behind(sessions[name], step)

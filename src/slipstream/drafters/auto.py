@@ -40,7 +40,7 @@ class AutoDrafter(JointDrafter):
         if getattr(target, "model", None) is not None:  # a recording has nothing to say to a text of no meaning
             self._key = " | ".join([described(target), *self.parts, *paths(options)])
             self.pilot.recall(recall("auto", self._key))
-            rehearse(self)
+            rehearse(self.target, self.pilot, self.parts, self.layers)
 
     def make_parts(self) -> dict[str, Drafter]:
         return make_parts(self)

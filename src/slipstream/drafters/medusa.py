@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from slipstream.drafters._beams import Carry, ChainDrafter
-from slipstream.drafters._head import HeadOptions, likeliest, pack, pack_first
+from slipstream.drafters._head import HeadOptions
 from slipstream.errors import OptionError
 from slipstream.heads.medusa import Medusa
+from slipstream.heads.packing import likeliest, pack, pack_first
 from slipstream.heads.ranks import FILE, RankPath, assumed, check_tree, read_tree, tune
 
 if TYPE_CHECKING:

@@ -21,11 +21,11 @@ from safetensors.torch import load_file, save_file
 from slipstream import drafters
 from slipstream.accept import Rule
 from slipstream.budget.costs import Costs
-from slipstream.engine import Engine, Step
+from slipstream.engine import Engine
 from slipstream.errors import OptionError
 from slipstream.evaluate.contestants import Answer, Contestant, Decoding
 from slipstream.evaluate.measure import Item
-from slipstream.request import Request
+from slipstream.request import Request, Step
 from slipstream.sampling import Sampler, Sampling
 from slipstream.targets import Scores, Slot, Target, Want
 from slipstream.targets.timing import measure

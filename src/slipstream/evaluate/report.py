@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from rich.table import Table
 
-import slipstream
 from slipstream.evaluate.contestants import Decoding
 from slipstream.evaluate.metrics import ALL, Ratio, Row
 from slipstream.targets import Target
+from slipstream.version import __version__
 
 VERSION = 1
 
@@ -54,7 +54,7 @@ def document(
 def provenance(model: str, target: Target) -> dict[str, Any]:
     device = target.device
     return {
-        "slipstream": slipstream.__version__,
+        "slipstream": __version__,
         "torch": torch.__version__,
         "transformers": version("transformers"),
         "python": platform.python_version(),

@@ -11,8 +11,8 @@ from typing import Any
 from slipstream.errors import DrafterError
 from slipstream.heads.base import Head, Lender
 from slipstream.heads.checkpoint import find_folder, read_config
-from slipstream.heads.decoder import LayerConfig
 from slipstream.heads.eagle3 import Eagle3
+from slipstream.heads.layer_config import LayerConfig
 from slipstream.heads.layouts import blank_head, find_head
 from slipstream.heads.medusa import Medusa
 from slipstream.heads.published import Found

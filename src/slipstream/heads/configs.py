@@ -6,9 +6,9 @@ import re
 from typing import Any
 
 from slipstream.heads.base import Head
-from slipstream.heads.decoder import LayerConfig
 from slipstream.heads.eagle import Eagle
 from slipstream.heads.eagle3 import Eagle3, Eagle3Config
+from slipstream.heads.layer_config import LayerConfig
 from slipstream.heads.medusa import Medusa
 from slipstream.heads.mlp import MLPSpeculator
 from slipstream.heads.redrafter import ReDrafter

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.heads.base import Lender
-from slipstream.heads.decoder import FeatureHead, Layer, LayerConfig, layer_sizes
+from slipstream.heads.decoder import FeatureHead, Layer
+from slipstream.heads.layer_config import LayerConfig, layer_sizes
 
 
 @dataclass(frozen=True, kw_only=True)

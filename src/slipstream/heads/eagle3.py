@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from slipstream.errors import DrafterError, OptionError
 from slipstream.heads.base import Lender, product
-from slipstream.heads.decoder import FeatureHead, FurtherLayer, Layer, LayerConfig, RMSNorm, layer_sizes
+from slipstream.heads.decoder import FeatureHead, FurtherLayer, Layer, RMSNorm
+from slipstream.heads.layer_config import LayerConfig, layer_sizes
 from slipstream.targets.states import final_norm
 
 

@@ -10,7 +10,7 @@ import torch
 import triton  # type: ignore[import-not-found, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
 
-from slipstream.drafters._head import FIRST
+from slipstream.heads.packing import FIRST
 from slipstream.kernels.overlap import overlap, wait_turn
 
 # These decide who computes what, not the answer.

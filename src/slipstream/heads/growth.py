@@ -14,8 +14,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from slipstream.drafters._head import pack, pack_first
 from slipstream.errors import OptionError
+from slipstream.heads.packing import pack, pack_first
 from slipstream.heads.ranks import RankPath, check_tree
 
 # Node i + 1 of each sequence in column i. (b, 2, N) int32: tokens, and their parents' numbers; (b, 2, N) float32: the

@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from slipstream.kernels.ops import attend, write_keys
 
 if TYPE_CHECKING:
-    from slipstream.heads.decoder import LayerConfig
+    from slipstream.heads.layer_config import LayerConfig
 
 FIRST_CAPACITY = 8192  # every growth captures anew, and capacity that isn't used costs nothing but memory
 

@@ -17,7 +17,7 @@ import torch
 from slipstream.errors import DrafterError
 from slipstream.heads.base import Lender
 from slipstream.heads.checkpoint import CONFIG, read_config
-from slipstream.loading.converted import cache_folder
+from slipstream.kept import cache_folder
 from slipstream.user_files import write_text
 
 SHIPPED = Path(__file__).parent / "shipped"  # <kind>/: heads for the embedded model

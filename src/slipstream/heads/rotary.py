@@ -12,7 +12,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from slipstream.errors import DrafterError
 
 if TYPE_CHECKING:
-    from slipstream.heads.decoder import LayerConfig
+    from slipstream.heads.layer_config import LayerConfig
 
 _SCALINGS = {  # and what each must say
     "linear": ("factor",),

@@ -16,7 +16,7 @@ import torch
 import triton  # type: ignore[import-not-found, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
 
-from slipstream.kernels.draw import Draws, History
+from slipstream.kernels.draw_inputs import Draws, History
 
 # These decide who computes what, not the answer.
 CHUNK = 2048  # tokens per program

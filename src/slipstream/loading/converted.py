@@ -7,7 +7,6 @@ exactly are stored so.
 from __future__ import annotations
 
 import hashlib
-import os
 import shutil
 import sys
 import tempfile
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING
 from safetensors import SafetensorError
 
 from slipstream.errors import ModelError
+from slipstream.kept import cache_folder
 
 if TYPE_CHECKING:
     import torch
@@ -28,13 +28,6 @@ VERSION = 1  # one more when a file would be converted differently
 HEAD = 32 << 20  # bytes that hold any file's metadata: vocabulary, chat template, table of tensors
 SLICES, SLICE = 256, 64 << 10
 LEFT_BEHIND = 24 * 3600  # seconds after which an unfinished conversion is nobody's any more
-
-
-def cache_folder() -> Path:
-    """Where slipstream keeps what it made once: SLIPSTREAM_CACHE, or slipstream/ in the user's cache folder."""
-    if given := os.environ.get("SLIPSTREAM_CACHE"):
-        return Path(given)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "slipstream"
 
 
 def models_folder() -> Path:
@@ -103,7 +96,7 @@ def convert(gguf: Path, to: Path, name: str) -> None:
     import torch
 
     from slipstream.loading.gguf import log, read_model, read_tokenizer
-    from slipstream.loading.models import explain, quiet_transformers
+    from slipstream.loading.messages import explain, quiet_transformers
 
     with quiet_transformers():
         try:

@@ -10,13 +10,12 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import modeling_gguf_pytorch_utils
 from transformers.utils import cached_file
-from transformers.utils import logging as transformers_logging
 
 from slipstream.errors import ModelError
 from slipstream.loading import adapters, converted, embedded, hub
 from slipstream.loading.gguf import quick_gguf
+from slipstream.loading.messages import explain, quiet_transformers
 
 FROM_THE_HUB = ("revision", "token", "cache_dir", "subfolder", "local_files_only")  # options: where files come from
 
@@ -195,32 +194,3 @@ def to_dtype(dtype: str | torch.dtype) -> str | torch.dtype:
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
         raise ModelError(f"dtype {dtype!r} is unknown: use float32, bfloat16, float16 or auto")
     return found
-
-
-def explain(source: str, error: Exception) -> str:
-    text = str(error).strip() or type(error).__name__
-    if "trust_remote_code" in text:
-        return (
-            f"{source} runs code of its own from the repository, which slipstream never does unasked: "
-            "read that code, then pass trust_remote_code=True"
-        )
-    if isinstance(error, OSError) and not Path(source).exists():
-        return f"there is no folder or file {source!r}, and the model hub gave no such model: {text.splitlines()[0]}"
-    return f"{source} can't be loaded: {text}"
-
-
-@contextmanager
-def quiet_transformers() -> Iterator[None]:
-    """Loading shows our own progress, or none: not one bar per library."""
-    level, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    bar = modeling_gguf_pytorch_utils.tqdm  # the GGUF reader has a bar that nothing switches off
-    modeling_gguf_pytorch_utils.tqdm = lambda items, **_: items
-    try:
-        yield
-    finally:
-        modeling_gguf_pytorch_utils.tqdm = bar
-        transformers_logging.set_verbosity(level)
-        if bars:
-            transformers_logging.enable_progress_bar()

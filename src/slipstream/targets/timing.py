@@ -15,12 +15,12 @@ import numpy as np
 import torch
 import transformers
 
-from slipstream import __version__
 from slipstream.budget.costs import Costs
 from slipstream.kept import recall, remember
 from slipstream.sampling import Sampler, Sampling
 from slipstream.targets.base import Slot, Target, Want
 from slipstream.tree import TokenTree
+from slipstream.version import __version__
 
 # Close together where rows are few: on some CPUs four rows take nearly twice as long as three.
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slipstream.datastores.ingest.records import _json_array, _json_lines, _messages, _parquet, _shape
+from slipstream.datastores.ingest.records import json_array, json_lines, messages_of, parquet_rows, shape_of
 from slipstream.datastores.ingest.sources import Source, find_sources
 from slipstream.errors import OptionError
 
@@ -55,7 +55,7 @@ def read_questions(
                 return list(found.values())
             question = _question(record)
             if question is None:
-                raise OptionError(f"{place}: found {_shape(record)}; {KNOWN}. Rename the fields to one of these")
+                raise OptionError(f"{place}: found {shape_of(record)}; {KNOWN}. Rename the fields to one of these")
             turns = tuple(_whole(turn) for turn in question.turns if turn.strip())[:rounds]
             if turns:
                 question = Question(turns, question.system or system)
@@ -69,12 +69,12 @@ def _records(source: Source) -> Iterator[tuple[str, Any]]:
     """Each record and where it stands. Whether JSON is a list or lines is decided by its first character: names
     mislead."""
     if source.path.suffix.lower() == ".parquet":
-        return _parquet(source, None)
+        return parquet_rows(source, None)
     with source.path.open(encoding="utf-8-sig", errors="replace") as file:
         head = file.read(1 << 16).lstrip()
     if not head.startswith(("[", "{", '"')):
         raise OptionError(f"{source.name} is no JSON: give .jsonl, .json or .parquet; {KNOWN}")
-    return _json_array(source) if head.startswith("[") else _json_lines(source)
+    return json_array(source) if head.startswith("[") else json_lines(source)
 
 
 def _question(record: Any) -> Question | None:
@@ -97,7 +97,7 @@ def _question(record: Any) -> Question | None:
 
 
 def _asked(turns: list[Any]) -> Question | None:
-    messages = _messages(turns)
+    messages = messages_of(turns)
     if messages is None:
         return None
     system = next((m["content"] for m in messages if m["role"] == "system"), None)

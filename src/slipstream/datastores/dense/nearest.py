@@ -21,9 +21,10 @@ from slipstream.datastores.dense.texts import Texts
 from slipstream.datastores.dense.transform import Transform
 from slipstream.datastores.dense.vector_manifest import FOLDER, Manifest, Origin, manifest_bytes, read_manifest
 from slipstream.datastores.dense.vectors import Part, read_transform
+from slipstream.datastores.durable.contents import RECHECK
 from slipstream.datastores.durable.manifest import MOST
 from slipstream.datastores.durable.mapping import watching
-from slipstream.datastores.durable.store import DEFAULT, RECHECK, Store
+from slipstream.datastores.durable.store import DEFAULT, Store
 from slipstream.datastores.sparse.sort import Tokens
 from slipstream.errors import DamagedError, StoreError
 

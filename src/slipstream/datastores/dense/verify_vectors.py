@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from slipstream.datastores.dense.arrays import Mapped
 from slipstream.datastores.dense.vector_manifest import FOLDER, NAME, read_manifest
 from slipstream.datastores.dense.vectors import Part, read_transform
 from slipstream.datastores.durable.mapping import watching
-from slipstream.datastores.durable.store import Store
 from slipstream.errors import StoreError
 
 
-def verify_vectors(store: Store) -> list[str]:
-    folder = store.folder / FOLDER
+def verify_vectors(store: Path, id: str) -> list[str]:
+    """Of the store in this folder, with this id."""
+    folder = store / FOLDER
     if not (folder / NAME).exists():
         left = sorted(p.name for p in folder.iterdir() if p.suffix in (".part", ".vec", ".chunk"))
         return (
@@ -19,7 +21,7 @@ def verify_vectors(store: Store) -> list[str]:
         )
     wrong = []
     manifest = read_manifest(folder)
-    checks = [lambda: manifest.belongs(folder, store.manifest.id), lambda: read_transform(folder, manifest)]
+    checks = [lambda: manifest.belongs(folder, id), lambda: read_transform(folder, manifest)]
     for check in checks:
         try:
             check()

@@ -6,18 +6,15 @@ import threading
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from slipstream.datastores.durable.contents import Contents
 from slipstream.datastores.durable.header import SourceEntry
+from slipstream.datastores.durable.manifest import Entry
 from slipstream.datastores.durable.mapping import watching
 from slipstream.datastores.durable.memory import content_of
 from slipstream.datastores.sparse.sort import Tokens
-
-if TYPE_CHECKING:
-    from slipstream.datastores.durable.manifest import Entry
-    from slipstream.datastores.durable.store import Store
 
 FAN = 4  # segments of like size that become one
 AT_ONCE = 16  # segments that become one at most: their names and sums must fit into its header
@@ -26,20 +23,20 @@ AT_ONCE = 16  # segments that become one at most: their names and sums must fit 
 class Compaction:
     """Of one store. One merge at a time."""
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
+    def __init__(self, contents: Contents, segment_tokens: int) -> None:
+        self._contents, self._segment_tokens = contents, segment_tokens
         self._one = threading.RLock()
         self._worker: threading.Thread | None = None
 
     def everything(self) -> None:
         """As few segments as can be."""
         self.wait()
-        store = self._store
+        contents = self._contents
         with self._one:
-            for collection in sorted({e.collection for e in store.manifest.segments}):
+            for collection in sorted({e.collection for e in contents.manifest.segments}):
                 group: list[Entry] = []
-                for entry in sorted(store._entries(collection), key=lambda e: e.tokens):
-                    if sum(e.tokens for e in group) + entry.tokens > store.segment_tokens or len(group) == AT_ONCE:
+                for entry in sorted(contents.entries(collection), key=lambda e: e.tokens):
+                    if sum(e.tokens for e in group) + entry.tokens > self._segment_tokens or len(group) == AT_ONCE:
                         self.merge(group)
                         group = []
                     group.append(entry)
@@ -61,37 +58,37 @@ class Compaction:
             while (group := self._due()) is not None:
                 self.merge(group)
         except Exception as error:  # the store is as it was; say so where someone may see it
-            warnings.warn(f"{self._store.folder}: background compaction gave up: {error}", stacklevel=2)
+            warnings.warn(f"{self._contents.folder}: background compaction gave up: {error}", stacklevel=2)
 
     def _due(self) -> list[Entry] | None:
         """Segments that should become one."""
         tiers: dict[tuple[str, int], list[Entry]] = {}
-        for entry in self._store.manifest.segments:
+        for entry in self._contents.manifest.segments:
             tier = int(np.log(max(entry.tokens, 1)) / np.log(FAN))
             tiers.setdefault((entry.collection, tier), []).append(entry)
         for group in tiers.values():
-            if len(group) >= FAN and sum(e.tokens for e in group[:FAN]) <= self._store.segment_tokens:
+            if len(group) >= FAN and sum(e.tokens for e in group[:FAN]) <= self._segment_tokens:
                 return group[:FAN]
         return None
 
     def merge(self, group: Sequence[Entry]) -> None:
         """One segment of several, without their removed documents."""
-        store = self._store
-        with self._one, store._on_disk():
-            with store._changing():
-                latest = {e.name: e for e in store.manifest.segments}
+        contents = self._contents
+        with self._one, contents.on_disk():
+            with contents.changing():
+                latest = {e.name: e for e in contents.manifest.segments}
                 if any(e.name not in latest for e in group):
                     return  # merged meanwhile: what is due will be seen again
                 group = [latest[e.name] for e in group]
                 if not group or (len(group) == 1 and not group[0].removed):
                     return
-                segments = [store._segments[e.name] for e in group]
-                name, store.manifest = store.manifest.named()
-                m = store.manifest
+                segments = [contents.segments[e.name] for e in group]
+                name, contents.manifest = contents.manifest.named()
+                m = contents.manifest
             documents: list[Tokens] = []
             sources: list[str] = []
             known: dict[str, SourceEntry] = {}
-            with watching(store.folder):
+            with watching(contents.folder):
                 for entry, segment in zip(group, segments, strict=True):
                     for tokens, source in segment.documents(entry.removed):
                         documents.append(tokens)
@@ -101,20 +98,20 @@ class Compaction:
                         if s.name not in removed:
                             known[s.name] = joined(known[s.name], s) if s.name in known else s
                 content = content_of(
-                    documents, sources, known, group[0].collection, m.tokenizer, m.vocabulary, store.dtype
+                    documents, sources, known, group[0].collection, m.tokenizer, m.vocabulary, contents.dtype
                 )
                 documents.clear()
             origin = tuple((e.name, e.sum) for e in group)
-            made = [store._make_segment(name, content, origin)] if known else []
-            with store._changing():
+            made = [contents.make_segment(name, content, origin)] if known else []
+            with contents.changing():
                 # What was removed while this went on is still in the new segment.
-                now = {e.name: e.removed for e in store.manifest.segments}
+                now = {e.name: e.removed for e in contents.manifest.segments}
                 late = {s for e in group for s in now[e.name] if s not in e.removed}
                 names = {e.name for e in group}
-                kept = tuple(e for e in store.manifest.segments if e.name not in names)
+                kept = tuple(e for e in contents.manifest.segments if e.name not in names)
                 made = [(replace(entry, removed=tuple(sorted(late))), segment) for entry, segment in made]
-                store._switch(replace(store.manifest, segments=kept), made, origin)
-                store._publish()
+                contents.switch(replace(contents.manifest, segments=kept), made, origin)
+                contents.publish()
 
 
 def joined(a: SourceEntry, b: SourceEntry) -> SourceEntry:

@@ -229,7 +229,7 @@ def _finish(state: Findings, generation: int, changed: bool) -> Report:
                 path.unlink()
         (folder / Witness.NAME).unlink(missing_ok=True)  # it may speak of what is lost
     with Store.open(folder) as store:
-        place, kept, generation = store._place, store.info()["documents"], store.manifest.generation
+        place, kept, generation = store.contents.place, store.info()["documents"], store.manifest.generation
     if not changed:
         return Report(kept, 0, (), ())
     log, witness = LogWriter(folder / state.manifest.log, place), Witness(folder)

@@ -6,14 +6,9 @@ and segments of like size become one. A search works on a snapshot of runs that 
 
 from __future__ import annotations
 
-import os
-import threading
-import time
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.datastores.durable.compaction import Compaction, joined
+from slipstream.datastores.durable.contents import Contents, on_disk
 from slipstream.datastores.durable.header import SourceEntry
-from slipstream.datastores.durable.lock import Lock, no_writer
+from slipstream.datastores.durable.lock import Lock
 from slipstream.datastores.durable.log import (
     COMPLETE,
     DOCUMENT,
@@ -33,35 +29,27 @@ from slipstream.datastores.durable.log import (
     Head,
     LogWriter,
     Record,
-    read_log,
 )
 from slipstream.datastores.durable.manifest import (
     COPY,
     NAME,
-    Entry,
     Manifest,
     manifest_bytes,
     new_id,
     write_manifest,
-    write_whole,
 )
 from slipstream.datastores.durable.mapping import watching
-from slipstream.datastores.durable.memory import Memory, content_of_run
 from slipstream.datastores.durable.names import ENCODING, LONGEST, checked_collection, checked_source
-from slipstream.datastores.durable.segment import Content, Segment, sync_folder, write_segment
-from slipstream.datastores.durable.state import State, read_state
-from slipstream.datastores.durable.sweep import sweep
+from slipstream.datastores.durable.segment import sync_folder
 from slipstream.datastores.durable.verify import verify
-from slipstream.datastores.durable.witness import Place, Witness
-from slipstream.datastores.sparse.runs import Pieces, Run, Runs
+from slipstream.datastores.sparse.runs import Runs
 from slipstream.datastores.sparse.search import Found, Shape, draft
-from slipstream.datastores.sparse.sort import DEPTH, Tokens
+from slipstream.datastores.sparse.sort import Tokens
 from slipstream.errors import StoreError
 
 DEFAULT = "default"  # the collection of those who name none
 MEMORY_TOKENS = 1 << 20  # appended tokens that become a segment
 SEGMENT_TOKENS = 1 << 27  # tokens of a segment at most: building one takes 5 bytes of memory for each
-RECHECK = 60.0  # seconds for which a page that was checked is believed, unless its file is seen to change
 
 
 @dataclass(frozen=True)
@@ -78,22 +66,14 @@ class Document:
 class Store:
     """Made by `create` or `open`. Use it in a `with`, or close it."""
 
-    def __init__(self, folder: Path, lock: Lock | None, segment_tokens: int) -> None:
-        self.folder, self.segment_tokens = folder, segment_tokens
-        self._held = lock  # of the one writer
-        self._log: LogWriter | None = None
-        self._witness: Witness | None = None
-        self._place = Place()  # how far the log was read
-        self._lock = threading.RLock()  # manifest, memory and log change together
-        self._unsure = False  # a change was interrupted: the disk knows what came of it
-        self._compaction = Compaction(self)
-        self._segments: dict[str, Segment] = {}
-        self._runs: dict[str, tuple[tuple[str, ...], Run]] = {}
-        self._memory: dict[str, Memory] = {}
-        self._views: dict[str, Runs] = {}
-        self._manifest_bytes = b""
-        self._checked = time.monotonic()
+    def __init__(self, contents: Contents, segment_tokens: int) -> None:
+        self.folder, self.contents, self.segment_tokens = contents.folder, contents, segment_tokens
+        self._compaction = Compaction(contents, segment_tokens)
         self._flush_at = 0  # after a flush that failed, not before so many tokens are in memory
+
+    @property
+    def manifest(self) -> Manifest:
+        return self.contents.manifest
 
     # ---- making and opening one
 
@@ -113,7 +93,7 @@ class Store:
         _check_segments(segment_tokens)
         head = Head(new_id(), new_id(), 1)
         first = Manifest(tokenizer, vocabulary, "00000000.log", 1, (), notes or {}, head.store, 1, head.log)
-        with _on_disk(folder):
+        with on_disk(folder):
             new = [path for path in (folder, *folder.parents) if not path.exists()]
             try:
                 folder.mkdir(parents=True, exist_ok=True)
@@ -146,52 +126,21 @@ class Store:
         """An existing store. tokenizer: the fingerprint of the one whose ids will be searched for."""
         folder = Path(folder)
         _check_segments(segment_tokens)
-        with _on_disk(folder):
+        with on_disk(folder):
             manifest_bytes(folder)  # before a lock is made in a folder that holds no store
             lock = Lock(folder) if write else None
             try:
-                store = cls(folder, lock, segment_tokens)
-                store._load()
+                contents = Contents(folder, lock)
+                contents.load()
+                store = cls(contents, segment_tokens)
                 store.expect(tokenizer)
                 if write:
-                    store._begin_writing()
+                    contents.begin_writing()
             except BaseException:
                 if lock is not None:
                     lock.close()
                 raise
         return store
-
-    def _begin_writing(self) -> None:
-        if not (self.folder / COPY).exists() or manifest_bytes(self.folder, COPY) != self._manifest_bytes:
-            write_whole(self.folder / COPY, self._manifest_bytes)  # its writer ended in between
-        sweep(self.folder, self.manifest, self._place)
-        self._witness = Witness(self.folder)
-        if not self.manifest.id:
-            self._migrate()
-        else:
-            self._open_log()
-
-    def _open_log(self) -> None:
-        assert self._witness is not None
-        log = LogWriter(self.folder / self.manifest.log, self._place)
-        log.enter(self._witness, self.manifest.generation)
-        self._log, old = log, self._log
-        if old is not None:
-            old.close(sync=False)
-
-    def _migrate(self) -> None:
-        """Give a store of format 1 its ids: of its own, of its log, which is written anew, and of its segments."""
-        id, records = new_id(), read_log(self.folder / self.manifest.log, beyond=True).records
-        number, manifest = self.manifest.named()
-        log = LogWriter.create(self.folder / f"{number}.log", Head(id, new_id(), 1))
-        log.append(records)
-        segments = tuple(replace(e, sum=self._segments[e.name].sum) for e in manifest.segments)
-        manifest = replace(manifest, id=id, generation=1, log=log.path.name, log_id=log.head.log, segments=segments)
-        write_manifest(self.folder, manifest)
-        (self.folder / self.manifest.log).unlink()
-        log.close()
-        self._load()
-        self._open_log()
 
     def expect(self, tokenizer: str | None) -> None:
         """Raise if the store holds the ids of another tokenizer than the one with this fingerprint."""
@@ -202,62 +151,16 @@ class Store:
                 "build a store with this model's tokenizer"
             )
 
-    def _load(self) -> None:
-        """All that there is in memory, from what there is on the disk."""
-        self._take(read_state(self.folder, self._segments, writing=self._held is not None))
-
-    def _take(self, state: State) -> None:
-        self.manifest, self._segments, self._manifest_bytes = state.manifest, state.segments, state.manifest_bytes
-        self._memory, self._place = {}, state.log.place
-        self._apply(state.log.records)
-        self._publish()
-
     def refresh(self) -> None:
         """See what a writer in another process did since, and check files again that have changed under our eyes."""
-        with self._on_disk(), self._changing():
-            self._trust_again()
-            if self._held is not None:
-                return
-            if manifest_bytes(self.folder) != self._manifest_bytes:
-                self._load()
-                return
-            log = self.folder / self.manifest.log
-            try:
-                if os.stat(log).st_size == self._place.length:
-                    return
-                with no_writer(self.folder) as alone:
-                    read = read_log(log, self._place, beyond=alone)
-            except FileNotFoundError:
-                self._load()
-                return
-            if read.records:
-                self._apply(read.records)
-                self._publish()
-            self._place = read.place
-
-    def _trust_again(self) -> None:
-        late = time.monotonic() - self._checked > RECHECK
-        for segment in self._segments.values():
-            try:
-                segment.trust_again(always=late)
-            except FileNotFoundError:  # it was merged, or the next manifest will tell
-                self._segments = {n: s for n, s in self._segments.items() if s is not segment}
-                self._manifest_bytes = b""
-        if late:
-            self._checked = time.monotonic()
+        self.contents.refresh()
 
     def close(self) -> None:
         """End background work and let another writer in. Nothing is lost by not calling it."""
-        forked = self._held is not None and not self._held.ours
-        if not forked:
+        held = self.contents.held
+        if held is None or held.ours:  # a fork's threads are its parent's
             self._compaction.wait()
-        log, witness, held = self._log, self._witness, self._held
-        self._log = self._witness = self._held = None
-        if log is not None:
-            log.close(sync=not forked)
-        for file in (witness, held):
-            if file is not None:
-                file.close()
+        self.contents.close()
 
     def __enter__(self) -> Store:
         return self
@@ -269,19 +172,19 @@ class Store:
 
     def runs(self, collection: str = DEFAULT) -> Runs:
         """A snapshot of all there is to search in a collection."""
-        return self._views.get(collection) or Runs((), self.dtype)
+        return self.contents.runs(collection)
 
     def draft(self, text: NDArray[np.int32], shape: Shape, collection: str = DEFAULT, source: str = "rest") -> Found:
         """Continuations of a text, whose last token is the root of the tree."""
         return draft(self.runs(collection), text, shape, source)
 
-    @cached_property
+    @property
     def dtype(self) -> np.dtype[Any]:
-        return np.dtype(f"<u{self.manifest.width // 8}")
+        return self.contents.dtype
 
     @property
     def collections(self) -> list[str]:
-        return sorted(self._views)
+        return sorted(self.contents.views)
 
     # ---- writing
 
@@ -292,7 +195,7 @@ class Store:
     def extend(self, documents: Iterable[Document], collection: str = DEFAULT, *, bulk: bool = False) -> None:
         """Add documents with one write to the disk. bulk: they need not be searchable or acknowledged before they are a
         segment, which `flush` makes of them at the latest."""
-        self._writer()
+        self.contents.check_writer()
         checked_collection(collection)
         records = []
         for document in documents:
@@ -306,9 +209,9 @@ class Store:
             if document.completes:
                 records.append(Record(COMPLETE, collection, source, FILE.pack(*document.completes)))
         limit = self.segment_tokens if bulk else min(MEMORY_TOKENS, self.segment_tokens)
-        with self._changing():
-            self._write(records, bulk)
-            size = sum(m.size for m in self._memory.values())
+        with self.contents.changing():
+            self.contents.write(records, bulk)
+            size = sum(m.size for m in self.contents.memory.values())
         if size >= max(limit, self._flush_at):
             self._flush_by_itself(size + limit, quietly=not bulk)
 
@@ -325,45 +228,45 @@ class Store:
     def remove(self, source: str, collection: str = DEFAULT) -> int:
         """Forget every document of a source: no search finds it any more, and compaction deletes it. Returns how many
         documents there were."""
-        self._writer()
-        with self._changing():
+        self.contents.check_writer()
+        with self.contents.changing():
             found = self._source(source, collection)
             if found is not None:
-                self._write([Record(REMOVE, collection, source)])
+                self.contents.write([Record(REMOVE, collection, source)])
         return 0 if found is None else found.documents
 
     def _source(self, name: str, collection: str) -> SourceEntry | None:
         """One of `sources`."""
         found: SourceEntry | None = None
-        for entry in self._entries(collection):
-            segment = self._segments[entry.name]
+        for entry in self.contents.entries(collection):
+            segment = self.contents.segments[entry.name]
             if name in segment.numbers and name not in entry.removed:
                 part = segment.sources[segment.numbers[name]]
                 found = joined(found, part) if found else part
-        memory = self._memory.get(collection)
+        memory = self.contents.memory.get(collection)
         if memory is not None and (recent := memory.entry(name)) is not None:
             found = joined(found, recent) if found else recent
         return found
 
     def sources(self, collection: str = DEFAULT) -> dict[str, SourceEntry]:
         """What the documents of a collection came from."""
-        with self._settled():
+        with self.contents.settled():
             found: dict[str, SourceEntry] = {}
             parts = []
-            for entry in self._entries(collection):
+            for entry in self.contents.entries(collection):
                 removed = set(entry.removed)
-                parts.append([s for s in self._segments[entry.name].sources if s.name not in removed])
-            if collection in self._memory:
-                parts.append(list(self._memory[collection].entries().values()))
+                parts.append([s for s in self.contents.segments[entry.name].sources if s.name not in removed])
+            if collection in self.contents.memory:
+                parts.append(list(self.contents.memory[collection].entries().values()))
             for one in (s for part in parts for s in part):
                 found[one.name] = joined(found[one.name], one) if one.name in found else one
             return found
 
     def documents(self, collection: str = DEFAULT) -> Iterator[Tokens]:
         """Every document of a collection, one after the other."""
-        with self._settled():
-            parts = [(self._segments[e.name], e.removed) for e in self._entries(collection)]
-            recent = self._memory[collection].documents() if collection in self._memory else []
+        with self.contents.settled():
+            parts = [(self.contents.segments[e.name], e.removed) for e in self.contents.entries(collection)]
+            recent = self.contents.memory[collection].documents() if collection in self.contents.memory else []
         for segment, removed in parts:
             with watching(segment.path):
                 found = [tokens for tokens, _ in segment.documents(removed)]
@@ -372,32 +275,14 @@ class Store:
 
     def note(self, **notes: Any) -> None:
         """Write something about the store into its manifest."""
-        self._writer()
-        with self._on_disk(), self._changing():
-            self._switch(replace(self.manifest, notes={**self.manifest.notes, **notes}), ())
+        self.contents.check_writer()
+        with self.contents.on_disk(), self.contents.changing():
+            self.contents.switch(replace(self.manifest, notes={**self.manifest.notes, **notes}), ())
 
     def flush(self) -> None:
         """Make a segment of what is in memory, and begin a new log."""
-        self._writer()
-        with self._on_disk(), self._changing():
-            assert self._log is not None
-            old, manifest, made = self._log, self.manifest, []
-            origin = ((old.path.name, f"{old.head.log}:{old.place.length}"),)
-            for collection, memory in self._memory.items():
-                known = memory.entries()
-                if known:
-                    name, manifest = manifest.named()
-                    m, sources = self.manifest, memory.sources
-                    content = content_of_run(memory.take_text(), sources, known, collection, m.tokenizer, m.vocabulary)
-                    made.append(self._make_segment(name, content, origin))
-            number, manifest = manifest.named()
-            head = Head(manifest.id, new_id(), manifest.generation)
-            log = LogWriter.create(self.folder / f"{number}.log", head)
-            manifest = replace(manifest, log=log.path.name, log_id=head.log)
-            self._switch(manifest, made, [(old.path.name, old.head.log)], log)
-            self._memory = {}
-            self._publish()
-            self._flush_at = 0
+        self.contents.flush()
+        self._flush_at = 0
         self._compaction.in_background()
 
     def compact(self) -> None:
@@ -409,79 +294,38 @@ class Store:
 
     def verify(self) -> list[str]:
         """Read everything that is on the disk: what is wrong, in words."""
-        return verify(self.folder, type(self))
+        return verify(self.folder)
 
     def info(self) -> dict[str, Any]:
         """What there is, in numbers. Removed documents don't count, but take up space until the next compaction."""
-        with self._settled():
+        with self.contents.settled():
             m = self.manifest
             removed = 0
             collections = {
-                c: {"tokens": x.size, "documents": len(x.sources), "segments": 0} for c, x in self._memory.items()
+                c: {"tokens": x.size, "documents": len(x.sources), "segments": 0}
+                for c, x in self.contents.memory.items()
             }
             for entry in m.segments:
                 count = collections.setdefault(entry.collection, {"tokens": 0, "documents": 0, "segments": 0})
-                dead = self._segments[entry.name].dead(entry.removed)
+                dead = self.contents.segments[entry.name].dead(entry.removed)
                 removed += len(dead) // 2
                 count["tokens"] += entry.tokens - int((dead[1::2] - dead[::2]).sum())
                 count["documents"] += entry.documents - len(dead) // 2
                 count["segments"] += 1
-            size = sum(e.bytes for e in m.segments) + self._place.length + 2 * len(manifest_bytes(self.folder))
+            size = sum(e.bytes for e in m.segments) + self.contents.place.length + 2 * len(manifest_bytes(self.folder))
             tokens = sum(c["tokens"] for c in collections.values())
             return {
                 "tokens": tokens,
                 "documents": sum(c["documents"] for c in collections.values()),
                 "bytes": size,
                 "bytes_per_token": round(size / max(tokens, 1), 2),
-                "log_bytes": self._place.length,
+                "log_bytes": self.contents.place.length,
                 "removed_documents": removed,
                 "vocabulary": m.vocabulary,
                 "width": m.width,
                 "tokenizer": m.tokenizer,
                 "collections": dict(sorted(collections.items())),
             }
-
-    # ---- within
-
-    def _entries(self, collection: str) -> list[Entry]:
-        return [e for e in self.manifest.segments if e.collection == collection]
-
-    def _writer(self) -> None:
-        if self._held is None:
-            raise StoreError(f"{self.folder} is open for reading: open it with write=True")
-        if not self._held.ours:
-            raise StoreError(
-                f"{self.folder} was opened by process {self._held.process}, of which this is a fork: open it here, "
-                "when that one has closed it"
-            )
-
-    @contextmanager
-    def _changing(self) -> Iterator[None]:
-        """One change at a time. An interrupt or an error may leave memory behind the disk, or before it: then it is
-        read anew before anything else is done with it."""
-        with self._settled():
-            self._unsure = True
-            yield
-            self._unsure = False
-
-    @contextmanager
-    def _settled(self) -> Iterator[None]:
-        """Nobody is changing anything, and memory is what the disk says."""
-        with self._lock:
-            if self._unsure:
-                self._recover()
-                self._unsure = False
-            yield
-
-    def _recover(self) -> None:
-        if self._log is not None and self._log.doubtful:
-            raise StoreError(f"{self.folder}: the disk failed, and what was added in bulk may be lost: open it again")
-        reserved = self.manifest.next  # background compaction may be writing to a file of such a number
-        with self._on_disk():
-            self._load()
-            self.manifest = replace(self.manifest, next=max(self.manifest.next, reserved))
-            if self._held is not None:
-                self._open_log()
 
     def _checked_tokens(self, tokens: Sequence[int] | NDArray[Any]) -> Tokens:
         ids = np.asarray(tokens)
@@ -494,107 +338,7 @@ class Store:
             raise StoreError(f"a document of {len(ids)} tokens is longer than a segment: cut it into several")
         return ids.astype(self.dtype)
 
-    def _write(self, records: list[Record], bulk: bool = False) -> None:
-        if not records:
-            return
-        assert self._log is not None
-        self._log.append(records, sync=not bulk)
-        self._place = self._log.place
-        self._apply(records)
-        if not bulk:
-            self._publish()
-
-    def _apply(self, records: Sequence[Record]) -> None:
-        """What records say, to memory. Documents that come one after the other are sorted together."""
-        waiting: dict[str, tuple[list[Tokens], list[str]]] = {}
-        for record in records:
-            memory = self._memory.setdefault(record.collection, Memory(self.dtype, self.manifest.vocabulary))
-            if record.kind in (DOCUMENT, READ):
-                skip = PROGRESS.size if record.kind == READ else 0
-                documents, sources = waiting.setdefault(record.collection, ([], []))
-                documents.append(np.frombuffer(record.body, self.dtype, offset=skip))
-                sources.append(record.source)
-            if record.kind == READ:
-                memory.reading[record.source] = PROGRESS.unpack_from(record.body)
-            elif record.kind == COMPLETE:
-                memory.files[record.source] = FILE.unpack(record.body)
-            elif record.kind == REMOVE:
-                memory.extend(*waiting.pop(record.collection, ([], [])))
-                memory.remove(record.source)
-                segments = tuple(self._without(e, record) for e in self.manifest.segments)
-                self.manifest = replace(self.manifest, segments=segments)
-        for collection, (documents, sources) in waiting.items():
-            self._memory[collection].extend(documents, sources)
-
-    def _without(self, entry: Entry, record: Record) -> Entry:
-        if entry.collection != record.collection or record.source in entry.removed:
-            return entry
-        if record.source not in self._segments[entry.name].numbers:
-            return entry
-        return replace(entry, removed=(*entry.removed, record.source))
-
-    def _make_segment(self, name: str, content: Content, made_from: Sequence[tuple[str, str]]) -> tuple[Entry, Segment]:
-        path, m = self.folder / f"{name}.seg", self.manifest
-        content = replace(content, made_from=tuple(made_from), store=m.id, generation=m.generation)
-        write_segment(path, content, Pieces(content.tokens))
-        segment = Segment(path)
-        tokens = len(content.tokens) - len(content.starts) - DEPTH
-        size = segment.header["bytes"]
-        return Entry(path.name, content.collection, tokens, len(content.starts), size, segment.sum), segment
-
-    def _on_disk(self) -> AbstractContextManager[None]:
-        return _on_disk(self.folder)
-
-    def _switch(
-        self,
-        manifest: Manifest,
-        made: Sequence[tuple[Entry, Segment]],
-        gone: Sequence[tuple[str, str]] = (),
-        log: LogWriter | None = None,
-    ) -> None:
-        """The one moment in which the store passes from one state to the next. gone: files whose content is in others
-        then, with their ids. log: that goes on from here."""
-        assert self._log is not None
-        assert self._witness is not None
-        still = [(name, id) for name, id in manifest.gone if (self.folder / name).exists()]
-        segments = (*manifest.segments, *(entry for entry, _ in made))
-        manifest = replace(manifest, segments=segments, gone=(*still, *gone), generation=manifest.generation + 1)
-        write_manifest(self.folder, manifest)
-        self._manifest_bytes = manifest_bytes(self.folder)
-        self.manifest = manifest
-        known = {**self._segments, **{entry.name: segment for entry, segment in made}}
-        self._segments = {e.name: known[e.name] for e in manifest.segments}
-        if log is not None:
-            self._log, self._place, old = log, log.place, self._log
-            old.close(sync=False)
-        self._log.enter(self._witness, manifest.generation)
-        for name, _ in manifest.gone:
-            (self.folder / name).unlink(missing_ok=True)
-
-    def _publish(self) -> None:
-        """New snapshots for whoever searches next."""
-        runs: dict[str, list[Run]] = {}
-        for entry in self.manifest.segments:
-            kept = self._runs.get(entry.name)
-            if kept is None or kept[0] != entry.removed:
-                self._runs[entry.name] = kept = (entry.removed, self._segments[entry.name].run(entry.removed))
-            runs.setdefault(entry.collection, []).append(kept[1])
-        self._runs = {e.name: self._runs[e.name] for e in self.manifest.segments}
-        for collection, memory in self._memory.items():
-            runs.setdefault(collection, []).extend(memory.runs())
-        self._views = {c: Runs(r, self.dtype) for c, r in runs.items()}
-
 
 def _check_segments(tokens: int) -> None:
     if tokens < 2:  # a document's token and the mark behind it
         raise StoreError(f"segments of {tokens} tokens hold no text: at least 2 are needed, {SEGMENT_TOKENS} are usual")
-
-
-@contextmanager
-def _on_disk(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise StoreError(
-            f"{folder}: the disk or the file system failed ({error}); what was acknowledged before is not lost"
-        ) from error

@@ -3,38 +3,37 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from slipstream.datastores.durable.contents import Contents
 from slipstream.datastores.durable.manifest import COPY, read_manifest
 from slipstream.datastores.durable.mapping import watching
 from slipstream.datastores.durable.witness import Witness
 from slipstream.datastores.sparse.sort import DEPTH
 from slipstream.errors import SlipstreamError, StoreError
 
-if TYPE_CHECKING:
-    from slipstream.datastores.durable.store import Store
 
-
-def verify(folder: Path, reopened: type[Store]) -> list[str]:
+def verify(folder: Path) -> list[str]:
     wrong = []
     try:
         read_manifest(folder, COPY)
     except StoreError as error:
         wrong.append(str(error))
     try:
-        store = reopened.open(folder)  # reads the manifest, the headers and the log, and compares their ids
+        contents = Contents(folder)
+        with contents.on_disk():
+            contents.load()  # reads the manifest, the headers and the log, and compares their ids
     except StoreError as error:
         return [*wrong, str(error)]
-    m = store.manifest
+    m = contents.manifest
     if m.id and Witness.read(folder) is None:
         wrong.append(f"{folder / Witness.NAME} is damaged or gone: the next writer makes it anew")
-    for memory in store._memory.values():
+    for memory in contents.memory.values():
         if any(np.any(document >= m.vocabulary) for document in memory.documents()):
             wrong.append(f"{folder / m.log}: a document has tokens of another vocabulary")
     for entry in m.segments:
-        segment = store._segments[entry.name]
+        segment = contents.segments[entry.name]
         try:
             with watching(segment.path):
                 found = segment.verify()
@@ -46,12 +45,10 @@ def verify(folder: Path, reopened: type[Store]) -> list[str]:
             found = [str(error)]
         wrong += found
     if (folder / "dense").is_dir():
-        from slipstream.datastores.dense.verify_vectors import (
-            verify_vectors,  # needs torch, which a plain store does not
-        )
+        from slipstream.datastores.dense.verify_vectors import verify_vectors  # needs torch, which other stores don't
 
         try:
-            wrong += verify_vectors(store)
+            wrong += verify_vectors(folder, m.id)
         except SlipstreamError as error:
             wrong.append(str(error))
     return wrong

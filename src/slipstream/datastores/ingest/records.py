@@ -38,11 +38,11 @@ def read_documents(source: Source, field: str | None = None) -> Iterator[Documen
     try:
         match source.path.suffix.lower():
             case ".jsonl" | ".ndjson":
-                records = _json_lines(source)
+                records = json_lines(source)
             case ".json":
                 records = _json(source, field)
             case ".parquet":
-                records = _parquet(source, field)
+                records = parquet_rows(source, field)
             case _:
                 records, field = iter([(source.name, source.path.read_text("utf-8-sig"))]), None
         for place, record in records:
@@ -60,7 +60,7 @@ def text_size(document: Document) -> int:
     return len(document) if isinstance(document, str) else sum(len(message["content"]) for message in document)
 
 
-def _json_lines(source: Source) -> Iterator[tuple[str, Any]]:
+def json_lines(source: Source) -> Iterator[tuple[str, Any]]:
     with source.path.open(encoding="utf-8-sig", newline="\n") as file:
         for number, line in enumerate(file, 1):
             if line.strip():
@@ -78,12 +78,12 @@ def _json(source: Source, field: str | None) -> Iterator[tuple[str, Any]]:
     """
     with source.path.open(encoding="utf-8-sig", errors="replace") as file:
         if file.read(CHUNK).lstrip().startswith("["):
-            yield from _json_array(source)
+            yield from json_array(source)
             return
         file.seek(0)
         first = next((line for line in file if line.strip()), "")
         if _parsed(first) is not None and any(line.strip() for line in file):
-            yield from _json_lines(source)
+            yield from json_lines(source)
             return
     text = source.path.read_text("utf-8-sig")
     record = _parsed(text)
@@ -92,7 +92,7 @@ def _json(source: Source, field: str | None) -> Iterator[tuple[str, Any]]:
     yield source.name, record if field or _recognised(record) is not None else text
 
 
-def _json_array(source: Source) -> Iterator[tuple[str, Any]]:
+def json_array(source: Source) -> Iterator[tuple[str, Any]]:
     """The elements one by one, from a buffer that holds little more than the longest of them."""
     decode = json.JSONDecoder().raw_decode
     with source.path.open(encoding="utf-8-sig", errors="replace") as file:  # it may end within a character
@@ -132,7 +132,7 @@ def _json_array(source: Source) -> Iterator[tuple[str, Any]]:
             place = end + (mark == ",")
 
 
-def _parquet(source: Source, field: str | None) -> Iterator[tuple[str, Any]]:
+def parquet_rows(source: Source, field: str | None) -> Iterator[tuple[str, Any]]:
     try:
         arrow = importlib.import_module("pyarrow")
         parquet = importlib.import_module("pyarrow.parquet")
@@ -159,19 +159,19 @@ def _document(record: Any, field: str | None, place: str) -> Document:
     if field is None:
         document = _recognised(record)
         if document is None:
-            raise StoreError(f"{place}: found {_shape(record)}; {KNOWN}. Name the field with the text: --field NAME")
+            raise StoreError(f"{place}: found {shape_of(record)}; {KNOWN}. Name the field with the text: --field NAME")
         return document
     value: Any = record
     for key in [field] if isinstance(record, dict) and field in record else field.split("."):
         if not isinstance(value, dict) or key not in value:
             raise StoreError(
-                f"{place}: there is no field {field!r}, found {_shape(record)}: name a field that holds text"
+                f"{place}: there is no field {field!r}, found {shape_of(record)}: name a field that holds text"
             )
         value = value[key]
-    document = "" if value is None else value if isinstance(value, str) else _messages(value)
+    document = "" if value is None else value if isinstance(value, str) else messages_of(value)
     if document is None:
         held = type(value).__name__
-        raise StoreError(f"{place}: {field!r} holds {held}, found {_shape(record)}: name a field that holds text")
+        raise StoreError(f"{place}: {field!r} holds {held}, found {shape_of(record)}: name a field that holds text")
     return document
 
 
@@ -181,9 +181,9 @@ def _recognised(record: Any) -> Document | None:
         case str():
             return record
         case list():
-            return _messages(record)
+            return messages_of(record)
         case {"conversations": list() as turns} | {"messages": list() as turns} if (
-            messages := _messages(turns)
+            messages := messages_of(turns)
         ) is not None:
             return messages
         case {"instruction": str() as task, "output": str() as answer} | {
@@ -206,7 +206,7 @@ def _exchange(ask: str, answer: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": ask}, {"role": "assistant", "content": answer}]
 
 
-def _messages(turns: Any) -> list[dict[str, str]] | None:
+def messages_of(turns: Any) -> list[dict[str, str]] | None:
     """Messages of role and content, or None if these aren't any."""
     messages: list[dict[str, str]] = []
     for turn in turns if isinstance(turns, list) else [None]:
@@ -224,7 +224,7 @@ def _messages(turns: Any) -> list[dict[str, str]] | None:
     return messages
 
 
-def _shape(record: Any) -> str:
+def shape_of(record: Any) -> str:
     if not isinstance(record, dict):
         return f"{type(record).__name__} instead of an object"
     return "the fields " + (", ".join(_field_names(record)) or "of an empty object")

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from slipstream.kernels.draw import Draws, History, draw
+from slipstream.kernels.draw import draw
+from slipstream.kernels.draw_inputs import Draws, History
 from slipstream.kernels.ops import attend, best, move_keys, walk, write_keys
 from slipstream.notices import doing
 from slipstream.targets.captured.compiled import compiled_layers
@@ -26,7 +27,7 @@ from slipstream.targets.captured.recording import capture, preparing
 from slipstream.targets.states import asked_states
 
 if TYPE_CHECKING:
-    from slipstream.targets.captured.graph_target import GraphTarget
+    from slipstream.targets.cache import KeyValuePool
 
 NAME = "slipstream-exact"
 REACH = 32  # accepted keys that a step can move into place, if it has not more rows than that
@@ -97,10 +98,30 @@ class GraphLayer(CacheLayerMixin):
         return int(self.keys.shape[2])
 
 
+class StepTarget(Protocol):
+    """What a step needs of its target."""
+
+    model: Any
+    device: torch.device
+    dtype: torch.dtype
+    heads: int
+    compile: str  # a backend of torch.compile; "": none
+    memory: Any  # what all captures take theirs from
+
+    @property
+    def pool(self) -> KeyValuePool: ...
+
+    def fixed(self, step: FixedStep) -> AbstractContextManager[None]: ...
+
+    def blank(self, host: Inputs) -> None: ...
+
+    def histories(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
+
+
 class FixedStep:
     """A step of one shape. On a GPU it is captured; elsewhere it runs as it is, which is how tests try it."""
 
-    def __init__(self, target: GraphTarget, batch: int, rows: int, layers: tuple[int, ...], choice: str) -> None:
+    def __init__(self, target: StepTarget, batch: int, rows: int, layers: tuple[int, ...], choice: str) -> None:
         self.target, self.layers, self.choice = target, layers, choice
         device, cuda = target.device, target.device.type == "cuda"
         size = Inputs.size(batch, rows)

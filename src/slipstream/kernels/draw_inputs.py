@@ -1,0 +1,79 @@
+"""What drawing tokens on the device reads: each sequence's options and noise, and the text that penalties look at."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from slipstream.sampling import Sampling
+
+
+@dataclass(frozen=True)
+class Draws:
+    """How each sequence draws, as views of one int32 tensor: numpy on the host, torch on the device. Zeros: greedy."""
+
+    temperature: Any  # (b,) float32
+    top_p: Any
+    min_p: Any
+    repetition: Any
+    presence: Any
+    frequency: Any
+    top_k: Any  # (b,) int32, 0: all
+    keys: Any  # (b, n, 2) int32, the noise of the token AFTER each row: see `noise_keys`
+
+    @classmethod
+    def of(cls, flat: Any, batch: int, rows: int) -> Draws:
+        """flat: (size,) int32."""
+        real: Any = np.float32 if isinstance(flat, np.ndarray) else torch.float32
+        *options, top_k = (flat[i * batch : (i + 1) * batch] for i in range(7))
+        return cls(*[f.view(real) for f in options], *[top_k, flat[7 * batch :].reshape(batch, rows, 2)])
+
+    @staticmethod
+    def size(batch: int, rows: int) -> int:
+        return batch * (7 + 2 * rows)
+
+    def put(self, i: int, sampling: Sampling) -> None:
+        """On the host: sequence i draws like this."""
+        self.temperature[i], self.top_p[i], self.min_p[i] = sampling.temperature, sampling.top_p, sampling.min_p
+        self.repetition[i] = sampling.repetition_penalty
+        self.presence[i], self.frequency[i] = sampling.presence_penalty, sampling.frequency_penalty
+        self.top_k[i] = min(sampling.top_k, 2**31 - 1)
+
+
+@dataclass(frozen=True)
+class History:
+    """What biases and penalties look at: per slot the text so far, per row the drafted path that leads to it.
+
+    The boundary is the committed length. `prompt` and `said` hold what was committed, as the cache does; the root and
+    all drafts, decided or not, are in `ids`, and each row finds those before it, and itself, by its path. So a step
+    writes nothing here: what was accepted is added by `commit`, along with the accepted keys.
+    """
+
+    prompt: torch.Tensor  # (slots, V) uint8, whether the prompt has the token
+    said: torch.Tensor  # (slots, V) int32, how often the committed output has it
+    bias: torch.Tensor  # (slots, V) float32
+    rows: torch.Tensor  # (b,) int32, each sequence's slot
+    lengths: torch.Tensor  # (b,) int32, committed tokens
+    ids: torch.Tensor  # (b, n) int32, the step's tokens
+    depths: torch.Tensor  # (b, n) int32, -1 for padding
+    paths: (
+        torch.Tensor
+    )  # (b, n, D) int32, [s, i, k]: length + the row of row i's ancestor at depth k, itself at the end
+
+    def begin(self, slot: int, prompt: Sequence[int], logit_bias: Mapping[int, float]) -> None:
+        """`slot` holds a new sequence. Between steps, not within one."""
+        for state in (self.prompt, self.said, self.bias):
+            state[slot] = 0
+        self.prompt[slot, torch.tensor(list(prompt), dtype=torch.long)] = 1
+        self.bias[slot, torch.tensor(list(logit_bias), dtype=torch.long)] = torch.tensor(
+            list(logit_bias.values()), dtype=torch.float32, device=self.bias.device
+        )
+
+    def commit(self, tokens: torch.Tensor) -> None:
+        """tokens: (b, m) int32, what each sequence of the batch has newly committed; negative: nothing."""
+        at = self.rows[:, None].long() * self.said.shape[1] + tokens.clamp(min=0)
+        self.said.view(-1).scatter_add_(0, at.flatten(), (tokens >= 0).int().flatten())

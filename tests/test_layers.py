@@ -1,0 +1,83 @@
+"""The layout: files import from below, never in a circle, and nobody takes another's private names."""
+
+from __future__ import annotations
+
+import ast
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent / "src" / "slipstream"
+
+# From the bottom up: files and folders of src/slipstream. Those on one line don't know each other.
+LAYERS = [
+    {"errors", "version"},
+    {"checks", "colours", "kept", "notices", "turns", "user_files"},
+    {"tree", "sampling", "text", "grammar"},
+    {"budget", "kernels", "loading", "stats"},
+    {"targets"},
+    {"accept"},
+    {"options", "request"},
+    {"datastores", "heads"},
+    {"drafters"},
+    {"engine"},
+    {"trace"},
+    {"llm", "rows"},
+    {"demo", "evaluate", "hook", "training"},
+    {"cli"},
+    {"__main__"},
+]
+
+
+def module_name(path: Path) -> str:
+    """As it is imported; a package is called by its folder."""
+    return ".".join(("slipstream", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__")
+
+
+FILES = {module_name(path): path for path in ROOT.rglob("*.py")}
+
+
+def imported(name: str) -> set[str]:
+    """The project's modules that one imports: at its beginning, within functions, and for type checkers alone."""
+    found = set()
+    for node in ast.walk(ast.parse(FILES[name].read_text("utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            inner = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= (inner & FILES.keys()) or {node.module}
+    return found & FILES.keys()
+
+
+def layer(name: str) -> int:
+    part = name.split(".")[1]
+    return next(i for i, parts in enumerate(LAYERS) if part in parts)
+
+
+def test_every_file_and_folder_has_its_layer():
+    there = {name.split(".")[1] for name in FILES if name != "slipstream"}
+    assert there == set().union(*LAYERS)
+
+
+@pytest.mark.parametrize("name", sorted(FILES.keys() - {"slipstream"}))
+def test_imports_look_down(name):
+    room = name.split(".")[1]
+    up = [other for other in imported(name) if other == "slipstream" or layer(other) >= layer(name)]
+    assert not [other for other in up if other.split(".")[1:2] != [room]], "these stand above it, or beside it"
+
+
+def test_no_imports_run_in_a_circle():
+    TopologicalSorter({name: imported(name) for name in FILES}).prepare()
+
+
+@pytest.mark.parametrize("name", sorted(FILES))
+def test_nobody_takes_anothers_private_names(name):
+    taken = [
+        f"{node.module}.{alias.name}"
+        for node in ast.walk(ast.parse(FILES[name].read_text("utf-8")))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("slipstream")
+        for alias in node.names
+        if alias.name.startswith("_") and not alias.name.startswith("__") and f"{node.module}.{alias.name}" not in FILES
+    ]
+    assert not taken

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from slipstream.drafters.base import Drafter, DraftSession, Proposal, Seen
     from slipstream.hook import speculate
     from slipstream.llm import LLM, Chat, Result, Stream, load
+    from slipstream.loading import embedded as embedded
     from slipstream.sampling import Sampling
     from slipstream.stats import Stats
     from slipstream.tree import TokenTree
@@ -73,10 +74,12 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "embedded":
+        return importlib.import_module("slipstream.loading.embedded")
     if name not in _HOMES:
         raise AttributeError(f"module 'slipstream' has no attribute {name!r}")
     return getattr(importlib.import_module(f"slipstream.{_HOMES[name]}"), name)
 
 
 def __dir__() -> list[str]:
-    return sorted([*__all__, "__version__"])
+    return sorted([*__all__, "__version__", "embedded"])

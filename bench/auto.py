@@ -41,6 +41,7 @@ from gpu import settled, tell
 from slipstream import LLM
 from slipstream.budget.costs import Costs
 from slipstream.budget.pilot import Pilot, Text
+from slipstream.drafters import _capabilities as can
 from slipstream.drafters._head import own_head
 from slipstream.errors import DrafterError
 from slipstream.evaluate.contestants import Decoding, Ours
@@ -104,7 +105,7 @@ def settings(given: argparse.Namespace) -> dict[str, Any]:
     model, tokenizer = load_model(given.model, dtype=given.dtype, device=given.device)
     plain = Ours("none", LLM(model, tokenizer, "none", compile=given.compile))
     tried = ("pld", "suffix", *(name for name in ("eagle3", "redrafter") if has_head(model, name)))
-    layers = {layer for name in tried for layer in LLM(model, tokenizer, name).engine.drafter.layers}
+    layers = {layer for name in tried for layer in can.layers(LLM(model, tokenizer, name).engine.drafter)}
     decoding = Decoding(max_new_tokens=given.tokens)
     items = list(prepare(plain, [replace(p, turns=p.turns[:1]) for p in prompts_of(given)], decoding))
     recording = record(plain.llm.target, plain.llm.name, items, decoding, sorted(layers))

@@ -29,6 +29,7 @@ from transformers import GenerationConfig
 from fuzz_cases import CASES, Ask, Case, draw, predicted
 from fuzz_lab import ORACLE, Lab, described, leaks
 from slipstream import LLM, SlipstreamError
+from slipstream.drafters import _capabilities as can
 from slipstream.evaluate.report import provenance
 from slipstream.llm import Result
 
@@ -169,7 +170,7 @@ class Trial:
 
     def _told(self, ask: Ask, expected: Answer) -> dict[str, Any]:
         """The options, with those that this drafter alone takes."""
-        options, takes, rng = dict(ask.options), self.llm.engine.drafter.takes, self.rng
+        options, takes, rng = dict(ask.options), can.takes(self.llm.engine.drafter), self.rng
         if "prediction" in takes and rng.random() < 0.7:
             answer = expected.tokens if isinstance(expected, Result) and rng.random() < 0.8 else [7, 8, 9] * 5
             options["prediction"] = predicted(rng, answer)

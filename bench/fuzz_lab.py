@@ -17,14 +17,13 @@ from transformers import PreTrainedTokenizerFast
 
 from slipstream import LLM, Store, drafters
 from slipstream.budget.costs import Costs
-from slipstream.drafters.dresd import embedded_answers
-from slipstream.drafters.rest import store_of_answers, trial_folder
 from slipstream.heads import HEADS
 from slipstream.targets import open_target
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))  # the models that the laws are tried on
 from families import FAMILIES, STATEFUL, VOCABULARY, graphs, tiny_model
 from oracle import Oracle, OracleSession
+from trials import blurred, embedded_answers, store_of_answers, trial_folder
 
 CONTEXT = 400
 CHUNK = 48  # tokens of a prompt that are read at once, so that short prompts have several pieces
@@ -145,7 +144,7 @@ class Lab:
             return drawn(rng, family)
         if name in ("none", "prediction", ORACLE):
             return {}
-        return rng.choice(drafters.find(name).trials(self.model(family)))  # one that was installed beside ours
+        return {}  # one that was installed beside ours
 
     def _draw_head(self, rng: Random, family: str, kind: str) -> dict[str, Any]:
         options: dict[str, Any] = {
@@ -231,7 +230,7 @@ class Lab:
         """A draft model that is right often, not always; for models that can't draft, one that is seldom right."""
         family = "llama" if family in STATEFUL else family
         if family not in self._blurred:
-            self._blurred[family] = drafters.find("model").trials(self.model(family))[0]["draft_model"]
+            self._blurred[family] = blurred(self.model(family))
         return self._blurred[family]
 
     def store(self, family: str, vectors: bool = False) -> str:

@@ -306,8 +306,7 @@ def test_requests_of_a_batch_choose_each_for_itself(steps, tiny):
 
 
 def test_a_store_with_vectors_is_searched_by_them_too(tiny):
-    from slipstream.drafters.dresd import embedded_answers
-    from slipstream.drafters.rest import store_of_answers
+    from trials import embedded_answers, store_of_answers
 
     model = tiny("llama")
     parts = {

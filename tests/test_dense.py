@@ -34,10 +34,11 @@ from slipstream.datastores.durable.pages import PAGE, checksum
 from slipstream.datastores.durable.store import Document, Store
 from slipstream.datastores.ingest.answers import add_answers
 from slipstream.datastores.sparse.runs import Run, Runs
-from slipstream.drafters.dresd import HEAT, OTHERS, embedded_answers, tree_of
+from slipstream.drafters.dresd import HEAT, OTHERS, tree_of
 from slipstream.errors import DamagedError, DrafterError, OptionError, StoreError
 from slipstream.targets import Want, open_target
 from test_collect import letters
+from trials import embedded_answers
 
 SMALL = Settings(dims=8, window=60, overlap=20, sample=150, batch_tokens=256, chunk_tokens=80)
 

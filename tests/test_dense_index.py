@@ -13,9 +13,9 @@ from slipstream.datastores.dense.live_vectors import Own
 from slipstream.datastores.dense.nearest import Vectors
 from slipstream.datastores.dense.remote import RemoteFinder, upload
 from slipstream.datastores.durable.store import Document, Store
-from slipstream.drafters.dresd import embedded_answers
 from slipstream.errors import DamagedError, OptionError, StoreError
 from test_dense import SMALL, texts
+from trials import embedded_answers
 
 pytestmark = pytest.mark.filterwarnings("ignore:Payload indexes have no effect")
 

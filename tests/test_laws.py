@@ -11,6 +11,7 @@ import torch
 from families import FAMILIES, STATEFUL
 from oracle import Oracle
 from slipstream import LLM, drafters
+from trials import trials
 
 PROMPTS = [[5, 6, 7, 8, 9, 5, 6, 7, 8, 9, 5, 6], [40], [11, 12, 11, 12, 11, 13, 50, 51, 52, 50]]
 NEW = 12  # beyond the windows of 6; `bench/fuzz.py` writes longer texts
@@ -58,7 +59,7 @@ def drafting(tiny):
     @lru_cache(maxsize=1)
     def made(family, name):
         llms = []
-        for trial in drafters.find(name).trials(tiny(family)):
+        for trial in trials(name, tiny(family)):
             try:
                 llms.append(LLM(tiny(family), drafter=name, **trial))
             except drafters.DrafterError:

@@ -11,6 +11,7 @@ from slipstream import LLM, Drafter, DraftSession, Proposal, TokenTree, drafters
 from slipstream.accept import Rejection
 from slipstream.budget import Budget
 from slipstream.budget.calibration import BINS, Calibration
+from slipstream.drafters._capabilities import layers
 from slipstream.drafters.base import Hidden, Seen
 from slipstream.drafters.rasd import WIDER, RasdDrafter, beginning_with, best_of, side_by_side
 from slipstream.errors import DrafterError, OptionError
@@ -20,6 +21,7 @@ from slipstream.request import Request
 from slipstream.targets import open_target
 from slipstream.tree import fuse
 from test_distribution import completed, drawn_trees, joint_over_drafts, random_law, total_variation
+from trials import blurred, trials
 
 ROOT = 9
 BIG = Budget(100, 20)
@@ -328,7 +330,7 @@ FLAT = {  # options with which a drafter's whole tree is its K likeliest first t
 
 def generator(kind, model, first=0, **options):
     if kind == "model":
-        trial = drafters.find("model").trials(model)[0]
+        trial = trials("model", model)[0]
     else:
         given = {"draft_ids": range(0, 64, 2)} if kind == "eagle3" else {}  # one that can't guess every token
         head = HEADS[kind].fresh(model, **given)
@@ -348,7 +350,7 @@ def proposals(drafter, prompts, **request):
         begun.append(drafter.begin(Request(prompt, 20, **request)))
         noise = torch.Generator().manual_seed(i)
         width = drafter.target.model.config.hidden_size
-        hidden = {layer: torch.randn(len(prompt), width, generator=noise) for layer in drafter.layers}
+        hidden = {layer: torch.randn(len(prompt), width, generator=noise) for layer in layers(drafter)}
         begun[-1].observe(Seen(prompt, 0, Hidden(hidden)))
     return drafter.propose(begun, [5, 6, 7][: len(prompts)], [BIG] * len(prompts))
 
@@ -412,7 +414,7 @@ def test_first_tokens_travel_behind_the_nodes():
 @pytest.mark.parametrize("kind", ["redrafter", "model"])
 def test_both_kinds_of_drafts_are_verified_and_judged(kind, tiny):
     model = tiny("llama")
-    head = drafters.find("model").trials(model)[0]["draft_model"] if kind == "model" else HEADS[kind].fresh(model)
+    head = blurred(model) if kind == "model" else HEADS[kind].fresh(model)
     repeating = [5, 6, 7, 8] * 10
     plain = LLM(model, drafter="none").generate(repeating, max_new_tokens=60)
     llm = LLM(model, drafter="rasd", generator=kind, drafter_path=head, retrievers="pld, suffix", top=50)

@@ -5,31 +5,7 @@ import pytest
 import torch
 
 from slipstream.errors import DrafterError
-from slipstream.tree import TokenTree, fuse, prefix_match
-
-# The paper's beams: "I watch movies tonight", "I watch it closely", "I watch movies daily" in numbers.
-BEAMS = np.array([[91, 92, 93, 95], [91, 92, 94, 96], [91, 92, 93, 97]])
-
-
-def test_prefix_match_is_the_papers_example():
-    assert prefix_match(BEAMS).tolist() == [[0, 0, 0, 0], [0, 0, 1, 1], [0, 0, 0, 2]]
-
-
-def test_beams_compress_to_one_node_per_distinct_prefix():
-    tree = TokenTree.from_beams(7, BEAMS, source="beam", raw=np.arange(12.0).reshape(3, 4) / 12)
-    assert tree.tokens.tolist() == [7, 91, 92, 93, 94, 95, 96, 97]
-    assert tree.parents.tolist() == [-1, 0, 1, 2, 2, 3, 4, 3]
-    np.testing.assert_allclose(tree.raw[1:, 0] * 12, [0, 1, 2, 6, 3, 7, 11], rtol=1e-6)
-
-
-def test_beams_and_continuations_agree():
-    rng = np.random.default_rng(0)
-    for _ in range(50):
-        beams = rng.integers(0, 3, (4, 5)).astype(np.int32)
-        one, other = TokenTree.from_beams(9, beams), TokenTree.from_continuations(9, list(beams))
-        paths = [{tuple(t.tokens[t.path_to(i)]) for i in range(len(t))} for t in (one, other)]
-        assert paths[0] == paths[1]
-        assert len(one) == len(other)
+from slipstream.tree import TokenTree, fuse
 
 
 def test_a_chain():

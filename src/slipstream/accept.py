@@ -34,6 +34,10 @@ class Verdict:
 class Rule(ABC):
     name: ClassVar[str]
     lossless: ClassVar[bool]
+    needs_logits: ClassVar[bool] = True  # False: tokens that were chosen where the logits are will do
+    # Whether drawn drafts need noise of their own, and say what they were drawn from. Otherwise they share the target's
+    # noise: both then tend to draw the same token.
+    needs_q: ClassVar[bool] = True
 
     @abstractmethod
     def next_token(self, tree: TokenTree, node: int, scores: Scores, sampler: Sampler) -> int:
@@ -59,6 +63,8 @@ class Match(Rule):
 
     name: ClassVar[str] = "match"
     lossless: ClassVar[bool] = True
+    needs_logits: ClassVar[bool] = False
+    needs_q: ClassVar[bool] = False
 
     def next_token(self, tree: TokenTree, node: int, scores: Scores, sampler: Sampler) -> int:  # noqa: ARG002
         return scores.token(node, sampler)

@@ -19,6 +19,7 @@ from slipstream.accept import Verdict, verify
 from slipstream.budget import Budget, step_budget
 from slipstream.datastores.live import Said
 from slipstream.datastores.sparse.runs import token_type
+from slipstream.drafters import _capabilities as can
 from slipstream.drafters.base import Drafter, DraftSession, Hidden, Seen
 from slipstream.errors import ContextError, OptionError, PromptError
 from slipstream.request import Request, Step
@@ -86,9 +87,9 @@ class Engine:
         self.target, self.drafter, self.name = target, drafter, name
         self.max_batch = max_batch
         self.said: Said | None = None
-        if drafter.shared:
-            self.said = Said(token_type(target.vocabulary), drafter.shared)
-            drafter.attach(self.said)
+        if kept := can.shared(drafter):
+            self.said = Said(token_type(target.vocabulary), kept)
+            can.attach(drafter, self.said)
         self._turns = target.turns
         self._open: list[Sequence] = []  # of all runs
         self._left: deque[tuple[list[Sequence], Kept | None]] = deque()  # runs that ended early, to be retired
@@ -96,8 +97,9 @@ class Engine:
     def run(self, requests: Iterable[Request], kept: Kept | None = None) -> Iterator[Sequence]:
         """Continue all requests, at most max_batch at a time. Yields a sequence each time it has new tokens; its
         `finish` is set the last time. What the (only) request's prompt shares with the kept text is not read again,
-        and its own text is kept there."""
-        waiting, running, sound = deque(requests), list[Sequence](), True
+        and its own text is kept there. requests: a deque may grow meanwhile."""
+        waiting = requests if isinstance(requests, deque) else deque(requests)
+        running, sound = list[Sequence](), True
         try:
             while waiting or running:
                 with self.turn():
@@ -152,12 +154,12 @@ class Engine:
         clock = perf_counter()
         trees = self._propose(running)
         for sequence in running:
-            sequence.session.keep()
-        choice = self.drafter.choice
+            can.keep(sequence.session)
+        choice = can.choice(self.drafter)
         drafted, taken = perf_counter(), Stopwatch()
-        rows = 1 + max(s.request.max_draft for s in running) if self.drafter.pads else 1
-        behind = partial(self.drafter.behind, running[0].session) if len(running) == 1 else None
-        want = Want(self.drafter.layers, rows, tuple(chooser(s) for s in running), behind)
+        rows = 1 + max(s.request.max_draft for s in running) if can.pads(self.drafter) else 1
+        behind = partial(can.behind, self.drafter, running[0].session) if len(running) == 1 else None
+        want = Want(can.layers(self.drafter), rows, tuple(chooser(s) for s in running), behind)
         scores = self.target.score([s.slot for s in running], trees, want)
         scored = perf_counter()
         verdicts = []
@@ -166,7 +168,7 @@ class Engine:
             self.target.commit(sequence.slot, verdict.path)
             self._observe(sequence, tree, score, verdict)
             verdicts.append(verdict)
-        self.drafter.measured(len(running), max(map(len, trees)), taken.seconds())
+        can.measured(self.drafter, len(running), max(map(len, trees)), taken.seconds())
         if len(running) > 1 and not self.target.exact_together:
             for sequence in running:
                 sequence.stats.exact = False
@@ -201,13 +203,13 @@ class Engine:
         """Sequences that have no part in the forward to come: what they hold of an earlier one is copied."""
         for sequence in self._open:
             if sequence not in running:
-                sequence.session.pause()
+                can.pause(sequence.session)
 
     def _resumed(
         self, request: Request, session: DraftSession, running: Iterable[Sequence], kept: Kept | None
     ) -> Slot | None:
         """A slot that has read the beginning of the prompt, which the session has taken over; None: there is none."""
-        again = self.drafter.rereads
+        again = can.rereads(self.drafter)
         if again is None:
             if kept is not None:
                 self.forget(kept)
@@ -224,7 +226,7 @@ class Engine:
             known = max(0, slot.shared(request.tokens[:-1]) - again)
             self.target.truncate(slot, known)
             if other is not None and known:
-                session.resume(other, request.tokens[:known])
+                can.resume(session, other, request.tokens[:known])
         except BaseException:
             self.target.close(slot)
             raise
@@ -235,7 +237,7 @@ class Engine:
 
     def _read_prompt(self, sequence: Sequence) -> Sequence:
         request, read = sequence.request, sequence.slot.length
-        want = Want(self.drafter.layers, samplers=(chooser(sequence),))
+        want = Want(can.layers(self.drafter), samplers=(chooser(sequence),))
         clock = perf_counter()
         for score in self.target.prefill(sequence.slot, request.tokens[read:], want):
             count = sequence.slot.length - read
@@ -299,11 +301,11 @@ class Engine:
             try:
                 if self.said is not None:
                     self.said.publish(sequence.request.collection, sequence.tokens)
-                self.drafter.ended(sequence.request, sequence.tokens)
+                can.ended(self.drafter, sequence.request, sequence.tokens)
                 if kept is None:
                     sequence.session.close()
                 else:
-                    sequence.session.pause()
+                    can.pause(sequence.session)
             except Exception as error:
                 sequence.stats.warnings.append(f"{self.name or type(self.drafter).__name__}: {error}")
                 log.warning("the answer is complete, but the drafter failed after it: %s", error, exc_info=error)
@@ -316,7 +318,7 @@ class Engine:
 
 def chooser(sequence: Sequence) -> Sampler | None:
     """Who chooses a sequence's tokens; nobody, where the rule looks at the logits themselves."""
-    return sequence.sampler if sequence.request.accept.name == "match" else None
+    return None if sequence.request.accept.needs_logits else sequence.sampler
 
 
 def check_prompt(request: Request, target: Target) -> None:
@@ -336,9 +338,9 @@ def check_prompt(request: Request, target: Target) -> None:
 
 def check_drafting(request: Request, drafter: Drafter) -> None:
     """Refuse wishes that a drafter would ignore."""
-    if request.prediction is not None and "prediction" not in drafter.takes:
+    if request.prediction is not None and "prediction" not in can.takes(drafter):
         raise OptionError(f"{type(drafter).__name__} makes no use of a prediction: draft with auto, or with prediction")
-    if request.drafters is not None and "drafters" not in drafter.takes:
+    if request.drafters is not None and "drafters" not in can.takes(drafter):
         raise OptionError(f"{type(drafter).__name__} asks no other drafters: drafters=… is for auto")
 
 

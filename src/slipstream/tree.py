@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numba import njit
@@ -114,25 +114,6 @@ class TokenTree:
         weight = np.ones(len(lengths)) if weights is None else np.asarray(weights, np.float64)
         tokens, parents, share = _merge(root, flat, lengths, weight)
         return cls.build(tokens, parents, source=source, raw=share)
-
-    @classmethod
-    def from_beams(cls, root: int, beams: Ints, *, source: str = "", raw: Floats | None = None) -> TokenTree:
-        """Equally long beams (width, length), compressed by `prefix_match`, with raw scores of the same shape."""
-        match = prefix_match(beams)
-        width, length = beams.shape
-        new = match == np.arange(width)[:, None]  # (width, length) first to spell its prefix
-        # Depth by depth keeps parents before children.
-        order = np.cumsum(new.T.ravel()).reshape(length, width).T  # node number, 1.. where new
-        node = order[match, np.arange(length)]  # (width, length)
-        beam, depth = np.nonzero(new.T)[1], np.nonzero(new.T)[0]
-        parents = np.where(depth == 0, 0, node[beam, depth - 1])
-        column = None if raw is None else np.concatenate([[np.nan], raw[beam, depth]])
-        return cls.build(
-            np.concatenate([[root], beams[beam, depth]]),
-            np.concatenate([[-1], parents]),
-            source=source,
-            raw=column,
-        )
 
     # ---- looking at one
 
@@ -306,14 +287,6 @@ def _columns(
     sources = tuple(dict.fromkeys((*mine, *its)))
     of_mine, of_its = (np.array([sources.index(name) for name in names], np.int64) for names in (mine, its))
     return sources, of_mine, of_its
-
-
-def prefix_match(beams: NDArray[Any]) -> NDArray[np.intp]:
-    """ReDrafter's tensor prefix match on beams (width, length): [i, j] is the first beam whose first j + 1 tokens
-    equal beam i's. No trie, so the same lines serve on a device."""
-    same = beams[:, None, :] == beams[None, :, :]  # (width, width, length) token by token
-    spelled = np.cumsum(same, axis=2) == np.arange(1, beams.shape[1] + 1)  # the whole prefix
-    return np.argmax(spelled, axis=1)
 
 
 # ---- the loops

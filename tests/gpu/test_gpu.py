@@ -20,6 +20,7 @@ from slipstream.targets.captured.function import Captured
 from slipstream.targets.captured.graph_target import BATCHES, ROWS, GraphTarget
 from slipstream.tree import TokenTree
 from test_threads import answer, some_request
+from trials import trials
 
 if not torch.cuda.is_available():
     pytest.exit("these tests need a CUDA device, and torch sees none", returncode=1)
@@ -71,7 +72,7 @@ def test_in_bfloat16_too(family, tiny):
 def test_every_drafter_works_there(name, dtype, tiny):
     model = copy.deepcopy(tiny("llama")).to("cuda", dtype)
     plain = LLM(model, drafter="none")
-    for trial in drafters.find(name).trials(model):
+    for trial in trials(name, model):
         llm = LLM(model, drafter=name, **trial)
         for options in ({}, SAMPLED):
             expected = [texts(plain, [p], **options)[0] for p in PROMPTS]

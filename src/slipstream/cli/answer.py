@@ -14,6 +14,7 @@ import typer
 from slipstream import drafters as registry
 from slipstream.cli import options as o
 from slipstream.cli.terminal import busy, err, open_llm, say, status
+from slipstream.drafters._capabilities import takes
 from slipstream.errors import OptionError
 from slipstream.user_files import check_writable, told
 
@@ -211,7 +212,7 @@ def trace(
     with line_writer(jsonl) as write, line_writer(named) as write_other:
         traces = [recorded(llm, write, asked | wishes)]
         if other is not None:
-            taken = {name: wish for name, wish in wishes.items() if name in other.engine.drafter.takes}
+            taken = {name: wish for name, wish in wishes.items() if name in takes(other.engine.drafter)}
             traces.append(recorded(other, write_other, asked | taken))
         tell_page(traces, html)
 

@@ -55,6 +55,7 @@ class FeatureDrafter(ChainDrafter):
     Options = FeatureOptions
     head: FeatureHead
     ordered = True
+    rereads = 1  # the state before the first new token, whose pair that token completes
 
     def __init__(self, target: Target, tokenizer: Any, options: FeatureOptions) -> None:
         super().__init__(target, tokenizer, options)
@@ -71,11 +72,6 @@ class FeatureDrafter(ChainDrafter):
     def grows(self, guessable: int) -> Growth:
         """The shape of its trees; the head can guess this many tokens."""
         return Growth.dynamic(self.options.width, self.options.depth, self.options.nodes, guessable)
-
-    @property
-    def rereads(self) -> int | None:
-        """The state before the first new token, whose pair that token completes."""
-        return 1
 
     def begin(self, request: Request) -> FeatureSession:
         return FeatureSession(self, request)

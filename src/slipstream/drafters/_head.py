@@ -25,7 +25,7 @@ from torch import Tensor
 
 from slipstream.drafters.base import Drafter, DraftSession, Hidden, Proposal, Seen
 from slipstream.errors import DrafterError, OptionError
-from slipstream.heads import HEADS, Head, load_head, registry
+from slipstream.heads import Head, load_head, registry
 from slipstream.heads.base import Lender
 from slipstream.heads.checkpoint import find_folder
 from slipstream.heads.packing import unpack, unpack_first
@@ -50,6 +50,7 @@ SMALL = 2  # nodes of a draft that a head which goes on token by token makes in 
 class HeadOptions:
     drafter_path: Any = None  # a folder, a hub id or a Head in memory; None: the model's own, registered or shipped
     mode: str = "best"  # best: the head's most probable tokens; sample: drawn from it, where the request draws
+    first: int = 0  # so many of its most probable first tokens are named beside the tree, for rasd to prune by
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -61,6 +62,8 @@ class HeadDrafter(Drafter):
 
     kind: ClassVar[str]
     generates = True
+    sizes: tuple[int, ...] = ()
+    rereads: int | None = 0  # the last state is all that a session needs, and a prompt's last token is always read
     Options = HeadOptions
     # mode=sample: how many chains, and how long. Their first tokens are drawn without replacement.
     width: int
@@ -71,6 +74,7 @@ class HeadDrafter(Drafter):
     def __init__(self, target: Target, tokenizer: Any, options: Any) -> None:
         super().__init__(target, tokenizer, options)
         self.head, self.folder = open_head(self.kind, options.drafter_path, target)
+        self.first = options.first
         self.source = self.kind  # what its drafts are labelled with; `auto` may ask several heads of one kind
         self.layers = self.head.layers(self.head.lender.layers)
         self.device = next(self.head.parameters()).device
@@ -84,16 +88,6 @@ class HeadDrafter(Drafter):
             lambda table, states, *noise: self.draws(*self.inputs(table, states), *noise), self.device, within
         )
         self.captured_ahead = Captured(self._behind_step, self.device, within)
-
-    @classmethod
-    def trials(cls, model: Any) -> list[dict[str, Any]]:
-        """An untrained head. Where the request is greedy, it drafts as in the other mode."""
-        return [{"drafter_path": HEADS[cls.kind].fresh(model), "mode": "sample"}]
-
-    @property
-    def rereads(self) -> int | None:
-        """The last state is all that a session needs, and a prompt's last token is always read."""
-        return 0
 
     def begin(self, request: Request) -> HeadSession:
         return HeadSession(self, request)
@@ -245,9 +239,7 @@ class HeadSession(DraftSession):
     def __init__(self, drafter: HeadDrafter, request: Request) -> None:
         self.drafter, self.request = drafter, request
         self.draws = drafter.options.mode == "sample" and not request.sampling.greedy
-        # Under `match` the draft uses the target's own noise: both then tend to draw the same token.
-        # Rejection sampling needs draws that know nothing of the coins that will judge them.
-        self.keeps_q = self.draws and request.accept.name != "match"
+        self.keeps_q = self.draws and request.accept.needs_q
         self.read = 0  # tokens of the text, the root not counted
         self.hidden = Hidden()  # what the head reads: the last row seen
         self.ahead: Pending | None = None  # a draft that was started behind the step whose states were seen last

@@ -9,6 +9,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any, cast
 
 from slipstream import drafters as registry
+from slipstream.drafters import _capabilities as can
 from slipstream.drafters.base import Drafter, DraftSession, Hidden, Proposal, Seen
 
 if TYPE_CHECKING:
@@ -24,8 +25,8 @@ class JointDrafter(Drafter):
     def __init__(self, target: Any, tokenizer: Any, options: Any) -> None:
         super().__init__(target, tokenizer, options)
         self.parts = self.make_parts()
-        self.layers = tuple(sorted({layer for part in self.parts.values() for layer in part.layers}))
-        self.shared = max(part.shared for part in self.parts.values())
+        self.layers = tuple(sorted({layer for part in self.parts.values() for layer in can.layers(part)}))
+        self.shared = max(can.shared(part) for part in self.parts.values())
 
     @abstractmethod
     def make_parts(self) -> dict[str, Drafter]:
@@ -39,7 +40,7 @@ class JointDrafter(Drafter):
 
     @property
     def rereads(self) -> int | None:
-        again = [part.rereads for part in self.parts.values()]
+        again = [can.rereads(part) for part in self.parts.values()]
         return None if None in again else max(n for n in again if n is not None)
 
     @abstractmethod
@@ -49,15 +50,14 @@ class JointDrafter(Drafter):
 
     def attach(self, said: Said) -> None:
         for part in self.parts.values():
-            if part.shared:
-                part.attach(said)
+            can.attach(part, said)
 
     def begin(self, request: Request) -> DraftSession:
         return JointSession(self, {name: part.begin(request) for name, part in self.parts.items()})
 
     def ended(self, request: Request, tokens: Sequence[int]) -> None:
         for part in self.parts.values():
-            part.ended(request, tokens)
+            can.ended(part, request, tokens)
 
 
 class JointSession(DraftSession):
@@ -73,23 +73,23 @@ class JointSession(DraftSession):
         if self.begun:
             self._said += seen.tokens
         for name, part in self.parts.items():
-            layers = self.drafter.parts[name].layers
+            layers = can.layers(self.drafter.parts[name])
             hidden = seen.hidden.of(layers) if layers else Hidden()
             part.observe(Seen(seen.tokens, seen.position, hidden))
 
     def keep(self) -> None:
         for part in self.parts.values():
-            part.keep()
+            can.keep(part)
 
     def pause(self) -> None:
         for part in self.parts.values():
-            part.pause()
+            can.pause(part)
 
     def resume(self, other: DraftSession, tokens: list[int]) -> None:
         known = cast(JointSession, other).parts
         for name, part in self.parts.items():
             if name in known:
-                part.resume(known[name], tokens)
+                can.resume(part, known[name], tokens)
             else:
                 part.observe(Seen(tokens, 0))
 

@@ -11,6 +11,7 @@ import torch
 from slipstream.budget import Budget
 from slipstream.budget.costs import Costs
 from slipstream.budget.pilot import TRIAL, Pilot, Text
+from slipstream.drafters import _capabilities as can
 from slipstream.drafters.base import Drafter, Hidden, Seen
 from slipstream.request import Request
 from slipstream.sampling import Sampler, Sampling
@@ -32,7 +33,7 @@ def rehearse(target: Target, pilot: Pilot, parts: Mapping[str, Drafter], layers:
     for score in target.prefill(slot, words, Want(layers)):
         start, hidden = slot.length - len(next(iter(score.hidden.values()), words)), Hidden(score.hidden)
         for name, session in sessions.items():
-            session.observe(Seen(words[start : slot.length], start, hidden.of(parts[name].layers)))
+            session.observe(Seen(words[start : slot.length], start, hidden.of(can.layers(parts[name]))))
     room = target.context - slot.length - 1
     limit, root = Budget(target.usual_draft, min(target.usual_draft, room)), words[0]
     trial = Pilot(pilot.costs, pilot.drafters, pilot.trees, pilot.heads)  # what it learns of this text goes with it
@@ -54,7 +55,7 @@ def rehearse(target: Target, pilot: Pilot, parts: Mapping[str, Drafter], layers:
 
     def start_all(step: FixedStep) -> None:
         for name in pilot.heads:
-            parts[name].behind(sessions[name], step)
+            can.behind(parts[name], sessions[name], step)
 
     want = Want(layers, samplers=(Sampler(Sampling(), words),), behind=start_all)
     for rows in target.widths:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from slipstream.budget import Budget
 from slipstream.budget.pilot import Choice, Pilot, Source, Text
+from slipstream.drafters import _capabilities as can
 from slipstream.drafters._joint import JointDrafter, JointSession
 from slipstream.drafters._parts import AutoOptions, make_parts, paths
 from slipstream.drafters._rehearsal import rehearse
@@ -32,7 +33,7 @@ class AutoDrafter(JointDrafter):
 
     def __init__(self, target: Any, tokenizer: Any, options: AutoOptions) -> None:
         super().__init__(target, tokenizer, options)
-        heads = {name: part.sizes for name, part in self.parts.items() if part.generates}
+        heads = {name: can.sizes(part) for name, part in self.parts.items() if can.generates(part)}
         self.pilot = Pilot(costs_of(target), list(self.parts), target.trees, heads)
         self._step: tuple[int, int, float] | None = None  # batch, rows, seconds of the step that was verified last
         self._unlearnt: Callable[[], None] | None = None  # what the last steps say, if nobody had time for it yet
@@ -44,10 +45,6 @@ class AutoDrafter(JointDrafter):
 
     def make_parts(self) -> dict[str, Drafter]:
         return make_parts(self)
-
-    @classmethod
-    def trials(cls, model: Any) -> list[dict[str, Any]]:  # noqa: ARG003
-        return [{"drafters": "pld, suffix"}]
 
     def begin(self, request: Request) -> DraftSession:
         names = set(self.parts) if request.drafters is None else set(request.drafters)
@@ -84,7 +81,7 @@ class AutoDrafter(JointDrafter):
         mine.ahead = True
         for source in mine.latest:
             if self.pilot.continues(source):
-                self.parts[source.drafter].behind(mine.parts[source.drafter], step)
+                can.behind(self.parts[source.drafter], mine.parts[source.drafter], step)
         self.pilot.judge()  # while the device works
         self._learn()
 
@@ -100,7 +97,7 @@ class AutoDrafter(JointDrafter):
         texts, limits = [session.text for session in mine], [budget.nodes for budget in budgets]
         trees = [TokenTree.root(root) for root in roots]
         names = {name for session, limit in zip(mine, limits, strict=True) if limit for name in session.parts}
-        late = {name for name, part in mine[0].parts.items() if part.late} if mine[0].ahead else set()
+        late = {name for name, part in mine[0].parts.items() if can.late(part)} if mine[0].ahead else set()
         taken: dict[Source, float] = {}
         for source in self.pilot.asks(names, len(mine), lambda: self.pilot.expects(texts, trees, limits), late):
             who = [i for i, session in enumerate(mine) if limits[i] and source.drafter in session.parts]
@@ -179,7 +176,7 @@ class AutoSession(JointSession):
         self._shown[name] = len(self._said)
         self.asked.add(source)
         if new and last is not None:
-            part, layers = self.parts[name], self.drafter.parts[name].layers
+            part, layers = self.parts[name], can.layers(self.drafter.parts[name])
             missed = len(new) - len(last.tokens) if layers else len(new)
             if missed:
                 part.observe(Seen(new[:missed], last.position + len(last.tokens) - len(new)))
@@ -192,9 +189,9 @@ class AutoSession(JointSession):
             return
         asked = {source.drafter for source in self.asked}
         for name in asked:
-            self.parts[name].keep()
+            can.keep(self.parts[name])
         for name in {source.drafter for source in self.latest} - asked:
-            self.parts[name].skip()
+            can.skip(self.parts[name])
         self.latest, self.asked = self.asked, set()
 
     def pause(self) -> None:

@@ -1,4 +1,4 @@
-"""Drafter and DraftSession: what a drafter must do. One method each is required."""
+"""Drafter and DraftSession: what a drafter must do. `begin` and `propose` are required."""
 
 from __future__ import annotations
 
@@ -11,11 +11,8 @@ if TYPE_CHECKING:
     import torch
 
     from slipstream.budget import Budget
-    from slipstream.budget.pilot import Choice
-    from slipstream.datastores.live import Said
     from slipstream.request import Request
     from slipstream.targets.base import Target
-    from slipstream.targets.captured.fixed_step import FixedStep
     from slipstream.tree import TokenTree
 
 
@@ -92,60 +89,20 @@ class Seen:
 @dataclass(frozen=True)
 class Proposal:
     tree: TokenTree  # its node 0 is the root that was asked about
-    first: tuple[int, ...] | None = None  # the tokens likeliest after the root, in order, if `Drafter.first` asks
+    first: tuple[int, ...] | None = None  # the tokens likeliest after the root, in order, if somebody wants them named
 
 
 class Drafter(ABC):
-    """Shared by all sequences and read-only: weights, stores."""
+    """Shared by all sequences and read-only: weights, stores. What else one may offer: `_capabilities.py`."""
 
     Options: ClassVar[type] = NoOptions  # a frozen dataclass; its fields are the drafter's options
-    layers: tuple[int, ...] = ()  # hidden states of the target it wants to see
-    # Whether every step is computed as wide as the widest, so that in low precision a text does not depend on how much
-    # was drafted: only plain decoding can do without.
-    pads: bool = True
-    takes: tuple[str, ...] = ()  # fields of a request, beyond the usual, that it makes something of: "prediction", …
-    shared: int = 0  # tokens of earlier answers, of each collection, that the engine keeps for it
-    # Whether it has a probability for every token, and if so, how many of the likeliest its proposals name, whether
-    # they are in the tree or not. Whoever wants them sets this before anything is drafted.
-    generates: ClassVar[bool] = False
-    first: int = 0
-    sizes: tuple[int, ...] = ()  # of such: numbers of nodes that it drafts in notably less time than more
 
     def __init__(self, target: Target, tokenizer: Any, options: Any) -> None:
         self.target, self.tokenizer, self.options = target, tokenizer, options
 
-    @property
-    def choice(self) -> Choice | None:
-        """What it decided about the latest step, if it is one that decides."""
-        return None
-
-    @classmethod
-    def trials(cls, model: Any) -> list[dict[str, Any]]:  # noqa: ARG003
-        """Options with which the laws try this drafter on a target model. Override if it can't do without any."""
-        return [{}]
-
     @abstractmethod
     def begin(self, request: Request) -> DraftSession:
         """A session for one sequence. The prompt arrives through `observe`."""
-
-    @property
-    def rereads(self) -> int | None:
-        """Where a text was read before: how many of its last tokens a session that resumes there must be shown again,
-        with their states. None: all of it, as whoever reads hidden states and can't resume."""
-        return None if self.layers else 0
-
-    def attach(self, said: Said) -> None:  # noqa: B027  (most drafters share nothing)
-        """Called once by an engine, if `shared` is set: where what earlier requests were answered can be read."""
-
-    def ended(self, request: Request, tokens: Sequence[int]) -> None:  # noqa: B027  (most drafters learn nothing)
-        """A request was answered with these tokens."""
-
-    def measured(self, batch: int, rows: int, seconds: float) -> None:  # noqa: B027  (most drafters don't count)
-        """A step of that many sequences, and rows for each, took so long behind its drafts: the target's forward, and
-        what came of it."""
-
-    def behind(self, session: DraftSession, step: FixedStep) -> None:  # noqa: B027  (most draft on the host)
-        """A step of this sequence alone runs on the device: what needs nothing else can be started behind it."""
 
     def propose(
         self, sessions: Sequence[DraftSession], roots: Sequence[int], budgets: Sequence[Budget]
@@ -157,29 +114,8 @@ class Drafter(ABC):
 class DraftSession(ABC):
     """One sequence's state."""
 
-    @property
-    def late(self) -> bool:
-        """Of one that drafts behind steps (`Drafter.behind`): whether nothing was started behind the last one."""
-        return False
-
     def observe(self, seen: Seen) -> None:  # noqa: B027  (a drafter may have nothing to learn)
         """The text grew."""
-
-    def keep(self) -> None:  # noqa: B027  (a session may hold nothing of the kind)
-        """The next forward is about to run: whatever of the last one's states is still wanted must be copied."""
-
-    def pause(self) -> None:  # noqa: B027  (likewise)
-        """Forwards for others come before the next of this sequence: what lies in the target's own tensors and is still
-        wanted must be copied."""
-
-    def resume(self, other: DraftSession, tokens: list[int]) -> None:  # noqa: ARG002
-        """Before anything else: the text begins with these tokens, as that of `other` does, which knows them. What is
-        taken from there is copied."""
-        self.observe(Seen(tokens, 0))
-
-    def skip(self) -> None:
-        """Instead of `keep`: nobody asked for a draft behind these states, and it may go without them."""
-        self.keep()
 
     @abstractmethod
     def propose(self, root: int, budget: Budget) -> Proposal:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -20,7 +19,6 @@ from slipstream.datastores.dense.remote import RemoteFinder
 from slipstream.datastores.dense.vector_manifest import Origin
 from slipstream.drafters._retrieval import open_store
 from slipstream.drafters.base import Drafter, DraftSession, Proposal, Seen
-from slipstream.drafters.rest import trial_folder
 from slipstream.errors import OptionError
 from slipstream.tree import TokenTree
 
@@ -80,12 +78,6 @@ class Dresd(Drafter):
         if self.target.device.type != "cpu":
             return DeviceFinder(self.vectors, self.target.device, o.drafts, o.length, o.unfiltered)
         return HostFinder(self.vectors, o.drafts, o.length, o.unfiltered)
-
-    @classmethod
-    def trials(cls, model: Any) -> list[dict[str, Any]]:
-        """A store of what the model itself says."""
-        store = embedded_answers(model)
-        return [{"store": store, "live": True}, {"store": store, "unfiltered": True, "drafts": 3}]
 
     @property
     def rereads(self) -> int | None:
@@ -162,18 +154,3 @@ def tree_of(root: int, drafts: Drafts, depth: int) -> TokenTree:
     mass = tree.value * weight.sum()  # (n,) of the drafts through each node
     score = mass / (mass[tree.parents] + OTHERS)
     return TokenTree.build(tree.tokens, tree.parents, source="dresd", raw=score.astype(np.float32))
-
-
-@lru_cache(4)
-def embedded_answers(model: Any) -> str:
-    """A small store, in a temporary folder, of a model's greedy answers, with their vectors."""
-    from slipstream.datastores.dense.build import Settings, embed
-    from slipstream.datastores.durable.store import Document, Store
-
-    folder = trial_folder()
-    prompts = torch.arange(4, 8, device=model.device)[:, None]
-    texts = model.generate(prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=32, do_sample=False)
-    with Store.create(folder, model.config.get_text_config().vocab_size) as store:
-        store.extend(Document(text) for text in texts.tolist())
-        embed(store, [lambda: model], Settings(dims=8))
-    return folder

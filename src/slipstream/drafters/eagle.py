@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from slipstream.drafters._eagle import FeatureDrafter, FeatureOptions
 from slipstream.heads.eagle import Eagle
@@ -24,10 +23,6 @@ class EagleDrafter(FeatureDrafter):
     kind = "eagle"
     Options = EagleOptions
     head: Eagle
-
-    @classmethod
-    def trials(cls, model: Any) -> list[dict[str, Any]]:
-        return [{"drafter_path": Eagle.fresh(model), "depth": 4, "width": 4}]
 
     def grows(self, guessable: int) -> Growth:
         options = self.options

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from slipstream.drafters._eagle import FeatureDrafter
 from slipstream.heads.eagle3 import Eagle3
 
@@ -13,9 +11,3 @@ class Eagle3Drafter(FeatureDrafter):
 
     kind = "eagle3"
     head: Eagle3
-
-    @classmethod
-    def trials(cls, model: Any) -> list[dict[str, Any]]:
-        """A head that can't guess every token, and draws where the request does."""
-        some = range(0, model.get_output_embeddings().weight.shape[0], 2)
-        return [{"drafter_path": Eagle3.fresh(model, draft_ids=some), "mode": "sample", "depth": 4, "width": 4}]

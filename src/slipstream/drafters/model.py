@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -33,6 +32,7 @@ class DraftModelOptions:
     width: int = 4  # beams, or alternatives drawn for the first token
     confidence: float = 0.0  # leave out tokens to which the draft model gives less than this
     draft_dtype: str | None = None  # as in load()
+    first: int = 0  # so many of its most probable first tokens are named beside the tree, for rasd to prune by
 
     def __post_init__(self) -> None:
         if self.draft_model is None:
@@ -63,16 +63,6 @@ class DraftModel(Drafter):
             )
         check_vocabularies(target, tokenizer, self.draft, draft_tokenizer)
 
-    @classmethod
-    def trials(cls, model: Any) -> list[dict[str, Any]]:
-        """A blurred copy of the target: right often, not always."""
-        blurred = copy.deepcopy(model)
-        noise = torch.Generator(model.device).manual_seed(0)
-        with torch.no_grad():
-            for weight in blurred.parameters():
-                weight += 0.1 * weight.std() * torch.randn(weight.shape, generator=noise, device=weight.device)
-        return [{"draft_model": blurred, "mode": mode} for mode in MODES]
-
     def begin(self, request: Request) -> DraftSession:
         return DraftModelSession(self, request)
 
@@ -81,16 +71,14 @@ class DraftModelSession(DraftSession):
     def __init__(self, drafter: DraftModel, request: Request) -> None:
         from slipstream.targets import Want
 
-        self.draft, self.options, self.first = drafter.draft, drafter.options, drafter.first
+        self.draft, self.options, self.first = drafter.draft, drafter.options, drafter.options.first
         self.vocabulary = drafter.target.vocabulary
         self.slot, self._want = self.draft.open(), Want()
         self._unread: list[int] = []  # part of the text, not yet of the draft model's cache
         self._lead = 0  # unread tokens that stand before the root in the slot's tree
 
-        # Under `match` the draft uses the target's own noise: both then tend to draw the same token.
-        # Rejection sampling needs draws that know nothing of the coins that will judge them.
-        self._shared_noise = request.accept.name == "match"
-        self._keep_q = not self._shared_noise and self.options.mode == "sample" and not request.sampling.greedy
+        self._shared_noise = not request.accept.needs_q
+        self._keep_q = request.accept.needs_q and self.options.mode == "sample" and not request.sampling.greedy
         # The draft model must not advance anybody's stateful processor.
         sampling = replace(
             request.sampling,

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from slipstream import drafters as registry
 from slipstream.budget import Budget
 from slipstream.budget.calibration import Calibration, belief
+from slipstream.drafters import _capabilities as can
 from slipstream.drafters._joint import JointDrafter, JointSession
 from slipstream.drafters.base import Drafter, DraftSession, Proposal
 from slipstream.errors import OptionError
@@ -47,7 +48,7 @@ class RasdOptions:
             raise OptionError(f"rasd retrieves: name at least one of {_known(False)} in retrievers=…")
         for name, generates in ((self.generator, True), *((name, False) for name in self.names())):
             kind = registry.find(name)
-            if kind.generates != generates or issubclass(kind, JointDrafter):
+            if can.generates(kind) != generates or issubclass(kind, JointDrafter):
                 role = "generator" if generates else "retriever"
                 raise OptionError(
                     f"{name} can't be a {role}: name {'one' if generates else 'some'} of {_known(generates)}"
@@ -59,7 +60,7 @@ class RasdOptions:
 
 def _known(generates: bool) -> str:
     kinds = {name: registry.find(name) for name in registry.names() if name != "none"}
-    return ", ".join(n for n, k in kinds.items() if k.generates == generates and not issubclass(k, JointDrafter))
+    return ", ".join(n for n, k in kinds.items() if can.generates(k) == generates and not issubclass(k, JointDrafter))
 
 
 class RasdDrafter(JointDrafter):
@@ -70,11 +71,10 @@ class RasdDrafter(JointDrafter):
     def __init__(self, target: Target, tokenizer: Any, options: RasdOptions) -> None:
         super().__init__(target, tokenizer, options)
         self.generator = self.parts[options.generator]
-        self.generator.first = options.top if options.prune else 0
         # Who needs tokens alone is asked while the generator drafts; who reads states, which are where the generator
         # is, must wait for it: on a GPU nobody else may work while a draft is captured.
-        self.aside = [name for name in options.names() if not self.parts[name].layers]
-        self.after = [name for name in options.names() if self.parts[name].layers]
+        self.aside = [name for name in options.names() if not can.layers(self.parts[name])]
+        self.after = [name for name in options.names() if can.layers(self.parts[name])]
         self.names = list(self.parts)  # as sources
         self.calibration = Calibration(self.names)
         self._worker = ThreadPoolExecutor(1, "slipstream-retrieval")
@@ -82,27 +82,10 @@ class RasdDrafter(JointDrafter):
     def make_parts(self) -> dict[str, Drafter]:
         o = self.options
         head = {"drafter_path": o.drafter_path, "draft_model": o.drafter_path, "mode": o.mode}
+        head["first"] = o.top if o.prune else 0
         found = {"store": o.store, "shared": o.shared, "length": o.length}
         parts = {o.generator: self.make_part(o.generator, head)}
         return parts | {name: self.make_part(name, found) for name in o.names()}
-
-    @classmethod
-    def trials(cls, model: Any) -> list[dict[str, Any]]:
-        """Untrained heads; a store of what the model itself says."""
-        from slipstream.drafters.rest import store_of_answers
-        from slipstream.heads import HEADS
-
-        store = store_of_answers(model)
-        return [
-            {
-                "generator": "eagle",
-                "drafter_path": HEADS["eagle"].fresh(model),
-                "retrievers": "pld,rest",
-                "store": store,
-            },
-            {"generator": "medusa", "drafter_path": HEADS["medusa"].fresh(model), "mode": "sample", "top": 40}
-            | {"fuse": False, "overlap": False},
-        ]
 
     def learn(self, tree: TokenTree, followed: Sequence[int], known: int) -> bool:
         return self.calibration.learn(tree, self._columns(tree), followed, known)
@@ -110,7 +93,7 @@ class RasdDrafter(JointDrafter):
     def behind(self, session: DraftSession, step: FixedStep) -> None:
         """The generator is always asked; what else is drafted from needs the host."""
         if self.options.overlap:
-            self.generator.behind(cast(JointSession, session).parts[self.options.generator], step)
+            can.behind(self.generator, cast(JointSession, session).parts[self.options.generator], step)
 
     def propose(
         self, sessions: Sequence[DraftSession], roots: Sequence[int], budgets: Sequence[Budget]

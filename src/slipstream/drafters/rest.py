@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import atexit
-import shutil
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from slipstream.datastores.sparse.search import Shape
@@ -53,11 +50,6 @@ class Rest(Drafter):
         self.store = open_store(options.store, target, tokenizer, options.learn)
         self.shape = options.shape()
 
-    @classmethod
-    def trials(cls, model: Any) -> list[dict[str, Any]]:
-        """A store of what the model itself says."""
-        return [{"store": store_of_answers(model), "shortest": 2}, {"store": store_of_answers(model), "random": True}]
-
     def begin(self, request: Request) -> DraftSession:
         self.store.refresh()
         return RetrievalSession("rest", self.shape, partial(self.store.runs, request.collection))
@@ -65,25 +57,3 @@ class Rest(Drafter):
     def ended(self, request: Request, tokens: Sequence[int]) -> None:
         if self.options.learn:
             self.store.append(tokens, "learned", request.collection)
-
-
-@lru_cache(4)
-def store_of_answers(model: Any, count: int = 4, length: int = 32) -> str:
-    """A small store, in a temporary folder, of a model's greedy answers to prompts of one token."""
-    import torch
-
-    from slipstream.datastores.durable.store import Document, Store
-
-    folder = trial_folder()
-    prompts = torch.arange(4, 4 + count, device=model.device)[:, None]
-    texts = model.generate(prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=length, do_sample=False)
-    with Store.create(folder, model.config.get_text_config().vocab_size) as store:
-        store.extend(Document(text) for text in texts.tolist())
-    return folder
-
-
-def trial_folder() -> str:
-    """A temporary folder, which goes when Python ends."""
-    folder = tempfile.mkdtemp(prefix="slipstream-trial-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return folder

@@ -54,12 +54,6 @@ class Suffix(Drafter):
         self._said: Said | None = None
         self._joined: dict[str, tuple[Runs, Runs, Runs]] = {}
 
-    @classmethod
-    def trials(cls, model: Any) -> list[dict[str, Any]]:
-        from slipstream.drafters.rest import store_of_answers
-
-        return [{}, {"shared": 1000, "store": store_of_answers(model)}]
-
     def attach(self, said: Said) -> None:
         self._said = said
 

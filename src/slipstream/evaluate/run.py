@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slipstream import drafters
+from slipstream.drafters._capabilities import layers
 from slipstream.errors import OptionError
 from slipstream.evaluate.contestants import PEERS, Contestant, Decoding, Ours, Peer
 from slipstream.evaluate.measure import Item, Run, measure, prepare
@@ -81,7 +82,7 @@ def make_recording(plan: Plan, model: Any, tokenizer: Any, progress: Progress) -
     for item in prepare(plain, plan.prompts, plan.decoding):
         items.append(item)
         progress("recording", len(items), turns)
-    wanted = {layer for name in plan.contestants if name in drafters.names() for layer in drafters.find(name).layers}
+    wanted = {layer for name in plan.contestants if name in drafters.names() for layer in layers(drafters.find(name))}
     return record(plain.llm.target, plain.llm.name, items, plan.decoding, sorted(wanted))
 
 

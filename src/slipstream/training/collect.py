@@ -162,39 +162,39 @@ class Talk:
 def converse(llm: LLM, questions: Sequence[Question], settings: Settings) -> Iterator[Talk]:
     """Hold all conversations, the LLM's max_batch at a time, and yield each when it is over. A place that becomes free
     is taken at once: by the conversation's own next turn, or by the next conversation."""
-    engine = llm.engine
-    waiting = deque(begin(llm, question) for question in questions)
-    running: list[tuple[Running, Talk]] = []
-    try:
-        while waiting or running:
-            while waiting and len(running) < engine.max_batch:
-                talk = waiting.popleft()
-                request = talk.ask(llm, settings)
-                if request is None:
-                    yield talk
-                else:
-                    running.append((engine.start(request), talk))
-            if open_ones := [sequence for sequence, _ in running if sequence.finish is None]:
-                engine.step(open_ones)
-            for sequence, talk in [pair for pair in running if pair[0].finish is not None]:
-                running.remove((sequence, talk))
-                close(llm, sequence)
-                talk.take(sequence)
-                waiting.appendleft(talk)
-    finally:
-        for sequence, _ in running:
-            close(llm, sequence)
+    left = deque(questions)
+    waiting = deque[Request]()  # the engine takes them from here
+    held: dict[int, Talk] = {}  # by their request
+    over: list[Talk] = []
+
+    def go_on(talk: Talk) -> None:
+        request = talk.ask(llm, settings)
+        if request is None:
+            over.append(talk)
+        else:
+            held[id(request)] = talk
+            waiting.appendleft(request)
+
+    def fill() -> None:
+        while left and len(held) < llm.engine.max_batch:
+            go_on(begin(llm, left.popleft()))
+
+    fill()
+    for sequence in llm.engine.run(waiting):
+        if sequence.finish is not None:
+            talk = held.pop(id(sequence.request))
+            talk.take(sequence)
+            go_on(talk)
+            fill()
+        yield from over
+        over.clear()
+    yield from over
 
 
 def begin(llm: LLM, question: Question) -> Talk:
     if question.system and not has_template(llm):
         raise PromptError(f"{llm.name} has no chat template, so a system message has no place: leave it out")
     return Talk(question, [{"role": "system", "content": question.system}] if question.system else [])
-
-
-def close(llm: LLM, sequence: Running) -> None:
-    sequence.finish = sequence.finish or "cancelled"
-    llm.engine.retire([sequence])
 
 
 def has_template(llm: LLM) -> bool:

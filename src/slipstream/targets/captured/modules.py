@@ -35,10 +35,6 @@ class StandIns:
                 elif (same := Norm.like(layer) or Angles.like(layer)) is not None:
                     self._places.append((parent, name, layer, same))
 
-    def wholes(self) -> list[Whole]:
-        """What several layers are parts of."""
-        return list(dict.fromkeys(p.whole for _, _, _, p in self._places if isinstance(p, Part)))
-
     def reach(self, positions: int, given: torch.Tensor) -> None:
         """From here on there are so many positions. given: anything of the model's device and dtype."""
         for _, _, _, other in self._places:

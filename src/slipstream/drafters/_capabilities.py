@@ -1,0 +1,217 @@
+"""What a drafter and its sessions may offer beyond `begin` and `propose`. Each capability is a protocol: who has its
+members offers it.
+
+Whoever runs drafters, the engine and drafters that ask others, asks for them here and nowhere else. What is not offered
+costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from slipstream.drafters.base import Drafter, DraftSession, Seen
+
+if TYPE_CHECKING:
+    from slipstream.budget.pilot import Choice
+    from slipstream.datastores.live import Said
+    from slipstream.request import Request
+    from slipstream.targets.captured.fixed_step import FixedStep
+
+
+# ---- of a drafter
+
+
+class ReadsStates(Protocol):
+    """Its sessions are shown hidden states of the target."""
+
+    layers: tuple[int, ...]  # which: 0 the embeddings, L the last layer's
+    # Where a text was read before: how many of its last tokens a session that resumes there must be shown again, with
+    # their states. None, and what counts if it is not said: all.
+    rereads: int | None
+
+
+class Generates(Protocol):
+    """It has a probability for every token."""
+
+    generates: bool  # True
+    first: int  # how many of the likeliest tokens its proposals name, whether they are in the tree or not
+    sizes: tuple[int, ...]  # numbers of nodes that it drafts in notably less time than more
+
+
+class TakesWishes(Protocol):
+    """It makes something of fields of a request that others must refuse."""
+
+    takes: tuple[str, ...]  # "prediction", "drafters"
+
+
+class Pads(Protocol):
+    """It says whether every step is computed as wide as the widest, so that in low precision a text does not depend on
+    how much was drafted. Whoever does not say so pads: only plain decoding can do without."""
+
+    pads: bool
+
+
+@runtime_checkable
+class ReadsAnswers(Protocol):
+    """It drafts from what earlier requests were answered."""
+
+    shared: int  # tokens of each collection that the engine keeps for it; 0: none
+
+    def attach(self, said: Said) -> None:
+        """Called once: where the answers can be read."""
+
+
+@runtime_checkable
+class Learns(Protocol):
+    def ended(self, request: Request, tokens: Sequence[int]) -> None:
+        """A request was answered with these tokens."""
+
+
+@runtime_checkable
+class Decides(Protocol):
+    """It decides how much is verified, by what steps take."""
+
+    @property
+    def choice(self) -> Choice | None:
+        """What it decided about the step that was proposed last."""
+
+    def measured(self, batch: int, rows: int, seconds: float) -> None:
+        """A step of that many sequences, and rows for each, took so long behind its drafts: the target's forward, and
+        what came of it."""
+
+
+@runtime_checkable
+class DraftsBehind(Protocol):
+    """On a GPU it starts drafts while a step still runs there."""
+
+    def behind(self, session: Any, step: FixedStep) -> None:
+        """A step of this sequence alone runs on the device: what needs nothing else can be started behind it."""
+
+
+# ---- of a session
+
+
+@runtime_checkable
+class HoldsStates(Protocol):
+    """It holds states that lie in the target's own tensors."""
+
+    def keep(self) -> None:
+        """The next forward is about to run: whatever of the last one's states is still wanted must be copied."""
+
+
+@runtime_checkable
+class LetsGo(Protocol):
+    def skip(self) -> None:
+        """Instead of `keep`: nobody asked for a draft behind these states, and it may go without them."""
+
+
+@runtime_checkable
+class Pauses(Protocol):
+    def pause(self) -> None:
+        """Forwards for others come before the next of this sequence: what lies in the target's own tensors and is still
+        wanted must be copied."""
+
+
+@runtime_checkable
+class Resumes(Protocol):
+    def resume(self, other: Any, tokens: list[int]) -> None:
+        """Before anything else: the text begins with these tokens, as that of `other` does, which knows them. What is
+        taken from there is copied."""
+
+
+# ---- asking
+
+
+def _offers(one: Any, capability: type) -> bool:
+    kind: Any = type(one)
+    return _class_offers(kind, capability)
+
+
+@cache
+def _class_offers(kind: Any, capability: type) -> bool:
+    """Remembered, since a look at its members takes microseconds, and some are asked in every step."""
+    return issubclass(kind, capability)
+
+
+def layers(drafter: Drafter | type[Drafter]) -> tuple[int, ...]:
+    return getattr(drafter, "layers", ())
+
+
+def rereads(drafter: Drafter) -> int | None:
+    return getattr(drafter, "rereads", None if layers(drafter) else 0)
+
+
+def pads(drafter: Drafter) -> bool:
+    return getattr(drafter, "pads", True)
+
+
+def takes(drafter: Drafter) -> tuple[str, ...]:
+    return getattr(drafter, "takes", ())
+
+
+def generates(drafter: Drafter | type[Drafter]) -> bool:
+    return getattr(drafter, "generates", False)
+
+
+def sizes(drafter: Drafter) -> tuple[int, ...]:
+    return getattr(drafter, "sizes", ())
+
+
+def shared(drafter: Drafter) -> int:
+    return getattr(drafter, "shared", 0)
+
+
+def attach(drafter: Drafter, said: Said) -> None:
+    if isinstance(drafter, ReadsAnswers) and drafter.shared:
+        drafter.attach(said)
+
+
+def ended(drafter: Drafter, request: Request, tokens: Sequence[int]) -> None:
+    if isinstance(drafter, Learns):
+        drafter.ended(request, tokens)
+
+
+def choice(drafter: Any) -> Choice | None:
+    return getattr(drafter, "choice", None)
+
+
+def measured(drafter: Any, batch: int, rows: int, seconds: float) -> None:
+    if hasattr(drafter, "measured"):
+        drafter.measured(batch, rows, seconds)
+
+
+def behind(drafter: Any, session: DraftSession, step: FixedStep) -> None:
+    if _offers(drafter, DraftsBehind):
+        drafter.behind(session, step)
+
+
+def late(session: DraftSession) -> bool:
+    """Of one that drafts behind steps: whether nothing was started behind the last one."""
+    return getattr(session, "late", False)
+
+
+def keep(session: Any) -> None:
+    if _offers(session, HoldsStates):
+        session.keep()
+
+
+def skip(session: Any) -> None:
+    if _offers(session, LetsGo):
+        session.skip()
+    else:
+        keep(session)
+
+
+def pause(session: Any) -> None:
+    if _offers(session, Pauses):
+        session.pause()
+
+
+def resume(session: Any, other: DraftSession, tokens: list[int]) -> None:
+    """Whoever can't take over what `other` knows is shown the tokens."""
+    if _offers(session, Resumes):
+        session.resume(other, tokens)
+    else:
+        session.observe(Seen(tokens, 0))

@@ -1,0 +1,93 @@
+"""With which options the laws try each drafter on a model. Those that need none have one trial, without any."""
+
+from __future__ import annotations
+
+import atexit
+import copy
+import shutil
+import tempfile
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from slipstream.datastores.dense.build import Settings, embed
+from slipstream.datastores.durable.store import Document, Store
+from slipstream.heads import HEADS
+
+Options = dict[str, Any]
+
+
+def trials(name: str, model: Any) -> list[Options]:
+    match name:
+        case "auto":
+            return [{"drafters": "pld, suffix"}]
+        case "suffix":
+            return [{}, {"shared": 1000, "store": store_of_answers(model)}]
+        case "rest":
+            store = store_of_answers(model)
+            return [{"store": store, "shortest": 2}, {"store": store, "random": True}]
+        case "dresd":
+            store = embedded_answers(model)
+            return [{"store": store, "live": True}, {"store": store, "unfiltered": True, "drafts": 3}]
+        case "model":
+            return [{"draft_model": blurred(model), "mode": mode} for mode in ("greedy", "sample", "beam")]
+        case "eagle":
+            return [{"drafter_path": HEADS["eagle"].fresh(model), "depth": 4, "width": 4}]
+        case "eagle3":  # one that can't guess every token, and draws where the request does
+            some = range(0, model.get_output_embeddings().weight.shape[0], 2)
+            head = HEADS["eagle3"].fresh(model, draft_ids=some)
+            return [{"drafter_path": head, "mode": "sample", "depth": 4, "width": 4}]
+        case "rasd":
+            eagle, medusa = HEADS["eagle"].fresh(model), HEADS["medusa"].fresh(model)
+            return [
+                {"generator": "eagle", "drafter_path": eagle, "retrievers": "pld,rest"}
+                | {"store": store_of_answers(model)},
+                {"generator": "medusa", "drafter_path": medusa, "mode": "sample", "top": 40}
+                | {"fuse": False, "overlap": False},
+            ]
+        case name if name in HEADS:  # untrained; where the request is greedy, it drafts as in the other mode
+            return [{"drafter_path": HEADS[name].fresh(model), "mode": "sample"}]
+    return [{}]
+
+
+def blurred(model: Any) -> Any:
+    """A copy with noise on its weights: right often, not always."""
+    other = copy.deepcopy(model)
+    noise = torch.Generator(model.device).manual_seed(0)
+    with torch.no_grad():
+        for weight in other.parameters():
+            weight += 0.1 * weight.std() * torch.randn(weight.shape, generator=noise, device=weight.device)
+    return other
+
+
+@lru_cache(4)
+def store_of_answers(model: Any) -> str:
+    """A small store, in a temporary folder, of a model's greedy answers to prompts of one token."""
+    folder = trial_folder()
+    with Store.create(folder, model.config.get_text_config().vocab_size) as store:
+        store.extend(Document(text) for text in answers(model))
+    return folder
+
+
+@lru_cache(4)
+def embedded_answers(model: Any) -> str:
+    """The same with vectors."""
+    folder = trial_folder()
+    with Store.create(folder, model.config.get_text_config().vocab_size) as store:
+        store.extend(Document(text) for text in answers(model))
+        embed(store, [lambda: model], Settings(dims=8))
+    return folder
+
+
+def answers(model: Any) -> list[list[int]]:
+    prompts = torch.arange(4, 8, device=model.device)[:, None]
+    texts = model.generate(prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=32, do_sample=False)
+    return texts.tolist()
+
+
+def trial_folder() -> str:
+    """A temporary folder, which goes when Python ends."""
+    folder = tempfile.mkdtemp(prefix="slipstream-trial-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder

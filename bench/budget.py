@@ -231,8 +231,8 @@ class Player(ReplayTarget):
 
     def score(self, slots: Sequence[Slot], trees: Sequence[TokenTree], want: Want, known: int = 0) -> list[Scores]:
         self.clock.pass_by(self._recording.seconds(max(map(len, trees))))
-        if want.behind is not None and self.machine.behind:
-            want.behind(None)
+        if want.during is not None and self.machine.behind:
+            want.during(None)
         self.clock.pass_by(self.machine.host)
         return super().score(slots, trees, want, known)
 
@@ -251,7 +251,7 @@ class RecordedHead(Drafter):
     def begin(self, request: Request) -> DraftSession:  # noqa: ARG002
         return RecordedSession(self)
 
-    def behind(self, session: DraftSession, step: Any) -> None:  # noqa: ARG002
+    def draft_ahead(self, session: DraftSession, step: Any) -> None:  # noqa: ARG002
         target, mine = cast(Any, self.target), cast(RecordedSession, session)
         target.busy = max(target.busy, target.clock.now) + target.machine.behind[self.name][0]
         mine.ready = target.busy
@@ -267,7 +267,7 @@ class RecordedSession(DraftSession):
         self.read = seen.position + len(seen.tokens)
 
     @property
-    def late(self) -> bool:
+    def unstarted(self) -> bool:
         target: Any = self.target
         return bool(target.machine.behind) and self.ready is None
 

@@ -40,9 +40,9 @@ from dense_quality import SAME, quality, sample
 from gpu import summary, tell
 from slipstream import LLM
 from slipstream.datastores.dense import index
-from slipstream.datastores.dense.build import Embedded, Settings, embed
+from slipstream.datastores.dense.build import Embedded, EmbedSettings, embed
 from slipstream.datastores.dense.device import Loaded, nearest, nearest_plainly, unpacked
-from slipstream.datastores.dense.nearest import Found, Vectors, View
+from slipstream.datastores.dense.nearest import Nearest, Vectors, View
 from slipstream.datastores.dense.reading import Reader
 from slipstream.datastores.durable.store import Document, Store
 from slipstream.evaluate.workloads import read, select
@@ -71,7 +71,7 @@ class Talk:
 
 
 @dataclass(frozen=True)
-class Said:
+class EarlierAnswers:
     """What the model says to a prompt that is in no store."""
 
     of: str  # which prompts
@@ -145,16 +145,16 @@ class Given:
         return [ids[:LONGEST] for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
 
     @cached_property
-    def said(self) -> list[Said]:
+    def said(self) -> list[EarlierAnswers]:
         kept = self.options.work / "said.json"
         if not kept.exists():
             asked, found = self._asked(), []
             llm = LLM(*self.pair, "none", max_batch=64)
             for way, options in (("greedy", {}), ("nucleus", SAMPLED)):
                 results = llm.generate([p for _, p in asked], max_new_tokens=self.options.most, **options)
-                found += [Said(of, way, p, r.tokens) for (of, p), r in zip(asked, results, strict=True)]
+                found += [EarlierAnswers(of, way, p, r.tokens) for (of, p), r in zip(asked, results, strict=True)]
             kept.write_text(json.dumps([asdict(one) for one in found if len(one.answer) > 2]))
-        return [Said(**one) for one in json.loads(kept.read_text())]
+        return [EarlierAnswers(**one) for one in json.loads(kept.read_text())]
 
     def _asked(self) -> list[tuple[str, list[int]]]:
         each = self.options.each
@@ -213,7 +213,7 @@ class Given:
             store.flush()
             built = perf_counter()
             sizes = {"batch_tokens": self.batch, "chunk_tokens": 8 * self.batch}
-            done = embed(store, [lambda: model], Settings(sample=self.options.sample, **sizes))
+            done = embed(store, [lambda: model], EmbedSettings(sample=self.options.sample, **sizes))
             return built - start, perf_counter() - built, done
 
     # ---- states
@@ -416,8 +416,8 @@ def host(given: Given) -> dict[str, Any]:
 
 
 def on_this_thread(
-    ask: Callable[..., Found], queries: np.ndarray, roots: Sequence[int]
-) -> tuple[list[Found], dict[str, float]]:
+    ask: Callable[..., Nearest], queries: np.ndarray, roots: Sequence[int]
+) -> tuple[list[Nearest], dict[str, float]]:
     """Milliseconds of this thread, which a busy machine does not spoil, once everything was read before."""
     for query, root in zip(queries, roots, strict=True):
         ask(query, root, 10)
@@ -430,7 +430,7 @@ def on_this_thread(
     return found, {name: round(float(value), 4) for name, value in told.items()}
 
 
-def recall(exact: Found, found: Found) -> float:
+def recall(exact: Nearest, found: Nearest) -> float:
     """Of the ten nearest, or of others as near."""
     return min(1.0, float((found.similarity >= exact.similarity[-1] - ROUNDING).sum()) / len(exact))
 

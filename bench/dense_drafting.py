@@ -20,15 +20,15 @@ from numpy.typing import NDArray
 from gpu import tell
 from slipstream.budget import Budget, step_budget
 from slipstream.datastores.dense.device import unpacked
-from slipstream.datastores.dense.nearest import Drafts, Found
-from slipstream.datastores.sparse.search import Shape
+from slipstream.datastores.dense.nearest import Drafts, Nearest
+from slipstream.datastores.sparse.search import SearchShape
 from slipstream.drafters._retrieval import RetrievalSession
 from slipstream.drafters.base import Seen
 from slipstream.drafters.dresd import tree_of
 from slipstream.tree import TokenTree
 
 if TYPE_CHECKING:
-    from dense import Given, Said
+    from dense import EarlierAnswers, Given
 
 STORES = ("own", "theirs", "code")
 SHAPES = ((10, 6), (10, 10), (3, 20))  # drafts, tokens of each
@@ -87,7 +87,7 @@ class Known:
     """The texts, and what is nearest at each of their positions."""
 
     def __init__(self, given: Given) -> None:
-        self.said: list[Said] = given.said
+        self.said: list[EarlierAnswers] = given.said
         self.held = {name: given.held_by(name) for name in STORES}
         self.runs = {name: given.vectors(name).store.runs() for name in STORES}
         states = torch.cat(list(self._states(given))).to(given.device)
@@ -122,7 +122,7 @@ class Known:
         similarity, rows = unpacked(self.keys[trial.store, paper][number][at, : trial.drafts])
         first, last = held.group(self.said[number].answer[at]) if paper else (0, len(held))
         keep = (first <= rows) & (rows < last)
-        found = Found(similarity[keep], held.part[rows[keep]], held.row[rows[keep]])
+        found = Nearest(similarity[keep], held.part[rows[keep]], held.row[rows[keep]])
         return held.view.read(found, trial.length)
 
 
@@ -151,7 +151,7 @@ def steps_of(trial: Trial, number: int) -> Iterator[tuple[int, TokenTree]]:
     """Tokens accepted, and the tree, of every step through a text. The root is answer[at]."""
     one = known.said[number]
     most = trial.drafts * trial.length
-    shape = Shape(matches=trial.drafts, length=trial.length, nodes=most)
+    shape = SearchShape(matches=trial.drafts, length=trial.length, nodes=most)
     session = RetrievalSession("rest", shape, partial(known.runs.__getitem__, trial.store))
     session.observe(Seen(one.prompt, 0))
     at = 0

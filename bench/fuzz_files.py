@@ -25,13 +25,13 @@ from typing import Any
 
 import numpy as np
 
-from slipstream.datastores.durable.log import HEADER, MARK, RECORD, Head
+from slipstream.datastores.durable.log import HEADER, MARK, RECORD, LogHead
 from slipstream.datastores.durable.manifest import NAME
 from slipstream.datastores.durable.pages import PAGE, checksum, page_sums
 from slipstream.datastores.durable.repair import repair
 from slipstream.datastores.durable.store import Document, Store
 from slipstream.datastores.durable.witness import SLOTS, Witness
-from slipstream.datastores.sparse.search import Shape
+from slipstream.datastores.sparse.search import SearchShape
 from slipstream.errors import SlipstreamError
 
 VOCABULARY = 300
@@ -85,9 +85,9 @@ def make_vectors(folder: Path) -> None:
     import torch
 
     from slipstream.datastores.dense import vectors as v
-    from slipstream.datastores.dense.texts import Texts
+    from slipstream.datastores.dense.texts import TextIndex
     from slipstream.datastores.dense.transform import Moments
-    from slipstream.datastores.dense.vector_manifest import Manifest, Origin, write_manifest
+    from slipstream.datastores.dense.vector_manifest import Origin, VectorManifest, write_manifest
 
     with Store.open(folder) as store:
         dense = folder / "dense"
@@ -96,13 +96,15 @@ def make_vectors(folder: Path) -> None:
         moments = Moments(16)
         moments.add(torch.randn(100, 16, generator=generator))
         transform = moments.fit(8)
-        manifest = Manifest(Origin("m", "0" * 16, "float32", 1, 16), VOCABULARY, 8, 64, 16, store=store.manifest.id)
+        manifest = VectorManifest(
+            Origin("m", "0" * 16, "float32", 1, 16), VOCABULARY, 8, 64, 16, store=store.manifest.id
+        )
         from dataclasses import replace
         from functools import partial
 
         manifest = replace(manifest, transform=v.write_transform(dense, transform))
         for collection in COLLECTIONS:
-            documents = list(Texts(store.runs(collection)).documents())
+            documents = list(TextIndex(store.runs(collection)).documents())
             lengths = np.array([len(d) for _, d in documents], np.uint32)
             following = np.concatenate([d[1:-1].astype(np.uint32) for _, d in documents])
             rows = transform(torch.randn(len(following), 16, generator=generator)).half()
@@ -236,7 +238,7 @@ def _craft_segment(data: bytearray, rng: random.Random) -> bytes:
 
 
 def _craft_log(data: bytearray, rng: random.Random) -> bytes:
-    head = Head.parse(bytes(data[:PAGE]))
+    head = LogHead.parse(bytes(data[:PAGE]))
     assert head is not None
     seed, out = int(head.log, 16), bytearray(data[:PAGE])
     for _ in range(rng.randint(1, 4)):
@@ -299,7 +301,7 @@ def ask_everything(folder: Path) -> Counter[str]:
     def drafts(store: Store) -> None:
         for collection in COLLECTIONS:
             for query in QUERIES:
-                tree = store.draft(query, Shape(matches=200, nodes=200), collection).tree
+                tree = store.draft(query, SearchShape(matches=200, nodes=200), collection).tree
                 assert tree.tokens[1:].max(initial=0) < VOCABULARY, "a token of no vocabulary"
 
     for write in (False, True):

@@ -27,7 +27,7 @@ import numpy as np
 
 import corpus as code
 from slipstream.datastores.durable.store import Document, Store
-from slipstream.datastores.sparse.search import Shape
+from slipstream.datastores.sparse.search import SearchShape
 from slipstream.datastores.sparse.sort import cores
 from slipstream.tree import TokenTree
 
@@ -69,7 +69,7 @@ def covered(tree: TokenTree, truth: np.ndarray) -> int:
     return len(truth)
 
 
-def timed(store: Store, asked: list[tuple[np.ndarray, np.ndarray]], shape: Shape) -> dict[str, float]:
+def timed(store: Store, asked: list[tuple[np.ndarray, np.ndarray]], shape: SearchShape) -> dict[str, float]:
     """Microseconds per query, and the tokens covered."""
     for context, _ in asked:  # warm: every page was read before
         store.draft(context, shape)
@@ -129,9 +129,9 @@ def search(corpus: code.Corpus, scratch: Path) -> dict[str, Any]:
     told: dict[str, Any] = {"cold": [child("cold-child", str(folder), str(i)) for i in range(5)]}
     with Store.open(folder) as one, Store.open(several) as eight:
         told["segments"] = [len(one.manifest.segments), len(eight.manifest.segments)]
-        told["filled"] = timed(one, asked, Shape())
-        told["longest_only"] = timed(one, asked, Shape(fill=False))
-        told["eight_segments"] = timed(eight, asked, Shape())
+        told["filled"] = timed(one, asked, SearchShape())
+        told["longest_only"] = timed(one, asked, SearchShape(fill=False))
+        told["eight_segments"] = timed(eight, asked, SearchShape())
     told["covers_more"] = round(told["filled"]["covered"] / told["longest_only"]["covered"], 3)
     return told
 
@@ -151,7 +151,7 @@ def cold_child(folder: str, number: str) -> dict[str, Any]:
     times = []
     for context, _ in asked:
         start = perf_counter()
-        store.draft(context, Shape())
+        store.draft(context, SearchShape())
         times.append(round((perf_counter() - start) * 1e3, 2))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return {
@@ -188,7 +188,7 @@ def larger_child(folder: str) -> dict[str, Any]:
         os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(file)
     with Store.open(folder) as store:
-        told |= timed(store, asked, Shape())
+        told |= timed(store, asked, SearchShape())
     if told["limited_by"]:
         told["peak_bytes"] = int((group / "memory.max_usage_in_bytes").read_text())
         (CGROUP / "cgroup.procs").write_text(str(os.getpid()))
@@ -200,7 +200,7 @@ def coverage(corpus: code.Corpus, scratch: Path) -> dict[str, Any]:
     asked = queries(corpus)
     told: dict[str, Any] = {"tokens": {}, "longest": {}}
 
-    def mean(store: Store, shape: Shape) -> float:
+    def mean(store: Store, shape: SearchShape) -> float:
         return round(float(np.mean([covered(store.draft(c, shape).tree, truth) for c, truth in asked])), 3)
 
     for tokens in (1_000_000, 10_000_000, TOKENS):
@@ -208,11 +208,11 @@ def coverage(corpus: code.Corpus, scratch: Path) -> dict[str, Any]:
         if not folder.exists():
             make_store(folder, documents(corpus, tokens))
         with Store.open(folder) as store:
-            told["tokens"][tokens] = mean(store, Shape())
+            told["tokens"][tokens] = mean(store, SearchShape())
             if tokens == TOKENS:
                 for longest in (2, 3, 4, 6, 8, 12, 16):
-                    told["longest"][longest] = mean(store, Shape(longest=longest))
-                told["trie"], told["random"] = mean(store, Shape()), mean(store, Shape(random=True))
+                    told["longest"][longest] = mean(store, SearchShape(longest=longest))
+                told["trie"], told["random"] = mean(store, SearchShape()), mean(store, SearchShape(random=True))
     return told
 
 
@@ -223,7 +223,7 @@ def warm_up(folder: Path) -> None:
     """Load the compiled code with a store of no importance."""
     make_store(folder, [np.arange(100) % 7, np.arange(100) % 5])
     with Store.open(folder) as store:
-        store.draft(np.array([1, 2, 3], np.int32), Shape())
+        store.draft(np.array([1, 2, 3], np.int32), SearchShape())
     shutil.rmtree(folder)
 
 

@@ -39,7 +39,7 @@ from slipstream.datastores.durable.manifest import COPY, NAME
 from slipstream.datastores.durable.pages import PAGE
 from slipstream.datastores.durable.repair import repair
 from slipstream.datastores.durable.store import Store
-from slipstream.datastores.sparse.search import Shape
+from slipstream.datastores.sparse.search import SearchShape
 from slipstream.errors import SlipstreamError
 
 SOURCES, SMALL, VOCABULARY = 7, 1500, 60_000
@@ -109,7 +109,7 @@ def check(folder: Path, states: list[frozenset[int]]) -> frozenset[int]:
         assert seen == found, f"a reader missed {found - seen}, and saw {seen - found}"
         for i in sorted(matching[0])[-2:]:
             tokens, _, collection = numbered(i)
-            tree = store.draft(tokens[:-1].astype(np.int32), Shape(), collection).tree
+            tree = store.draft(tokens[:-1].astype(np.int32), SearchShape(), collection).tree
             assert tree.child(0, tokens[-1]) is not None, f"document {i} is not found"
     return matching[0]
 
@@ -332,7 +332,7 @@ class Faults:
         self.answers = self._answers(Store.open(self.folder))
 
     def _answers(self, store: Store) -> list[list[int]]:
-        shape = Shape(matches=100, nodes=200, exact=True)
+        shape = SearchShape(matches=100, nodes=200, exact=True)
         return [sorted(store.draft(q, shape, c).tree.tokens.tolist()) for q in self.queries for c in BOTH]
 
     def damage(self, folder: Path, rng: random.Random) -> tuple[str, str]:
@@ -475,7 +475,7 @@ def live(rng: random.Random, scratch: Path) -> Told:
     queries = [numbered(i)[0][:2].astype(np.int32) for i in range(0, 60, 3)]
 
     def answers() -> list[list[int]]:
-        shape = Shape(matches=100, nodes=200)
+        shape = SearchShape(matches=100, nodes=200)
         return [store.draft(q, shape, c).tree.tokens.tolist() for q in queries for c in BOTH]
 
     before = answers()

@@ -23,7 +23,7 @@ from slipstream.datastores.durable.pages import PAGE
 from slipstream.datastores.durable.repair import repair
 from slipstream.datastores.durable.segment import Segment
 from slipstream.datastores.durable.store import Document, Store
-from slipstream.datastores.sparse.search import Shape
+from slipstream.datastores.sparse.search import SearchShape
 from slipstream.errors import SlipstreamError
 
 PHASE = mmap.mmap(-1, 16)  # shared with the forked jobs: what one is doing, and how often it has begun something
@@ -166,7 +166,7 @@ def look(runs, expected, rng, draft):
     """Search for the beginnings of documents that a snapshot has, and of some that it may not have yet."""
     count = seen(runs, expected)
     for i in rng.integers(0, len(expected), 5):
-        found = draft(runs, expected[i, :2].astype(np.int32), Shape(longest=2, shortest=2, length=4))
+        found = draft(runs, expected[i, :2].astype(np.int32), SearchShape(longest=2, shortest=2, length=4))
         told = found.tree.tokens[1:].tolist()
         assert told == (expected[i, 2:].tolist() if i < count else []), f"document {i} of {count}: {told}"
     return count
@@ -198,7 +198,7 @@ def follow(folder, text):
         while not (Path(folder) / f"asked{turn}").exists():
             time.sleep(0.001)
         store.refresh()
-        say(json.dumps(store.draft(np.array(text, np.int32), Shape()).tree.tokens.tolist()))
+        say(json.dumps(store.draft(np.array(text, np.int32), SearchShape()).tree.tokens.tolist()))
 
 
 # ---- faults
@@ -250,7 +250,7 @@ def answers(folder, write=False):
 
     def tree(query, collection):
         """Paths and scores, which don't depend on how documents are spread over segments as long as nothing is cut."""
-        tree = store.draft(query, Shape(matches=4096, nodes=4096, length=4), collection).tree
+        tree = store.draft(query, SearchShape(matches=4096, nodes=4096, length=4), collection).tree
         paths = [(query[-1],)]
         for token, parent in zip(tree.tokens[1:].tolist(), tree.parents[1:].tolist(), strict=True):
             paths.append((*paths[parent], token))

@@ -150,7 +150,7 @@ def test_heads_that_earn_it_draft_behind_steps(steps, tiny, monkeypatch):
     llm = LLM(model, drafter="auto", drafters="suffix")
     drafter, called = llm.engine.drafter, []
     for name, part in drafter.parts.items():
-        monkeypatch.setattr(part, "behind", lambda session, step, name=name: called.append((name, session, step)))
+        monkeypatch.setattr(part, "draft_ahead", lambda session, step, name=name: called.append((name, session, step)))
     session = drafter.begin(Request(tokens=[1, 2, 3], max_new_tokens=5))
     suffix = drafter.pilot.sources()["suffix"]
     for pays, asked, expected in [(True, {suffix}, 1), (False, {suffix}, 0), (True, set(), 0)]:
@@ -158,7 +158,7 @@ def test_heads_that_earn_it_draft_behind_steps(steps, tiny, monkeypatch):
         monkeypatch.setattr("slipstream.budget.pilot.Pilot.continues", lambda *_, pays=pays: pays)
         session.asked = set(asked)
         session.keep()
-        drafter.behind(session, "the step")
+        drafter.draft_ahead(session, "the step")
         assert called == [("suffix", session.parts["suffix"], "the step")] * expected
 
 
@@ -171,7 +171,7 @@ def test_a_draft_is_late_only_if_it_could_have_been_started(accept, expected, ti
     seen, pilot = [], llm.engine.drafter.pilot
     asks = pilot.asks
     monkeypatch.setattr(pilot, "asks", lambda *given: (given[0] and seen.append(set(given[-1]))) or asks(*given))
-    monkeypatch.setattr("slipstream.drafters.base.DraftSession.late", True)
+    monkeypatch.setattr("slipstream.drafters.base.DraftSession.unstarted", True)
     llm.generate(REPEATING, max_new_tokens=12, accept=accept, temperature=0.8)
     assert not seen[0]  # the prompt's last step started nothing
     assert all(bool(late) == expected for late in seen[1:])

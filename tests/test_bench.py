@@ -13,11 +13,11 @@ from slipstream.drafters.base import Drafter
 from slipstream.engine import Engine
 from slipstream.evaluate.compare import compare_files
 from slipstream.evaluate.contestants import Answer, Contestant, Decoding, Ours, Peer, until_end
-from slipstream.evaluate.measure import Item, Run, measure
+from slipstream.evaluate.measure import Item, MeasuredRun, measure
 from slipstream.evaluate.metrics import speedup, summarise
 from slipstream.evaluate.replay import Recording, Replayed, TextTarget, record
 from slipstream.evaluate.report import table
-from slipstream.evaluate.run import Plan, benchmark, make_recording, replay
+from slipstream.evaluate.run import BenchPlan, benchmark, make_recording, replay
 from slipstream.evaluate.workloads import Prompt
 from slipstream.request import Request
 from slipstream.targets import Scores, open_target
@@ -103,7 +103,7 @@ def test_a_known_pattern_gives_exactly_the_predicted_numbers(monkeypatch):
     seconds = clock() - start
     assert sequence.tokens == [truth(p) for p in range(3, 36)]
     answer = Answer(sequence.tokens, seconds, sequence.stats.first_token_seconds, sequence.stats)
-    (row,) = summarise([Run("pattern", "i", "c", 0, answer, True)])
+    (row,) = summarise([MeasuredRun("pattern", "i", "c", 0, answer, True)])
     steps = 1 + 4 * 3
     nodes = 12 * (DEPTH + 1)
     # the very last step is cut by the token limit: four tokens are left, so the draft may be three deep
@@ -121,7 +121,7 @@ def test_a_known_pattern_gives_exactly_the_predicted_numbers(monkeypatch):
 
 
 def run(contestant, item, repeat, seconds, tokens=10, category="c", equal=True):
-    return Run(contestant, item, category, repeat, Answer([0] * tokens, seconds, seconds / 10), equal)
+    return MeasuredRun(contestant, item, category, repeat, Answer([0] * tokens, seconds, seconds / 10), equal)
 
 
 def test_speedups_are_of_seconds_per_token_with_a_bootstrap_over_items():
@@ -183,7 +183,7 @@ def test_contestants_are_warmed_up_and_take_turns_to_go_first():
 
 
 def test_the_whole_benchmark_on_the_embedded_model(smol, tmp_path):
-    plan = Plan(
+    plan = BenchPlan(
         [Prompt("a", "greeting", ("Hi!",)), Prompt("b", "talk", ("Name a river.", "And another."))],
         ("none", "pld", "hf", "hf-pld"),
         decoding=Decoding(max_new_tokens=4),
@@ -207,7 +207,7 @@ def test_the_whole_benchmark_on_the_embedded_model(smol, tmp_path):
 
 
 def test_an_interrupted_run_keeps_what_it_measured(smol):
-    plan = Plan([Prompt("a", "c", ("Hello!",))], ("none", "pld"), decoding=Decoding(max_new_tokens=3), repeats=3)
+    plan = BenchPlan([Prompt("a", "c", ("Hello!",))], ("none", "pld"), decoding=Decoding(max_new_tokens=3), repeats=3)
 
     def stop(stage, done, of):  # noqa: ARG001
         if stage == "measuring" and done == 3:
@@ -273,9 +273,9 @@ def test_comparisons_say_what_changed_beyond_noise(tmp_path):
 
 def test_what_cannot_be_measured_is_refused(tiny):
     with pytest.raises(OptionError, match="nothing to measure"):
-        Plan([])
+        BenchPlan([])
     with pytest.raises(OptionError, match="each contestant runs once"):
-        Plan([Prompt("a", "c", ("x",))], ("pld", "pld"))
+        BenchPlan([Prompt("a", "c", ("x",))], ("pld", "pld"))
     with pytest.raises(OptionError, match="hf-assisted needs a draft model"):
         Peer("hf-assisted", tiny("llama"))
 
@@ -288,7 +288,7 @@ def test_replayed_numbers_equal_live_ones(smol, tmp_path, sampling, monkeypatch)
         Prompt("a", "list", ("List the numbers from 1 to 9, then list them again.",)),
         Prompt("b", "greeting", ("Hi!",)),
     ]
-    plan = Plan(prompts, ("none", "pld"), decoding=Decoding(max_new_tokens=16, **sampling), repeats=1)
+    plan = BenchPlan(prompts, ("none", "pld"), decoding=Decoding(max_new_tokens=16, **sampling), repeats=1)
     live, _ = benchmark(plan, smol.model, smol.tokenizer, lambda *_: None)
     make_recording(plan, smol.model, smol.tokenizer, lambda *_: None).save(tmp_path / "kept")
     recording = Recording.load(tmp_path / "kept")

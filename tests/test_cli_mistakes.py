@@ -90,15 +90,15 @@ def test_other_mistakes_are_one_line_too(words, says, folder):
 
 
 def test_dimensions_that_a_model_lacks_are_refused_and_others_are_kept(folder, tiny):
-    from slipstream.datastores.dense.build import Settings, embed
+    from slipstream.datastores.dense.build import EmbedSettings, embed
 
     model = tiny("llama")
     hidden = model.config.hidden_size
     with slipstream.Store.create(folder / "store", model.config.vocab_size) as store:
         store.append(list(range(20)))
         with pytest.raises(OptionError, match=f"of {hidden + 1} numbers can't be made of states that have {hidden}"):
-            embed(store, [lambda: model], Settings(dims=hidden + 1))
-        assert embed(store, [lambda: model], Settings(dims=hidden - 1)).dims == hidden - 1
+            embed(store, [lambda: model], EmbedSettings(dims=hidden + 1))
+        assert embed(store, [lambda: model], EmbedSettings(dims=hidden - 1)).dims == hidden - 1
         assert embed(store, [lambda: model]).dims == hidden - 1
 
 

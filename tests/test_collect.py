@@ -13,10 +13,10 @@ from slipstream import LLM, OptionError, PromptError, StoreError
 from slipstream.cli.collect import collect as command
 from slipstream.datastores.ingest.records import read_documents
 from slipstream.datastores.ingest.sources import find_sources
-from slipstream.training.collect import Settings, begin, collect
+from slipstream.training.collect import CollectSettings, begin, collect
 from slipstream.training.prompts import Question, read_questions
 
-SHORT = Settings(max_new_tokens=12)
+SHORT = CollectSettings(max_new_tokens=12)
 QUESTIONS = [Question((text,)) for text in ("red", "green and blue", "the sea", "a house", "why", "ten small boats")]
 TALK = Question(("tell me", "and then", "more of it"), "be kind")
 
@@ -173,7 +173,7 @@ def test_an_answer_that_the_template_writes_otherwise_counts_no_longer(model, tm
         "{{ m.content }}", "{{ m.content[:2] if m.role == 'assistant' else m.content }}"
     )
     llm = LLM(model, tokenizer, "none")
-    collect(llm, [TALK], tmp_path / "d.jsonl", Settings(max_new_tokens=6))
+    collect(llm, [TALK], tmp_path / "d.jsonl", CollectSettings(max_new_tokens=6))
     (line,) = lines(tmp_path / "d.jsonl")
     ends = line["answers"]
     assert [end - begin for begin, end in ends[:-1]] == [2, 2]
@@ -181,7 +181,7 @@ def test_an_answer_that_the_template_writes_otherwise_counts_no_longer(model, tm
 
 
 def test_a_stopped_run_goes_on_without_loss_or_repetition(llm, tmp_path):
-    settings = Settings(max_new_tokens=10, temperature=1.0, top_p=0.9, seed=7)
+    settings = CollectSettings(max_new_tokens=10, temperature=1.0, top_p=0.9, seed=7)
     whole, out = tmp_path / "whole.jsonl", tmp_path / "d.jsonl"
     questions = [*QUESTIONS, TALK]
     collect(llm, questions, whole, settings)
@@ -203,7 +203,7 @@ def test_a_stopped_run_goes_on_without_loss_or_repetition(llm, tmp_path):
 
 
 def test_neither_the_batch_nor_the_order_changes_an_answer(model, tmp_path):
-    settings = Settings(max_new_tokens=10, temperature=1.0)
+    settings = CollectSettings(max_new_tokens=10, temperature=1.0)
     for batch in (1, 4):
         llm = LLM(model, letters(), "none", max_batch=batch)
         collect(llm, QUESTIONS[:: 1 if batch == 1 else -1], tmp_path / f"{batch}.jsonl", settings)
@@ -216,7 +216,7 @@ def test_each_conversation_has_a_seed_of_its_own(llm):
 
     assert len(set(seeds(SHORT))) == len(QUESTIONS)
     assert seeds(SHORT) == seeds(SHORT)
-    assert not set(seeds(SHORT)) & set(seeds(Settings(seed=1)))
+    assert not set(seeds(SHORT)) & set(seeds(CollectSettings(seed=1)))
 
 
 def test_a_conversation_goes_on_before_the_next_begins(model, tmp_path):
@@ -253,7 +253,7 @@ def test_a_file_with_other_answers_is_left_alone(llm, tmp_path):
     collect(llm, QUESTIONS[:1], out, SHORT)
     before = out.read_text()
     with pytest.raises(OptionError, match=r"line 1 was written by LlamaForCausalLM with .*'max_new_tokens': 12"):
-        collect(llm, QUESTIONS, out, Settings(max_new_tokens=13))
+        collect(llm, QUESTIONS, out, CollectSettings(max_new_tokens=13))
     out.write_text('{"prompt": "mine"}\n' + before)
     with pytest.raises(OptionError, match="line 1 was not written by"):
         collect(llm, QUESTIONS, out, SHORT)

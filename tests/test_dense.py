@@ -20,13 +20,13 @@ from slipstream import LLM
 from slipstream.cli.embed import embed as command
 from slipstream.datastores.dense import index
 from slipstream.datastores.dense.arrays import Mapped, writing
-from slipstream.datastores.dense.build import Settings, embed
+from slipstream.datastores.dense.build import EmbedSettings, embed
 from slipstream.datastores.dense.device import NONE, DeviceFinder, packed, unpacked
 from slipstream.datastores.dense.finding import Asked, HostFinder
 from slipstream.datastores.dense.live_vectors import Own
 from slipstream.datastores.dense.nearest import Drafts, Vectors
 from slipstream.datastores.dense.reading import Reader, batches, windows
-from slipstream.datastores.dense.texts import Texts
+from slipstream.datastores.dense.texts import TextIndex
 from slipstream.datastores.dense.transform import Moments
 from slipstream.datastores.dense.vector_manifest import Origin, read_manifest
 from slipstream.datastores.dense.vectors import keys_of, read_transform
@@ -40,7 +40,7 @@ from slipstream.targets import Want, open_target
 from test_collect import letters
 from trials import embedded_answers
 
-SMALL = Settings(dims=8, window=60, overlap=20, sample=150, batch_tokens=256, chunk_tokens=80)
+SMALL = EmbedSettings(dims=8, window=60, overlap=20, sample=150, batch_tokens=256, chunk_tokens=80)
 
 
 @pytest.fixture(scope="module")
@@ -225,7 +225,7 @@ def test_every_position_that_can_draft_has_its_vector(model, tmp_path):
     documents = texts([1, 2, 3, 50, 100, 30])
     with make(tmp_path, documents, model) as store:
         found = contents(store)
-        listed = dict(Texts(store.runs()).documents())
+        listed = dict(TextIndex(store.runs()).documents())
         assert {(c, d, o) for c, d, o in found} == {
             ("default", digest, offset) for digest, t in listed.items() for offset in range(max(0, len(t) - 2))
         }
@@ -400,7 +400,7 @@ def test_what_is_missing_or_unfinished_is_said(model, tmp_path):
         with pytest.raises(DamagedError, match=r"transform\.vec is gone, and vectors that it made are there"):
             Vectors(store)
     with pytest.raises(OptionError, match="0 <= overlap < window"):
-        Settings(window=10, overlap=10)
+        EmbedSettings(window=10, overlap=10)
     with pytest.raises(OptionError, match=r"give its folder as store="):
         LLM(model, drafter="dresd")
 
@@ -538,7 +538,7 @@ def test_equal_vectors_come_in_the_order_they_stand_in(tmp_path, model):
 def test_drafts_are_what_followed_the_root_up_to_the_documents_end(grown):
     vectors = Vectors(grown)
     view = vectors.view()
-    documents = {d: t for d, t in Texts(grown.runs()).documents()}
+    documents = {d: t for d, t in TextIndex(grown.runs()).documents()}
     rng = np.random.default_rng(1)
     ends = 0
     for root in range(3, 20):
@@ -653,7 +653,7 @@ def test_readers_see_what_was_embedded_since(model, tmp_path):
 
 def test_documents_are_known_by_content_and_length():
     runs = Runs([Run.of([[5, 6, 7], [8, 9], [5, 6, 7]])])
-    found = Texts(runs)
+    found = TextIndex(runs)
     listed = dict(found.documents())
     assert sorted(t.tolist() for t in listed.values()) == [[5, 6, 7], [8, 9]]
     digests = np.array([*listed, 12345], np.uint64)
@@ -663,7 +663,7 @@ def test_documents_are_known_by_content_and_length():
         assert runs.runs[0].tokens[start : start + len(tokens)].tolist() == tokens.tolist()
     assert places[2].tolist() == [-1, -1]
     assert found.find(digests, lengths + np.uint32(1)).tolist() == [[-1, -1]] * 3
-    assert Texts(Runs([])).find(digests, lengths).tolist() == [[-1, -1]] * 3
+    assert TextIndex(Runs([])).find(digests, lengths).tolist() == [[-1, -1]] * 3
 
 
 # ---- drafting
@@ -688,7 +688,7 @@ def test_a_worked_tree():
 def test_a_text_that_is_in_the_store_is_drafted_from_where_it_stands(model):
     """The state that chose the root is the nearest to itself, so the first draft is what truly followed."""
     llm = LLM(model, drafter="dresd", store=embedded_answers(model), drafts=1, length=6)
-    (text, *_) = (t.tolist() for _, t in Texts(llm.engine.drafter.store.runs()).documents())
+    (text, *_) = (t.tolist() for _, t in TextIndex(llm.engine.drafter.store.runs()).documents())
     result = llm.generate(text[:10], max_new_tokens=15)
     assert result.tokens == text[10:25]
     assert result.stats.tokens_per_step > 4
@@ -710,7 +710,7 @@ def test_the_last_state_that_was_seen_is_the_query(model, tmp_path):
 def test_a_batch_is_drafted_together(model):
     store = embedded_answers(model)
     llm = LLM(model, drafter="dresd", store=store, live=True)
-    prompts = [t[:8].tolist() for _, t in Texts(llm.engine.drafter.store.runs()).documents()]
+    prompts = [t[:8].tolist() for _, t in TextIndex(llm.engine.drafter.store.runs()).documents()]
     alone = [llm.generate(p, max_new_tokens=12) for p in prompts]
     together = llm.generate(prompts, max_new_tokens=12)
     assert [r.tokens for r in together] == [r.tokens for r in alone]

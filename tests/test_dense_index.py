@@ -7,7 +7,7 @@ from qdrant_client import QdrantClient
 
 from slipstream import LLM
 from slipstream.datastores.dense import index, remote
-from slipstream.datastores.dense.build import Settings, embed
+from slipstream.datastores.dense.build import EmbedSettings, embed
 from slipstream.datastores.dense.finding import Asked, HostFinder
 from slipstream.datastores.dense.live_vectors import Own
 from slipstream.datastores.dense.nearest import Vectors
@@ -201,4 +201,4 @@ def test_a_database_of_another_model_or_of_nothing_is_refused(model, tmp_path):
 
 def test_settings_name_what_is_out_of_range():
     with pytest.raises(OptionError, match="must be at least 1"):
-        Settings(dims=0)
+        EmbedSettings(dims=0)

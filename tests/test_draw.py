@@ -228,15 +228,15 @@ def test_a_slot_begins_anew_and_counts_what_is_committed():
     batch = Batch([Sampling()] * 2, 2, 10, seed=0)
     history = batch.history
     one, other = history.rows.tolist()
-    kept = [state[other].clone() for state in (history.prompt, history.said, history.bias)]
+    kept = [state[other].clone() for state in (history.prompt, history.emitted, history.bias)]
     history.begin(one, [4, 4, 6], {2: -1.5})
     assert history.prompt[one].tolist() == [0, 0, 0, 0, 1, 0, 1, 0, 0, 0]
     assert history.bias[one].tolist() == [0, 0, -1.5, *[0] * 7]
-    assert not history.said[one].any()
+    assert not history.emitted[one].any()
     history.commit(torch.tensor([[4, 9, 9], [-1, -1, -1]], dtype=torch.int32))
     history.commit(torch.tensor([[9, -1, -1], [-1, -1, -1]], dtype=torch.int32))
-    assert history.said[one].tolist() == [0, 0, 0, 0, 1, 0, 0, 0, 0, 3]
-    assert all(map(torch.equal, kept, [state[other] for state in (history.prompt, history.said, history.bias)]))
+    assert history.emitted[one].tolist() == [0, 0, 0, 0, 1, 0, 0, 0, 0, 3]
+    assert all(map(torch.equal, kept, [state[other] for state in (history.prompt, history.emitted, history.bias)]))
 
 
 def test_who_may_draw_and_who_needs_a_history():

@@ -16,9 +16,9 @@ from slipstream.heads import HEADS
 from slipstream.request import Request
 from slipstream.sampling import Sampler, Sampling
 from slipstream.targets import Scores, Want
-from slipstream.targets.cache import KeyValuePool, Shape
+from slipstream.targets.cache import KeyValuePool, LayerShape
 from slipstream.targets.captured.graph_target import bucket
-from slipstream.targets.captured.modules import Angles, Norm, Part, StandIns, Whole
+from slipstream.targets.captured.modules import Angles, JointPart, Norm, StandIns, Whole
 from slipstream.targets.choose import open_target
 from slipstream.targets.trees import TreeTarget
 from slipstream.tree import TokenTree
@@ -179,7 +179,7 @@ def test_a_draft_that_was_started_behind_its_step_is_the_one_made_after_it(kind,
         drafter = make(kind, target, None, drafter_path=head)
         drafter.fixed = True  # as on a GPU
         if not ahead:
-            drafter.behind = lambda *_: None
+            drafter.draft_ahead = lambda *_: None
         trees, late = [], []
         fetch = drafter.captured.fetch
         monkeypatch.setattr(drafter.captured, "fetch", lambda *a, **k: late.append(bool(k)) or fetch(*a, **k))
@@ -256,7 +256,7 @@ def test_layers_that_read_one_input_are_one_product(tiny):
         torch.testing.assert_close(model(torch.tensor([[1, 2, 3]])).logits, before, rtol=0, atol=1e-5)
     assert type(attention.q_proj) is torch.nn.Linear
     assert len(calls) == 5 * model.config.num_hidden_layers  # asked five times, and computed twice
-    wholes = {layer.whole for *_, layer in stand_ins._places if isinstance(layer, Part)}
+    wholes = {layer.whole for *_, layer in stand_ins._places if isinstance(layer, JointPart)}
     assert wholes
     assert all(whole.made is None for whole in wholes)
 
@@ -287,14 +287,14 @@ USUAL = {"llama": 3, "qwen2": 3, "qwen2-sliding": 3, "mistral": 3, "smollm3": 2,
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", [f for f in FAMILIES if f not in OTHERS])
 def test_layers_of_the_usual_form_are_known_by_what_they_say(family, dtype):
-    assert len(graphs(tiny_model(family, dtype=dtype))._usual) == USUAL.get(family, 0)
+    assert len(graphs(tiny_model(family, dtype=dtype))._fused) == USUAL.get(family, 0)
 
 
 @pytest.mark.parametrize(
     ("family", "changes"), [("llama", {"hidden_act": "gelu"}), ("granite", {"residual_multiplier": 0.5})]
 )
 def test_a_layer_that_says_something_else_keeps_its_own_code(family, changes):
-    assert not graphs(tiny_model(family, **changes))._usual
+    assert not graphs(tiny_model(family, **changes))._fused
 
 
 def test_a_layer_that_somebody_watches_keeps_its_own_code():
@@ -302,14 +302,14 @@ def test_a_layer_that_somebody_watches_keeps_its_own_code():
     calls = []
     model.model.layers[1].self_attn.register_forward_hook(lambda *_: calls.append(1))
     target = graphs(model)
-    assert [layer.self_attn.layer_idx for layer, _ in target._usual] == [0, 2]
+    assert [layer.self_attn.layer_idx for layer, _ in target._fused] == [0, 2]
     calls.clear()
     read(target, [[5, 6, 7]])
     assert calls
 
 
 def test_a_cache_grows_no_further_than_the_model_reads():
-    pool = KeyValuePool([Shape(1, 4, 4, torch.float32, torch.device("cpu"))], longest=600)
+    pool = KeyValuePool([LayerShape(1, 4, 4, torch.float32, torch.device("cpu"))], longest=600)
     pool.reserve(1, 300)
     assert pool.capacity == 512
     pool.reserve(1, 600)

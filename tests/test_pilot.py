@@ -10,7 +10,7 @@ import pytest
 
 from slipstream.budget.calibration import BINS, DEPTHS, NEWEST, Calibration
 from slipstream.budget.costs import WILD, Costs
-from slipstream.budget.pilot import EXPLORING, LEVELS, TRIAL, Pilot, Text, Usual
+from slipstream.budget.pilot import EXPLORING, LEVELS, TRIAL, Pilot, Text, TypicalTime
 from slipstream.tree import TokenTree, fuse
 
 # Milliseconds of a step by rows: two CPU cores in float32 and bfloat16, and a GPU, where rows cost next to nothing.
@@ -402,14 +402,14 @@ def test_less_is_verified_of_a_text_that_keeps_no_promises(batch):
 
 
 def test_what_is_usual_is_the_least_of_a_few_times_and_then_a_mean():
-    usual = Usual()
+    usual = TypicalTime()
     for seconds, known in zip([5.0, 2.0, 4.0, *[3.0] * TRIAL][:TRIAL], itertools.count(1), strict=False):
         usual.see(seconds)
         assert usual.times == known
     assert usual.seconds == 2.0  # the others may have loaded code
     usual.see(2.4)
     assert usual.seconds == pytest.approx(2.0 + NEWEST * 0.4)
-    usual = Usual(TRIAL, 2.0)
+    usual = TypicalTime(TRIAL, 2.0)
     usual.see(1000.0)  # an interruption
     assert usual.seconds == pytest.approx(2.0 * (1 + NEWEST * (WILD - 1)))
     for _ in range(400):
@@ -422,12 +422,12 @@ def test_a_draft_that_began_late_is_not_what_drafts_take():
     pilot = Pilot(Costs({1: 0.010, 64: 0.012}), ["a"])
     source = pilot.sources()["a"]
     for _ in range(TRIAL):
-        pilot.took({source: 0.5}, late={"a"})
+        pilot.took({source: 0.5}, unstarted={"a"})
     assert source.known
     assert source.drafting.seconds == 0.5
     for _ in range(round(10 / NEWEST)):
-        pilot.took({source: 0.002}, late={"b"})
-    pilot.took({source: 0.5}, late={"a"})
+        pilot.took({source: 0.002}, unstarted={"b"})
+    pilot.took({source: 0.5}, unstarted={"a"})
     assert source.drafting.seconds == pytest.approx(0.002, rel=0.1)
 
 
@@ -509,7 +509,7 @@ def test_a_source_is_worth_what_drafts_without_it_would_be_worth_less(batch):
 
 def test_what_is_done_with_drafts_counts_for_whoever_is_asked_alone():
     pilot = Pilot(Costs({1: 1.0, 64: 1.1}), ["a", "b"])
-    pilot.joining = Usual(TRIAL, 0.5)
+    pilot.fusing = TypicalTime(TRIAL, 0.5)
     right, wrong, text = chain([1]), chain([2], 0.9, "b"), Text()
     for _ in range(100):
         pilot.learn(fuse([right, wrong]), [1])

@@ -64,7 +64,12 @@ def joint(monkeypatch):
 
     def make(generator, pld=None, suffix=None, **options):
         fakes = {"eagle": generator} | {k: v for k, v in {"pld": pld, "suffix": suffix}.items() if v is not None}
-        monkeypatch.setattr(RasdDrafter, "make_part", lambda _, name, __: fakes[name])
+
+        def make_part(_, name, given):
+            fakes[name].first = given.get("first", 0)
+            return fakes[name]
+
+        monkeypatch.setattr(RasdDrafter, "make_part", make_part)
         return drafters.make("rasd", None, generator="eagle", retrievers=",".join([*fakes][1:]), **options)
 
     return make
@@ -338,9 +343,7 @@ def generator(kind, model, first=0, **options):
         for weight in head.parameters():  # an untrained head may not care which token it reads
             weight.data += 0.3 * torch.randn(weight.shape, generator=noise)
         trial = {"drafter_path": head}
-    made = drafters.make(kind, open_target(model), **trial | options)
-    made.first = first
-    return made
+    return drafters.make(kind, open_target(model), **trial | options, first=first)
 
 
 def proposals(drafter, prompts, **request):

@@ -15,9 +15,9 @@ from slipstream.budget import Budget
 from slipstream.datastores.ingest.encoding import Encoder
 from slipstream.datastores.ingest.ingest import ingest
 from slipstream.datastores.ingest.sources import find_sources
-from slipstream.datastores.live import LiveText, Said
+from slipstream.datastores.live import EarlierAnswers, LiveText
 from slipstream.datastores.sparse.runs import Run, Runs
-from slipstream.datastores.sparse.search import Shape, draft
+from slipstream.datastores.sparse.search import SearchShape, draft
 from slipstream.datastores.sparse.sort import sort_positions
 from slipstream.drafters.base import Seen
 from slipstream.request import Request
@@ -45,7 +45,7 @@ def test_a_text_that_grows_is_sorted_as_if_it_had_been_whole(vocabulary):
         whole = sort_positions(live.tokens[: live.end + 1])
         assert sorted(own) == sorted(whole)
     text = live.tokens[live.end - 20 : live.end].astype(np.int32)
-    shape = Shape(matches=100_000, nodes=20_000, length=2)
+    shape = SearchShape(matches=100_000, nodes=20_000, length=2)
     expected = draft(Runs([Run(live.tokens[: live.end + 1], whole)]), text, shape)
     found = draft(runs, text, shape)
     assert found.lengths.tolist() == expected.lengths.tolist()
@@ -59,7 +59,7 @@ def test_counts_are_exact_at_every_length():
     live = LiveText()
     for token in text:
         live.extend([int(token)])
-    found = draft(live.runs(NOTHING), text[-16:].astype(np.int32), Shape(matches=1 << 20))
+    found = draft(live.runs(NOTHING), text[-16:].astype(np.int32), SearchShape(matches=1 << 20))
     end = text[-16:][::-1]
     agreed = []  # of every position, how many tokens before it agree with the text's end
     for p in range(1, len(text)):
@@ -78,7 +78,7 @@ def test_a_longer_match_is_believed_more():
         live = LiveText()
         live.extend([*range(100, 120), 7, 8, 9, *range(50, 60)])
         context = [1, 2, 3, *range(120 - agree, 120)]  # the last tokens stood before 7
-        found = draft(live.runs(NOTHING), np.array(context, np.int32), Shape(length=3))
+        found = draft(live.runs(NOTHING), np.array(context, np.int32), SearchShape(length=3))
         assert paths(found.tree) == {(7,), (7, 8), (7, 8, 9)}
         assert found.tree.score.tolist() == [1, 1, 1, 1]
         raw = found.tree.raw[1:, 0]
@@ -92,7 +92,7 @@ def test_a_longer_match_is_believed_more():
 def test_scores_are_conditional_frequencies():
     live = LiveText()
     live.extend([1, 2, 5, 1, 2, 5, 1, 2, 6, 9, 1, 2])
-    tree = draft(live.runs(NOTHING), np.array([9, 1, 2], np.int32), Shape(shortest=2, length=1)).tree
+    tree = draft(live.runs(NOTHING), np.array([9, 1, 2], np.int32), SearchShape(shortest=2, length=1)).tree
     assert dict(zip(tree.tokens[1:].tolist(), tree.score[1:].tolist(), strict=True)) == pytest.approx(
         {5: 2 / 3, 6: 1 / 3}
     )
@@ -122,20 +122,20 @@ def test_earlier_answers_draft_once_they_are_complete_and_for_their_collection_o
     stream = llm.stream(prompt, collection="a", max_new_tokens=12, ignore_eos=True)
     for _ in stream:
         for name in seen:
-            seen[name] = max(seen[name], len(llm.engine.said.runs(name)))
+            seen[name] = max(seen[name], len(llm.engine.answers.runs(name)))
         if stream.stats.new_tokens < 12:
             assert seen == {"a": 0, "b": 0}, "nothing may be read before the request has ended"
     said = stream.result.tokens
-    assert len(llm.engine.said.runs("a")) > 0
-    assert len(llm.engine.said.runs("b")) == 0
-    (run,) = llm.engine.said.runs("a").runs
+    assert len(llm.engine.answers.runs("a")) > 0
+    assert len(llm.engine.answers.runs("b")) == 0
+    (run,) = llm.engine.answers.runs("a").runs
     assert run.tokens[32:-1].tolist() == said  # what was emitted, and nothing of the prompt
     assert tuple(said[2:6]) in paths(session(llm, said[:2], collection="a").propose(said[1], Budget(16, 8)).tree)
     assert len(session(llm, said[:2], collection="b").propose(said[1], Budget(16, 8)).tree) == 1
 
 
 def test_what_was_said_is_bounded_and_the_oldest_leaves_first():
-    said = Said(np.uint16, limit=100)
+    said = EarlierAnswers(np.uint16, limit=100)
     for i in range(50):
         said.publish("a", [i] * 10)
     kept = {int(t) for run in said.runs("a").runs for t in run.tokens if t != 0xFFFF}
@@ -159,7 +159,7 @@ def test_ten_thousand_requests_of_two_tenants_never_draft_from_each_other(tiny, 
         tree = drafting.propose(text[-1], Budget(16, 6)).tree
         assert all(half[name][0] <= t < half[name][1] for t in tree.tokens)
         drafted[name] += len(tree) - 1
-        llm.engine.said.publish(name, text)
+        llm.engine.answers.publish(name, text)
         if i % 100 < 2:
             store.append(text, "learned", name)
     assert min(drafted.values()) > 10_000

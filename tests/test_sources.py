@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
 from slipstream.datastores.ingest import encoding, records, sources
 from slipstream.datastores.ingest.encoding import Encoder, batches, tokenizer_fingerprint
 from slipstream.datastores.ingest.records import read_documents
-from slipstream.datastores.ingest.sources import Source, find_sources, is_text
+from slipstream.datastores.ingest.sources import SourceFile, find_sources, is_text
 from slipstream.errors import StoreError
 from slipstream.loading import embedded
 
@@ -63,7 +63,7 @@ def refused(call, *arguments, **options):
 def test_a_source_knows_its_size_and_time():
     path = write("a.txt", b"four")
     os.utime(path, ns=(5, 1_000_000_007))
-    assert find_sources(["a.txt"]) == [Source("a.txt", Path("a.txt"), 4, 1_000_000_007)]
+    assert find_sources(["a.txt"]) == [SourceFile("a.txt", Path("a.txt"), 4, 1_000_000_007)]
 
 
 def test_a_folder_is_searched_in_order_without_what_is_hidden_cached_or_binary(folder):

@@ -21,11 +21,11 @@ from slipstream.datastores.durable.segment import Segment
 from slipstream.datastores.durable.store import Document, Store
 from slipstream.datastores.durable.witness import SLOTS
 from slipstream.datastores.sparse.runs import Run
-from slipstream.datastores.sparse.search import FADE, TRUST, Shape
+from slipstream.datastores.sparse.search import FADE, TRUST, SearchShape
 from slipstream.datastores.sparse.sort import DEPTH, sort_positions
 from slipstream.errors import DamagedError, StoreError
 
-EVERYTHING = Shape(matches=1 << 14, nodes=1 << 14, length=5)
+EVERYTHING = SearchShape(matches=1 << 14, nodes=1 << 14, length=5)
 
 
 @pytest.fixture
@@ -189,9 +189,9 @@ def check_draft(found, documents, text, shape, count=True):
 
 SHAPES = [
     EVERYTHING,
-    Shape(longest=4, shortest=2, matches=1 << 14, nodes=1 << 14, length=3),
-    Shape(longest=32, matches=1 << 14, nodes=10, length=8),
-    Shape(matches=1 << 14, nodes=1 << 14, length=4, fill=False),
+    SearchShape(longest=4, shortest=2, matches=1 << 14, nodes=1 << 14, length=3),
+    SearchShape(longest=32, matches=1 << 14, nodes=10, length=8),
+    SearchShape(matches=1 << 14, nodes=1 << 14, length=4, fill=False),
 ]
 
 
@@ -242,7 +242,7 @@ def test_fewer_matches_than_there_are_are_spread_over_all(folder):
     with Store.create(folder, 1000) as store:
         some_of_each(store, texts)
         for matches in (1, 5, 64):
-            text, shape = np.array([0, 1, 2], np.int32), Shape(matches=matches, nodes=1 << 14)
+            text, shape = np.array([0, 1, 2], np.int32), SearchShape(matches=matches, nodes=1 << 14)
             found = store.draft(text, shape)
             mass, lengths, counts = naive_draft(texts, text.tolist(), shape)
             assert found.lengths.tolist() == lengths[: len(found.lengths)]
@@ -526,7 +526,7 @@ def test_tenants_never_see_each_others_text(folder):
             if i == 5000:
                 store.compact()
             asked = rng.integers(0, 1000, 3) if i % 5 == 0 else rng.integers(low, high, 3)
-            drafted = store.draft(asked.astype(np.int32), Shape(), name).tree.tokens[1:]
+            drafted = store.draft(asked.astype(np.int32), SearchShape(), name).tree.tokens[1:]
             assert np.all((drafted >= low) & (drafted < high)), (i, name, drafted)
             proposed[name] += len(drafted)
         assert min(proposed.values()) > 10_000
@@ -741,10 +741,10 @@ def test_a_page_is_checked_however_far_a_continuation_reaches(folder):
     with Store.open(folder) as store:
         for reach in (1, 40, 100):
             text = np.array([first - reach - 1], np.int32)
-            short = store.draft(text, Shape(length=1, longest=1)).tree.tokens if reach > 40 else None
+            short = store.draft(text, SearchShape(length=1, longest=1)).tree.tokens if reach > 40 else None
             assert short is None or short.tolist() == [first - reach - 1, first - reach]
             with pytest.raises(DamagedError, match="page 1 of its tokens"):
-                store.draft(text, Shape(length=reach + 1, nodes=200))
+                store.draft(text, SearchShape(length=reach + 1, nodes=200))
 
 
 def test_a_damaged_log_says_so(folder):

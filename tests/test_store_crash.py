@@ -19,7 +19,7 @@ from slipstream.datastores.durable.compaction import Compaction
 from slipstream.datastores.durable.contents import Contents
 from slipstream.datastores.durable.pages import PAGE
 from slipstream.datastores.durable.store import Store
-from slipstream.datastores.sparse.search import Shape, draft
+from slipstream.datastores.sparse.search import SearchShape, draft
 
 KILLS = 90  # `bench/torture.py` does many more
 FAULTS = 120
@@ -91,7 +91,7 @@ def test_a_killed_writer_loses_nothing_it_acknowledged(forker, tmp_path):
             model.documents = matching[0]
             for i in sorted(model.documents)[-3:]:
                 tokens, _, collection = store_jobs.numbered(i)
-                tree = store.draft(tokens[:-1].astype(np.int32), Shape(), collection).tree
+                tree = store.draft(tokens[:-1].astype(np.int32), SearchShape(), collection).tree
                 assert tree.child(0, tokens[-1]) is not None
     assert doing.total() == KILLS
     assert min(doing[phase] for phase in "afc") >= KILLS / 8, doing

@@ -27,7 +27,7 @@ from slipstream.datastores.durable.witness import Witness
 from slipstream.datastores.ingest.encoding import Encoder
 from slipstream.datastores.ingest.ingest import ingest
 from slipstream.datastores.ingest.sources import find_sources
-from slipstream.datastores.sparse.search import Shape
+from slipstream.datastores.sparse.search import SearchShape
 from slipstream.errors import DamagedError, StoreError
 
 
@@ -41,7 +41,7 @@ def documents(store, collection="default"):
 
 
 def children(store, text, collection="default", **options):
-    tree = store.draft(np.array(text, np.int32), Shape(**options), collection).tree
+    tree = store.draft(np.array(text, np.int32), SearchShape(**options), collection).tree
     return sorted(tree.tokens[tree.children(0)].tolist())
 
 
@@ -410,7 +410,7 @@ def test_a_page_that_goes_bad_after_its_first_check_is_noticed(folder, part):
             store.append(np.arange(50) + i % 20)
         store.flush()
         path = folder / store.manifest.segments[0].name
-    reader, shape = Store.open(folder), Shape(matches=1000)
+    reader, shape = Store.open(folder), SearchShape(matches=1000)
     before = reader.draft(np.array([20, 21], np.int32), shape).tree.tokens.tolist()
     offset, size = Segment(path).header["sections"][part]
     with path.open("r+b") as file:
@@ -426,7 +426,7 @@ def test_pages_are_not_believed_for_ever(folder, monkeypatch):
     """Where the file system says nothing of a change."""
     two_segments(folder)
     reader = Store.open(folder)
-    reader.draft(np.array([20, 21], np.int32), Shape())
+    reader.draft(np.array([20, 21], np.int32), SearchShape())
     segment = next(iter(reader.contents.segments.values()))
     assert segment.checks["tokens"].seen.any()
     reader.refresh()

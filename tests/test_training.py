@@ -26,13 +26,13 @@ from slipstream.heads import HEADS, load_head
 from slipstream.training import checkpoint, losses, recipes
 from slipstream.training.data import Order, Texts, read_texts
 from slipstream.training.log import read as read_log
-from slipstream.training.loop import Loop, Plan
+from slipstream.training.loop import Loop, TrainingPlan
 from slipstream.training.losses import Weights
 from slipstream.training.teacher import Teacher
 from slipstream.training.train import Lesson, train
 
 AUTHOR = "LlamaForCausalLM"
-QUICK = Plan(steps=60, batch_tokens=1024, rate=2e-2, warmup=5, log_every=10, eval_every=1000)
+QUICK = TrainingPlan(steps=60, batch_tokens=1024, rate=2e-2, warmup=5, log_every=10, eval_every=1000)
 
 
 def follow(token):
@@ -426,7 +426,7 @@ def test_the_steps_of_an_epoch_read_every_text_once(walker, walks, tmp_path, mon
 
 
 def test_the_rate_rises_then_falls_to_nothing():
-    plan = Plan(steps=100, rate=2.0, warmup=4)
+    plan = TrainingPlan(steps=100, rate=2.0, warmup=4)
     assert [plan.rate_at(step, 100) for step in range(5)] == [0.5, 1.0, 1.5, 2.0, 2.0]
     assert plan.rate_at(52, 100) == pytest.approx(1.0)
     assert plan.rate_at(100, 100) == pytest.approx(0.0)
@@ -465,13 +465,13 @@ def test_a_loss_that_explodes_ends_the_run(walker, walks, tmp_path):
 JOB = """
 import sys
 from pathlib import Path
-from slipstream.training.loop import Plan
+from slipstream.training.loop import TrainingPlan
 from slipstream.training.processes import Processes
 from slipstream.training.train import Lesson, train
 from transformers import AutoModelForCausalLM
 
 model, data, out = map(Path, sys.argv[1:])
-plan = Plan(steps=7, batch_tokens=512, log_every=2, save_every=4, warmup=2)
+plan = TrainingPlan(steps=7, batch_tokens=512, log_every=2, save_every=4, warmup=2)
 target = AutoModelForCausalLM.from_pretrained(model)
 train(target, [data], out, Lesson("eagle", any_author=True), plan, processes=Processes("cpu"))
 """
@@ -492,7 +492,7 @@ def test_two_processes_do_what_one_does_with_twice_the_batches(walker, walks, tm
         env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
     )
     assert done.returncode == 0, done.stderr
-    plan = Plan(steps=7, batch_tokens=512, accumulate=2, log_every=2, save_every=4, warmup=2)
+    plan = TrainingPlan(steps=7, batch_tokens=512, accumulate=2, log_every=2, save_every=4, warmup=2)
     train(walker, [walks], tmp_path / "one", Lesson("eagle", any_author=True), plan)
     one, two = (read_log(tmp_path / name / "log.jsonl") for name in ("one", "two"))
     assert [line["step"] for line in two] == [2, 4, 6, 7]
@@ -584,9 +584,9 @@ def test_a_run_that_starts_from_likely_tokens_can_be_stopped(walker, walks, tmp_
         (lambda: Lesson("nope"), "no head 'nope' to train: there are medusa"),
         (lambda: Lesson("medusa", hass=True), "--hass is a way to train eagle"),
         (lambda: Lesson("eagle", labels="firm"), "labels='firm' is unknown"),
-        (lambda: Plan(), "say one of steps, epochs and minutes"),
-        (lambda: Plan(steps=3, minutes=1), "steps, minutes was given"),
-        (lambda: Plan(steps=0), "steps=0 is out of range"),
+        (lambda: TrainingPlan(), "say one of steps, epochs and minutes"),
+        (lambda: TrainingPlan(steps=3, minutes=1), "steps, minutes was given"),
+        (lambda: TrainingPlan(steps=0), "steps=0 is out of range"),
         (lambda: recipes.name_sizes("medusa", {"inner_dim": 3}), "medusa has no --inner-dim: its sizes are --heads"),
     ],
 )

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from slipstream.datastores.dense.build import Settings, embed
+from slipstream.datastores.dense.build import EmbedSettings, embed
 from slipstream.datastores.durable.store import Document, Store
 from slipstream.heads import HEADS
 
@@ -76,7 +76,7 @@ def embedded_answers(model: Any) -> str:
     folder = trial_folder()
     with Store.create(folder, model.config.get_text_config().vocab_size) as store:
         store.extend(Document(text) for text in answers(model))
-        embed(store, [lambda: model], Settings(dims=8))
+        embed(store, [lambda: model], EmbedSettings(dims=8))
     return folder
 
 

@@ -17,7 +17,7 @@ import torch
 
 from slipstream.accept import Verdict, verify
 from slipstream.budget import Budget, step_budget
-from slipstream.datastores.live import Said
+from slipstream.datastores.live import EarlierAnswers
 from slipstream.datastores.sparse.runs import token_type
 from slipstream.drafters import _capabilities as can
 from slipstream.drafters.base import Drafter, DraftSession, Hidden, Seen
@@ -86,10 +86,10 @@ class Engine:
             raise OptionError(f"max_batch={max_batch}: at least one sequence must run at a time")
         self.target, self.drafter, self.name = target, drafter, name
         self.max_batch = max_batch
-        self.said: Said | None = None
+        self.answers: EarlierAnswers | None = None
         if kept := can.shared(drafter):
-            self.said = Said(token_type(target.vocabulary), kept)
-            can.attach(drafter, self.said)
+            self.answers = EarlierAnswers(token_type(target.vocabulary), kept)
+            can.attach(drafter, self.answers)
         self._turns = target.turns
         self._open: list[Sequence] = []  # of all runs
         self._left: deque[tuple[list[Sequence], Kept | None]] = deque()  # runs that ended early, to be retired
@@ -158,8 +158,8 @@ class Engine:
         choice = can.choice(self.drafter)
         drafted, taken = perf_counter(), Stopwatch()
         rows = 1 + max(s.request.max_draft for s in running) if can.pads(self.drafter) else 1
-        behind = partial(can.behind, self.drafter, running[0].session) if len(running) == 1 else None
-        want = Want(can.layers(self.drafter), rows, tuple(chooser(s) for s in running), behind)
+        during = partial(can.draft_ahead, self.drafter, running[0].session) if len(running) == 1 else None
+        want = Want(can.layers(self.drafter), rows, tuple(chooser(s) for s in running), during)
         scores = self.target.score([s.slot for s in running], trees, want)
         scored = perf_counter()
         verdicts = []
@@ -299,8 +299,8 @@ class Engine:
             running.remove(sequence)
             self._open.remove(sequence)
             try:
-                if self.said is not None:
-                    self.said.publish(sequence.request.collection, sequence.tokens)
+                if self.answers is not None:
+                    self.answers.publish(sequence.request.collection, sequence.tokens)
                 can.ended(self.drafter, sequence.request, sequence.tokens)
                 if kept is None:
                     sequence.session.close()

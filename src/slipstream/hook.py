@@ -117,7 +117,7 @@ class Speculate:
             )
         engine = self._engine_for(model)
         for request in requests:
-            request.max_draft = engine.target.usual_draft if self.max_draft is None else self.max_draft
+            request.max_draft = engine.target.default_draft if self.max_draft is None else self.max_draft
             check_prompt(request, engine.target)
         # Rows that are judged together must be under way together.
         engine.max_batch = max(MAX_BATCH, len(requests) if together else 0)

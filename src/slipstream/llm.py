@@ -261,7 +261,7 @@ class LLM:
                 f"those for sampling are {', '.join(sorted(known))}"
             )
         if max_draft is None:
-            max_draft = self.target.usual_draft if prediction is None else MAX_DRAFT_PREDICTED
+            max_draft = self.target.default_draft if prediction is None else MAX_DRAFT_PREDICTED
         stop = [stop] if isinstance(stop, str) else listed("stop", stop, "strings")
         if wrong := [s for s in stop if not isinstance(s, str)]:
             raise OptionError(f"stop names {wrong[:5]}: give strings, and token ids as stop_tokens")

@@ -8,7 +8,7 @@ which say much the same, the best one. What a source gains depends on how much i
 level of that. One that gains nothing is only tried, as often as a small share of all time pays for.
 
 Never slower: decisions are by expectation, and what a text's drafts promise is believed as far as promises about it
-came true (`Text.share`). Times are what is usual (`Usual`): one clock reading changes little, whoever's fault it is.
+came true (`Text.share`). Times are typical ones (`TypicalTime`), so that one outlier changes little.
 """
 
 from __future__ import annotations
@@ -36,9 +36,8 @@ CREDIT = 3.0  # tokens that every text is taken to have promised and given befor
 
 
 @dataclass
-class Usual:
-    """What something usually takes: the least of its first times, and then a mean in which one that is many times as
-    long counts as an interruption."""
+class TypicalTime:
+    """What something typically takes: the least of its first times, then a mean in which outliers are cut off."""
 
     times: int = 0
     seconds: float = 0.0
@@ -60,7 +59,7 @@ class Source:
     number: int  # of its calibration, which all ways share
     most: int = sys.maxsize  # nodes that it is asked for
     head: bool = False  # of these one is asked at most
-    drafting: Usual = field(default_factory=Usual)  # of a draft for all sequences
+    drafting: TypicalTime = field(default_factory=TypicalTime)  # of a draft for all sequences
     gains: list[float] = field(default_factory=lambda: [0.0] * LEVELS)  # of the rate, by asking it
     looks: list[int] = field(default_factory=lambda: [0] * LEVELS)  # that this rests on
     waits: list[int] = field(default_factory=lambda: [0] * LEVELS)  # steps before it is tried again
@@ -152,7 +151,7 @@ class Pilot:
         own."""
         self.costs, self.trees, self.drafters, self.heads = costs, trees, list(drafters), heads
         self.calibration = Calibration(self.drafters)
-        self.joining = Usual()  # what is done with a sequence's drafts: fusing, choosing, learning
+        self.fusing = TypicalTime()  # what is done with a sequence's drafts: fusing, choosing, learning
         self._by_batch = dict[int, dict[str, Source]]()
         self._numbers_of: dict[tuple[str, ...], NDArray[np.int64]] = {}
         self._trial: Source | None = None  # the head that is tried,
@@ -176,10 +175,10 @@ class Pilot:
     # ---- before a step
 
     def asks(
-        self, names: Container[str], batch: int, expected: Callable[[], float], late: Container[str] = ()
+        self, names: Container[str], batch: int, expected: Callable[[], float], unstarted: Container[str] = ()
     ) -> Iterator[Source]:
         """Whom to ask now of these drafters, one after the other. expected: tokens per sequence from what was drafted
-        so far, as `expects` tells it. late: whose draft could have been started before, and was not."""
+        so far, as `expects` tells it. unstarted: whose draft could have been started before, and was not."""
         self.judge()
         there = [s for s in self.sources(batch).values() if s.drafter in names]
         for source in sorted([s for s in there if not s.head], key=lambda s: s.drafting.seconds):
@@ -187,11 +186,11 @@ class Pilot:
                 yield source
         if heads := [s for s in there if s.head]:
             level = _level(expected())
-            chosen = self._best_head(heads, [s for s in heads if s.due(level)], late)
+            chosen = self._best_head(heads, [s for s in heads if s.due(level)], unstarted)
             if chosen is not None:
                 yield chosen
 
-    def _best_head(self, heads: list[Source], due: list[Source], late: Container[str]) -> Source | None:
+    def _best_head(self, heads: list[Source], due: list[Source], unstarted: Container[str]) -> Source | None:
         if self._left and self._trial in heads:
             self._left -= 1
             return self._trial
@@ -199,7 +198,7 @@ class Pilot:
         best = max(heads, key=lambda s: s.gain())
         if due := [s for s in due if s is not best or s.gain() <= 0]:
             chosen = min(due, key=lambda s: s.drafting.times)
-            if not chosen.known or chosen.drafter in late:
+            if not chosen.known or chosen.drafter in unstarted:
                 self._trial, self._left = chosen, TRIAL - 1
             return chosen
         return best if best.gain() > 0 else None
@@ -216,10 +215,10 @@ class Pilot:
         nodes = best_nodes(expected, self.costs.upto(len(expected), len(trees)), 0.0, 0.0)
         return float(expected[nodes]) / len(trees)
 
-    def took(self, seconds: Mapping[Source, float], late: Container[str] = ()) -> None:
-        """Drafts took so long. late: drafters that had to begin late, or to read the text first, which is rare."""
+    def took(self, seconds: Mapping[Source, float], unstarted: Container[str] = ()) -> None:
+        """Drafts took so long. unstarted: drafters that had to begin now, or to read the text first, which is rare."""
         for source, taken in seconds.items():
-            if not source.known or source.drafter not in late:
+            if not source.known or source.drafter not in unstarted:
                 source.drafting.see(taken)
 
     def choose(
@@ -247,7 +246,7 @@ class Pilot:
         self.last = Choice((), False, 0, batch, plain, plain)
 
     def judge(self) -> None:
-        """What asking whoever was asked about the last step gained, against the same step without them. That can wait
+        """What the drafters that were asked about the last step gained, against the step without them. That can wait
         until the step runs, but not until more is known."""
         if self._unjudged is None:
             return
@@ -303,7 +302,11 @@ class Pilot:
                 for name, (seconds, gains, looks) in group.items():
                     source = self.sources(1 << int(size) - 1).get(name)
                     if source is not None and len(gains) == len(looks) == LEVELS:
-                        source.drafting, source.gains, source.looks = Usual(TRIAL, seconds), list(gains), list(looks)
+                        source.drafting, source.gains, source.looks = (
+                            TypicalTime(TRIAL, seconds),
+                            list(gains),
+                            list(looks),
+                        )
 
     def renew(self, name: str) -> None:
         """Ask this drafter again, whatever it gained before."""
@@ -314,7 +317,7 @@ class Pilot:
 
     def _spent(self, sources: Iterable[Source], batch: int) -> float:
         """Seconds that drafts of these sources take, and what is done with them."""
-        return sum(s.drafting.seconds for s in sources) + batch * self.joining.seconds
+        return sum(s.drafting.seconds for s in sources) + batch * self.fusing.seconds
 
     def _rate(self, expected: NDArray[np.float64], batch: int, spent: float) -> float:
         return float(best_rate(expected, self.costs.upto(len(expected), batch), spent))
@@ -344,7 +347,7 @@ def _level(expected: float) -> int:
 
 def _together(drafts: Sequence[Draft]) -> NDArray[np.float64]:
     """(width,) tokens of all sequences if each gets at most 0, 1, … nodes. A step is as wide as the widest of its
-    trees, so whoever gains less may as well have as many nodes as the others."""
+    trees, so a sequence that gains less may as well have as many nodes as the others."""
     if len(drafts) == 1:
         return drafts[0].worth
     tokens = np.zeros(max([len(draft.worth) for draft in drafts]))

@@ -32,7 +32,7 @@ def rank(tokens, parents, raw, columns, bins, limit, trees, share):  # type: ign
 @njit(cache=True, nogil=True)
 def add_without(expected, asked, parents, raw, columns, bins, limit, trees, share):  # type: ignore[no-untyped-def]
     """Add to each row of expected (sources, width) what a draft gives with 0, 1, … nodes if one of the asked sources
-    had said nothing."""
+    had proposed nothing."""
     for row in range(len(asked)):
         score, value = _values(parents, raw, columns, bins, asked[row])
         worth = _worth(value, _order(parents, score, value, limit, trees), share)

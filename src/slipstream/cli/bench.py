@@ -83,10 +83,12 @@ def bench(
         ensure_embedded()
     with busy("loading the model"):
         from slipstream.evaluate.contestants import Decoding
-        from slipstream.evaluate.run import Plan, benchmark, load_draft, make_recording
+        from slipstream.evaluate.run import BenchPlan, benchmark, load_draft, make_recording
         from slipstream.targets import load_model
 
-        plan = Plan(chosen, names, drafter_options, Decoding(max_new_tokens, temperature, top_p, seed), repeats, batch)
+        plan = BenchPlan(
+            chosen, names, drafter_options, Decoding(max_new_tokens, temperature, top_p, seed), repeats, batch
+        )
         loaded, tokenizer = load_model(model, dtype=dtype, device=device)
         draft = load_draft(draft_model, dtype, device)
     options = {

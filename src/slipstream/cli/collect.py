@@ -46,7 +46,7 @@ def collect(
         ensure_embedded()
     with busy("loading the model"):
         from slipstream.llm import load
-        from slipstream.training.collect import Settings
+        from slipstream.training.collect import CollectSettings
         from slipstream.training.collect import collect as answer
 
         llm = load(
@@ -66,7 +66,9 @@ def collect(
             bars.update(task, description=f"{tokens:,} tokens, {rate:,.0f}/s", completed=done, total=of)
 
         try:
-            found = answer(llm, questions, out_file, Settings(max_new_tokens, temperature, top_p, seed), progress)
+            found = answer(
+                llm, questions, out_file, CollectSettings(max_new_tokens, temperature, top_p, seed), progress
+            )
         except KeyboardInterrupt:
             err.print(f"stopped: what was answered is in {out_file}; the same command goes on from here", markup=False)
             raise

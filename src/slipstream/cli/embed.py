@@ -43,13 +43,13 @@ def embed(
 
     Use the model and the precision that will answer. Text that was added since is read by the next call.
     """
-    from slipstream.datastores.dense.build import Settings
+    from slipstream.datastores.dense.build import EmbedSettings
     from slipstream.datastores.dense.build import embed as read
     from slipstream.datastores.durable.store import Store
 
     o.at_least(1, workers=workers)
     check_place(dtype, device)
-    settings = Settings(dims, window, overlap, sample, batch_tokens)
+    settings = EmbedSettings(dims, window, overlap, sample, batch_tokens)
     if answers:
         _add(folder, answers, collection, model)
     with Store.open(folder) as store:

@@ -130,14 +130,14 @@ def search(
     from rich.tree import Tree
 
     from slipstream.datastores.durable.store import Store
-    from slipstream.datastores.sparse.search import Shape
+    from slipstream.datastores.sparse.search import SearchShape
 
     with Store.open(folder) as store:
         encoder = own_encoder(store, model or store.manifest.notes.get("model"))
         tokens = encoder.encode([text])[0]
         if not len(tokens):
             raise OptionError("the text is empty: give at least a word")
-        shape = Shape(nodes=nodes, length=length, matches=1024, exact=True)
+        shape = SearchShape(nodes=nodes, length=length, matches=1024, exact=True)
         found = store.draft(tokens.astype(np.int32), shape, collection)
 
     def words(ids: Any) -> str:

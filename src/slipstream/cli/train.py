@@ -84,13 +84,13 @@ def train(
     if minutes is None and steps is None and epochs is None:
         minutes = 10
     from slipstream.training import checkpoint
-    from slipstream.training.loop import Plan
+    from slipstream.training.loop import TrainingPlan
     from slipstream.training.processes import Processes
     from slipstream.training.train import Lesson
     from slipstream.training.train import train as run
 
     lesson = Lesson(head, hass, labels, depths, decay, length, count_all, any_author)
-    plan = Plan(
+    plan = TrainingPlan(
         steps=steps,
         epochs=epochs,
         minutes=minutes,

@@ -1,4 +1,4 @@
-"""Live text: what is being written now, searchable up to its last token, and what earlier requests said.
+"""Live text: what is being written now, searchable up to its last token, and earlier answers.
 
 A position's place in the order depends only on the tokens before it, so a growing text is never sorted again: a new
 token is one insertion.
@@ -68,7 +68,7 @@ class LiveText:
         return self._runs
 
 
-class Said:
+class EarlierAnswers:
     """What earlier requests were answered, by collection. The engine owns it and writes it, from emitted tokens only,
     when a request ends. The oldest answers leave first."""
 

@@ -1,7 +1,7 @@
 """What a drafter and its sessions may offer beyond `begin` and `propose`. Each capability is a protocol: who has its
 members offers it.
 
-Whoever runs drafters, the engine and drafters that ask others, asks for them here and nowhere else. What is not offered
+The engine, and drafters that ask others, ask for them here and nowhere else. What is not offered
 costs nothing.
 """
 
@@ -15,7 +15,7 @@ from slipstream.drafters.base import Drafter, DraftSession, Seen
 
 if TYPE_CHECKING:
     from slipstream.budget.pilot import Choice
-    from slipstream.datastores.live import Said
+    from slipstream.datastores.live import EarlierAnswers
     from slipstream.request import Request
     from slipstream.targets.captured.fixed_step import FixedStep
 
@@ -28,7 +28,7 @@ class ReadsStates(Protocol):
 
     layers: tuple[int, ...]  # which: 0 the embeddings, L the last layer's
     # Where a text was read before: how many of its last tokens a session that resumes there must be shown again, with
-    # their states. None, and what counts if it is not said: all.
+    # their states. None, which is the default: all.
     rereads: int | None
 
 
@@ -48,7 +48,7 @@ class TakesWishes(Protocol):
 
 class Pads(Protocol):
     """It says whether every step is computed as wide as the widest, so that in low precision a text does not depend on
-    how much was drafted. Whoever does not say so pads: only plain decoding can do without."""
+    how much was drafted. The default is to pad: only plain decoding can do without."""
 
     pads: bool
 
@@ -59,7 +59,7 @@ class ReadsAnswers(Protocol):
 
     shared: int  # tokens of each collection that the engine keeps for it; 0: none
 
-    def attach(self, said: Said) -> None:
+    def attach(self, answers: EarlierAnswers) -> None:
         """Called once: where the answers can be read."""
 
 
@@ -78,16 +78,16 @@ class Decides(Protocol):
         """What it decided about the step that was proposed last."""
 
     def measured(self, batch: int, rows: int, seconds: float) -> None:
-        """A step of that many sequences, and rows for each, took so long behind its drafts: the target's forward, and
+        """A step of that many sequences, and rows for each, took so long after its drafts: the target's forward, and
         what came of it."""
 
 
 @runtime_checkable
-class DraftsBehind(Protocol):
-    """On a GPU it starts drafts while a step still runs there."""
+class DraftsAhead(Protocol):
+    """On a GPU it queues drafts while a step still runs there."""
 
-    def behind(self, session: Any, step: FixedStep) -> None:
-        """A step of this sequence alone runs on the device: what needs nothing else can be started behind it."""
+    def draft_ahead(self, session: Any, step: FixedStep) -> None:
+        """A step of this sequence alone runs on the device: a draft that needs nothing else can be queued after it."""
 
 
 # ---- of a session
@@ -104,7 +104,7 @@ class HoldsStates(Protocol):
 @runtime_checkable
 class LetsGo(Protocol):
     def skip(self) -> None:
-        """Instead of `keep`: nobody asked for a draft behind these states, and it may go without them."""
+        """Instead of `keep`: nobody asked for a draft from these states, and it may do without them."""
 
 
 @runtime_checkable
@@ -163,9 +163,9 @@ def shared(drafter: Drafter) -> int:
     return getattr(drafter, "shared", 0)
 
 
-def attach(drafter: Drafter, said: Said) -> None:
+def attach(drafter: Drafter, answers: EarlierAnswers) -> None:
     if isinstance(drafter, ReadsAnswers) and drafter.shared:
-        drafter.attach(said)
+        drafter.attach(answers)
 
 
 def ended(drafter: Drafter, request: Request, tokens: Sequence[int]) -> None:
@@ -182,14 +182,14 @@ def measured(drafter: Any, batch: int, rows: int, seconds: float) -> None:
         drafter.measured(batch, rows, seconds)
 
 
-def behind(drafter: Any, session: DraftSession, step: FixedStep) -> None:
-    if _offers(drafter, DraftsBehind):
-        drafter.behind(session, step)
+def draft_ahead(drafter: Any, session: DraftSession, step: FixedStep) -> None:
+    if _offers(drafter, DraftsAhead):
+        drafter.draft_ahead(session, step)
 
 
-def late(session: DraftSession) -> bool:
-    """Of one that drafts behind steps: whether nothing was started behind the last one."""
-    return getattr(session, "late", False)
+def unstarted(session: DraftSession) -> bool:
+    """Of one that drafts ahead: whether no draft was queued after the last step."""
+    return getattr(session, "unstarted", False)
 
 
 def keep(session: Any) -> None:
@@ -210,7 +210,7 @@ def pause(session: Any) -> None:
 
 
 def resume(session: Any, other: DraftSession, tokens: list[int]) -> None:
-    """Whoever can't take over what `other` knows is shown the tokens."""
+    """A session that can't take over what `other` knows is shown the tokens."""
     if _offers(session, Resumes):
         session.resume(other, tokens)
     else:

@@ -1,8 +1,8 @@
-"""What EAGLE's drafters share: reading the text along with the target, and growing a tree behind it.
+"""What EAGLE's drafters share: reading the text along with the target, and growing a tree after it.
 
 The head reads pairs: the target's state that read token i, and token i+1. Pair i's key lies in column i of the
 session's row. The last state waits for the token after it: each draft reads it with the root, again if the text did
-not grow, and writes the keys of drafted tokens behind it, where the next draft writes too.
+not grow, and writes the keys of drafted tokens after it, where the next draft writes too.
 """
 
 from __future__ import annotations
@@ -125,11 +125,11 @@ class FeatureDrafter(ChainDrafter):
         self._make_room(batch, int(table[:, 1:3].sum(1).max()))
         return torch.from_numpy(table)
 
-    def behind(self, session: DraftSession, step: FixedStep) -> None:
+    def draft_ahead(self, session: DraftSession, step: FixedStep) -> None:
         """Only where all tables are equally wide: else what it was made of can't be compared with what is decided."""
         if self.fixed:
             self._make_room(1, cast(FeatureSession, session).length + 1 + self.waiting)
-            super().behind(session, step)
+            super().draft_ahead(session, step)
 
     def _make_room(self, batch: int, length: int) -> None:
         drawn = self.width * (self.length - 1)
@@ -194,7 +194,7 @@ class Nodes:
     rows: Tensor  # (b,) int32, of the cache
     ends: Tensor  # (·, b) int32: the column of the text's last pair, which the root belongs to, and those after it
     paths: Tensor  # (b, w, depth) int32, the columns of drafted ancestors, their own last
-    used: int  # columns behind the text
+    used: int  # columns after the text
 
 
 class FeatureSession(HeadSession):

@@ -3,7 +3,7 @@
 A draft is one function of tensors whose shapes don't depend on the request: the last states and the roots go in, nodes
 come out, in one piece that is copied to the host once. What a request may not have of it is cut off there.
 
-On a GPU a draft is started behind the step whose states it reads: which node the host will accept last, and which token
+On a GPU a draft is queued after the step whose states it reads: which node the host will accept last, and which token
 comes after it, is computed there too (`ops.walk`). When the host has decided, it compares what it decided with what
 that draft was made of, and drafts again if that is something else.
 """
@@ -87,7 +87,7 @@ class HeadDrafter(Drafter):
         self.captured_draws = Captured(
             lambda table, states, *noise: self.draws(*self.inputs(table, states), *noise), self.device, within
         )
-        self.captured_ahead = Captured(self._behind_step, self.device, within)
+        self.captured_ahead = Captured(self._ahead_of_host, self.device, within)
 
     def begin(self, request: Request) -> HeadSession:
         return HeadSession(self, request)
@@ -107,7 +107,7 @@ class HeadDrafter(Drafter):
         return proposals
 
     @torch.inference_mode()
-    def behind(self, session: DraftSession, step: FixedStep) -> None:
+    def draft_ahead(self, session: DraftSession, step: FixedStep) -> None:
         mine = cast(HeadSession, session)
         known = None if mine.draws else mine.known()
         if known is not None:
@@ -123,7 +123,7 @@ class HeadDrafter(Drafter):
         states: joined, (b, m, ·); or all of a step as they lie there, layer by layer, (n, H) each."""
         return self._picked(table[:, 2:], states)[:, 0], table[:, 1]
 
-    def _behind_step(self, known: Tensor, *of_step: Tensor) -> Tensor:
+    def _ahead_of_host(self, known: Tensor, *of_step: Tensor) -> Tensor:
         """(b, ·) int32: the table, as the host will make it if it accepts what was chosen, and the nodes."""
         ids, depths, paths, lengths, chosen, *states = of_step
         table = torch.cat((known, walk(ids, depths, paths, lengths, chosen, self.waiting)), 1)
@@ -138,13 +138,13 @@ class HeadDrafter(Drafter):
 
     @abstractmethod
     def best(self, *inputs: Tensor) -> Tensor:
-        """(b, 3, n): nodes as `pack` puts them, and `first` tokens behind them."""
+        """(b, 3, n): nodes as `pack` puts them, and `first` tokens after them."""
 
     @abstractmethod
     def draws(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
         """After the inputs of `best` come noise keys (b, length) int64 by depth, and temperatures (b,) float64.
 
-        Gives back (b, 2, width·length) as `pack_chains` puts them, with `first` tokens behind, and q
+        Gives back (b, 2, width·length) as `pack_chains` puts them, with `first` tokens after them, and q
         (b, 1 + (length - 1)·width, V) float64: a row for the root's children, then depth by depth one for the child of
         each chain's node.
         """
@@ -186,7 +186,7 @@ class HeadDrafter(Drafter):
         return proposals
 
     def _started(self, session: HeadSession, table: Tensor) -> NDArray[np.int32] | None:
-        """(1, 3, n) the nodes of the draft that was started behind the step, if it was made of this table."""
+        """(1, 3, n) the nodes of the draft that was queued after the step, if it was made of this table."""
         if session.ahead is None:
             return None
         found, width = session.ahead.wait()[0].numpy(), table.shape[1]
@@ -242,7 +242,7 @@ class HeadSession(DraftSession):
         self.keeps_q = self.draws and request.accept.needs_q
         self.read = 0  # tokens of the text, the root not counted
         self.hidden = Hidden()  # what the head reads: the last row seen
-        self.ahead: Pending | None = None  # a draft that was started behind the step whose states were seen last
+        self.ahead: Pending | None = None  # a draft that was queued after the step whose states were seen last
 
     def observe(self, seen: Seen) -> None:
         self.read = seen.position + len(seen.tokens)
@@ -269,7 +269,7 @@ class HeadSession(DraftSession):
         return tuple(self.hidden.tensors.values()) if self.hidden.lasting else ()
 
     @property
-    def late(self) -> bool:
+    def unstarted(self) -> bool:
         return self.ahead is None
 
     def known(self) -> list[int] | None:
@@ -280,7 +280,7 @@ class HeadSession(DraftSession):
         self.ahead = None
 
     def pause(self) -> None:
-        """What a draft behind the last step gave lies where the next such draft writes too."""
+        """What the draft after the last step gave lies where the next such draft writes too."""
         HeadSession.close(self)
         self.hidden = self.hidden.safe().end(1) if self.hidden else self.hidden
 
@@ -291,7 +291,7 @@ class HeadSession(DraftSession):
         return self.drafter.propose([self], [root], [budget])[0]
 
     def close(self) -> None:
-        """Nobody will want the draft behind the last step, but until it has ended its capture must not go away."""
+        """Nobody wants the draft after the last step any more, but its capture must not go before it has ended."""
         if self.ahead is not None:
             self.ahead.wait()
         self.ahead = None

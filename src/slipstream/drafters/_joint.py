@@ -1,4 +1,4 @@
-"""A drafter that asks other drafters, its parts: how they are made, what they are shown, and how what they said is
+"""A drafter that asks other drafters, its parts: how they are made, what they are shown, and how their drafts are
 labelled by the text that follows."""
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from slipstream.drafters.base import Drafter, DraftSession, Hidden, Proposal, Se
 
 if TYPE_CHECKING:
     from slipstream.budget import Budget
-    from slipstream.datastores.live import Said
+    from slipstream.datastores.live import EarlierAnswers
     from slipstream.request import Request
     from slipstream.tree import TokenTree
 
 
 class JointDrafter(Drafter):
-    """Several drafters behind one."""
+    """Several drafters as one."""
 
     def __init__(self, target: Any, tokenizer: Any, options: Any) -> None:
         super().__init__(target, tokenizer, options)
@@ -48,9 +48,9 @@ class JointDrafter(Drafter):
         """The text after the tree's root went on with these tokens, the first `known` of which it was told
         before. tree: as `JointSession.proposed` was told. Returns whether more of the text would say more about it."""
 
-    def attach(self, said: Said) -> None:
+    def attach(self, answers: EarlierAnswers) -> None:
         for part in self.parts.values():
-            can.attach(part, said)
+            can.attach(part, answers)
 
     def begin(self, request: Request) -> DraftSession:
         return JointSession(self, {name: part.begin(request) for name, part in self.parts.items()})
@@ -66,12 +66,12 @@ class JointSession(DraftSession):
     def __init__(self, drafter: JointDrafter, parts: dict[str, DraftSession]) -> None:
         self.drafter, self.parts = drafter, parts
         self.begun = False  # whether the prompt is read
-        self._said: list[int] = []  # tokens since the first root
+        self._emitted: list[int] = []  # tokens since the first root
         self._open: list[tuple[TokenTree, int, int]] = []  # drafts, the places of their roots, tokens known since
 
     def observe(self, seen: Seen) -> None:
         if self.begun:
-            self._said += seen.tokens
+            self._emitted += seen.tokens
         for name, part in self.parts.items():
             layers = can.layers(self.drafter.parts[name])
             hidden = seen.hidden.of(layers) if layers else Hidden()
@@ -99,7 +99,7 @@ class JointSession(DraftSession):
     def proposed(self, tree: TokenTree) -> None:
         """Everything that was proposed, each source's raw scores with it, verified or not."""
         if len(tree) > 1:
-            self._open.append((tree, len(self._said), 0))
+            self._open.append((tree, len(self._emitted), 0))
 
     def label(self, root: int) -> None:
         """Judge drafts by the text, which `root` comes next in: of a long one that is right, something is known at
@@ -117,7 +117,7 @@ class JointSession(DraftSession):
     def _label(self, coming: list[int]) -> None:
         still = []
         for tree, place, known in self._open:
-            followed = [*self._said[place:], *coming][1:]  # nothing, if the tree is about the coming root
+            followed = [*self._emitted[place:], *coming][1:]  # nothing, if the tree is about the coming root
             if not followed or self.drafter.learn(tree, followed, known):
                 still.append((tree, place, len(followed)))
         self._open = still

@@ -1,4 +1,4 @@
-"""Whom `auto` asks: drafters by name, the model's heads, a draft model, and whoever can search a store."""
+"""Whom `auto` asks: drafters by name, the model's heads, a draft model, and those that search a store."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def rehearse(target: Target, pilot: Pilot, parts: Mapping[str, Drafter], layers:
         for name, session in sessions.items():
             session.observe(Seen(words[start : slot.length], start, hidden.of(can.layers(parts[name]))))
     room = target.context - slot.length - 1
-    limit, root = Budget(target.usual_draft, min(target.usual_draft, room)), words[0]
+    limit, root = Budget(target.default_draft, min(target.default_draft, room)), words[0]
     trial = Pilot(pilot.costs, pilot.drafters, pilot.trees, pilot.heads)  # what it learns of this text goes with it
     Costs({1: 1.0, 2: 1.0}).observe(1, 1, 1.0)
     for _ in range(TRIAL):
@@ -55,9 +55,9 @@ def rehearse(target: Target, pilot: Pilot, parts: Mapping[str, Drafter], layers:
 
     def start_all(step: FixedStep) -> None:
         for name in pilot.heads:
-            can.behind(parts[name], sessions[name], step)
+            can.draft_ahead(parts[name], sessions[name], step)
 
-    want = Want(layers, samplers=(Sampler(Sampling(), words),), behind=start_all)
+    want = Want(layers, samplers=(Sampler(Sampling(), words),), during=start_all)
     for rows in target.widths:
         if rows <= min(1 + limit.nodes, room):
             target.score([slot], [TokenTree.chain(root, words[1:rows])], want)

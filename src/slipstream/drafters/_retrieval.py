@@ -14,7 +14,7 @@ from slipstream.datastores.durable.store import Store
 from slipstream.datastores.ingest.encoding import tokenizer_fingerprint
 from slipstream.datastores.live import LiveText
 from slipstream.datastores.sparse.runs import Runs, token_type
-from slipstream.datastores.sparse.search import Shape, draft
+from slipstream.datastores.sparse.search import SearchShape, draft
 from slipstream.drafters.base import DraftSession, Proposal, Seen
 from slipstream.errors import StoreError
 from slipstream.tree import TokenTree
@@ -27,10 +27,12 @@ if TYPE_CHECKING:
 class RetrievalSession(DraftSession):
     """Drafts what followed the text's last tokens in the given runs, and in the text itself if it is live."""
 
-    def __init__(self, source: str, shape: Shape, below: Callable[[], Runs], live: LiveText | None = None) -> None:
+    def __init__(
+        self, source: str, shape: SearchShape, below: Callable[[], Runs], live: LiveText | None = None
+    ) -> None:
         self.source, self.shape, self._below, self._live = source, shape, below, live
         self._tail: list[int] = []
-        self._within: tuple[Budget | None, Shape] = (None, shape)
+        self._within: tuple[Budget | None, SearchShape] = (None, shape)
 
     def observe(self, seen: Seen) -> None:
         self._tail = [*self._tail, *seen.tokens][-self.shape.longest :]

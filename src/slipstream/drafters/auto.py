@@ -1,4 +1,4 @@
-"""auto: asks whoever earns it, fuses what they say, and verifies as much of it as pays."""
+"""auto: asks the drafters that pay, fuses their trees, and verifies as much of them as pays."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class AutoDrafter(JointDrafter):
                 f"drafters names {', '.join(sorted(unknown))}: this model's auto asks {', '.join(self.parts)}"
             )
         names.discard("prediction")
-        if request.prediction:  # whoever gives one wants it to be used
+        if request.prediction:  # given to be used
             names.add("prediction")
             self.pilot.renew("prediction")
         return AutoSession(self, {name: part.begin(request) for name, part in self.parts.items() if name in names})
@@ -75,13 +75,13 @@ class AutoDrafter(JointDrafter):
     def measured(self, batch: int, rows: int, seconds: float) -> None:
         self._step = batch, rows, seconds
 
-    def behind(self, session: DraftSession, step: FixedStep) -> None:
-        """Whoever was asked about this step will probably be asked about the next."""
+    def draft_ahead(self, session: DraftSession, step: FixedStep) -> None:
+        """Those that were asked about this step will probably be asked about the next."""
         mine = cast(AutoSession, session)
         mine.ahead = True
         for source in mine.latest:
             if self.pilot.continues(source):
-                can.behind(self.parts[source.drafter], mine.parts[source.drafter], step)
+                can.draft_ahead(self.parts[source.drafter], mine.parts[source.drafter], step)
         self.pilot.judge()  # while the device works
         self._learn()
 
@@ -97,13 +97,13 @@ class AutoDrafter(JointDrafter):
         texts, limits = [session.text for session in mine], [budget.nodes for budget in budgets]
         trees = [TokenTree.root(root) for root in roots]
         names = {name for session, limit in zip(mine, limits, strict=True) if limit for name in session.parts}
-        late = {name for name, part in mine[0].parts.items() if can.late(part)} if mine[0].ahead else set()
+        unstarted = {name for name, part in mine[0].parts.items() if can.unstarted(part)} if mine[0].ahead else set()
         taken: dict[Source, float] = {}
-        for source in self.pilot.asks(names, len(mine), lambda: self.pilot.expects(texts, trees, limits), late):
+        for source in self.pilot.asks(names, len(mine), lambda: self.pilot.expects(texts, trees, limits), unstarted):
             who = [i for i, session in enumerate(mine) if limits[i] and source.drafter in session.parts]
             asking = Stopwatch()
             if any([mine[i].show(source) for i in who]):
-                late.add(source.drafter)
+                unstarted.add(source.drafter)
             found = self.parts[source.drafter].propose(
                 [mine[i].parts[source.drafter] for i in who],
                 [roots[i] for i in who],
@@ -118,12 +118,12 @@ class AutoDrafter(JointDrafter):
         if not taken:
             self.pilot.decline(len(roots))
             return [Proposal(tree) for tree in trees]
-        self.pilot.took(taken, late)
+        self.pilot.took(taken, unstarted)
         kept = self.pilot.choose(texts, trees, limits, taken)
         for session, tree, promised in zip(mine, trees, self.pilot.promised, strict=True):
             session.promised = promised
             session.proposed(tree)
-        self.pilot.joining.see((whole.seconds() - sum(taken.values())) / len(mine))
+        self.pilot.fusing.see((whole.seconds() - sum(taken.values())) / len(mine))
         return [Proposal(tree) for tree in kept]
 
     def _learn(self) -> None:
@@ -153,27 +153,27 @@ class AutoSession(JointSession):
         self.text = Text()
         self.asked: set[Source] = set()  # for the step that comes
         self.latest: set[Source] = set()  # and for the one under way
-        self.ahead = False  # whether drafts could be started behind that
+        self.ahead = False  # whether drafts could be started while it runs
         self.promised = 0.0  # tokens that the step's tree is expected to give beyond one
         self._last: Seen | None = None  # the latest step's tokens and states
         self._shown: dict[str, int] = {}  # by drafter: tokens since the first root that it was shown
 
     def observe(self, seen: Seen) -> None:
-        """The prompt is for everybody, the rest for whoever is asked."""
+        """The prompt is for every part, the rest for those that are asked."""
         if not self.begun:
             super().observe(seen)
             return
         if self.promised:
             self.text.see(self.promised, len(seen.tokens) - 1)
-        self._said += seen.tokens
+        self._emitted += seen.tokens
         self._last = seen
 
     def show(self, source: Source) -> bool:
         """It is asked: what its drafter has not seen of the text. The states of all but the last step are gone; without
         them it knows less, but hardly guesses worse. Returns whether it is asked about this text for the first time."""
         name, last = source.drafter, self._last
-        first, new = name not in self._shown, self._said[self._shown.get(name, 0) :]
-        self._shown[name] = len(self._said)
+        first, new = name not in self._shown, self._emitted[self._shown.get(name, 0) :]
+        self._shown[name] = len(self._emitted)
         self.asked.add(source)
         if new and last is not None:
             part, layers = self.parts[name], can.layers(self.drafter.parts[name])

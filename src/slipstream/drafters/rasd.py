@@ -90,10 +90,10 @@ class RasdDrafter(JointDrafter):
     def learn(self, tree: TokenTree, followed: Sequence[int], known: int) -> bool:
         return self.calibration.learn(tree, self._columns(tree), followed, known)
 
-    def behind(self, session: DraftSession, step: FixedStep) -> None:
+    def draft_ahead(self, session: DraftSession, step: FixedStep) -> None:
         """The generator is always asked; what else is drafted from needs the host."""
         if self.options.overlap:
-            can.behind(self.generator, cast(JointSession, session).parts[self.options.generator], step)
+            can.draft_ahead(self.generator, cast(JointSession, session).parts[self.options.generator], step)
 
     def propose(
         self, sessions: Sequence[DraftSession], roots: Sequence[int], budgets: Sequence[Budget]

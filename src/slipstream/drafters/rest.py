@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from slipstream.datastores.sparse.search import Shape
+from slipstream.datastores.sparse.search import SearchShape
 from slipstream.drafters._retrieval import RetrievalSession, open_store
 from slipstream.drafters.base import Drafter, DraftSession
 from slipstream.errors import OptionError
@@ -36,8 +36,10 @@ class RestOptions:
             )
         self.shape()
 
-    def shape(self) -> Shape:
-        return Shape(self.longest, self.shortest, self.matches, self.length, self.nodes, self.fill, random=self.random)
+    def shape(self) -> SearchShape:
+        return SearchShape(
+            self.longest, self.shortest, self.matches, self.length, self.nodes, self.fill, random=self.random
+        )
 
 
 class Rest(Drafter):

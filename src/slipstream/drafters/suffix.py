@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from slipstream.datastores.live import LiveText, Said
+from slipstream.datastores.live import EarlierAnswers, LiveText
 from slipstream.datastores.sparse.runs import Runs, token_type
-from slipstream.datastores.sparse.search import Shape
+from slipstream.datastores.sparse.search import SearchShape
 from slipstream.drafters._retrieval import RetrievalSession, open_store
 from slipstream.drafters.base import Drafter, DraftSession
 from slipstream.errors import OptionError
@@ -37,8 +37,8 @@ class SuffixOptions:
             raise OptionError("learn=True needs a store=… to append to")
         self.shape()
 
-    def shape(self) -> Shape:
-        return Shape(self.longest, self.shortest, self.matches, self.length, self.nodes, self.fill)
+    def shape(self) -> SearchShape:
+        return SearchShape(self.longest, self.shortest, self.matches, self.length, self.nodes, self.fill)
 
 
 class Suffix(Drafter):
@@ -51,11 +51,11 @@ class Suffix(Drafter):
         self.shared, self.shape = options.shared, options.shape()
         self.store = open_store(options.store, target, tokenizer, options.learn) if options.store else None
         self.dtype = self.store.dtype if self.store is not None else token_type(target.vocabulary)
-        self._said: Said | None = None
+        self._answers: EarlierAnswers | None = None
         self._joined: dict[str, tuple[Runs, Runs, Runs]] = {}
 
-    def attach(self, said: Said) -> None:
-        self._said = said
+    def attach(self, answers: EarlierAnswers) -> None:
+        self._answers = answers
 
     def begin(self, request: Request) -> DraftSession:
         if self.store is not None:
@@ -68,11 +68,11 @@ class Suffix(Drafter):
 
     def _below(self, collection: str) -> Runs:
         """Earlier answers and the store, as one thing to search; the same object until either changes."""
-        said = self._said.runs(collection) if self._said is not None else NOTHING
+        answers = self._answers.runs(collection) if self._answers is not None else NOTHING
         store = self.store.runs(collection) if self.store is not None else NOTHING
         known = self._joined.get(collection)
-        if known is None or known[0] is not said or known[1] is not store:
-            self._joined[collection] = known = (said, store, Runs((*store.runs, *said.runs), self.dtype))
+        if known is None or known[0] is not answers or known[1] is not store:
+            self._joined[collection] = known = (answers, store, Runs((*store.runs, *answers.runs), self.dtype))
         return known[2]
 
 

@@ -43,7 +43,7 @@ Row = dict[str, Any]  # a metrics.Row on its way through JSON
 
 
 @dataclass(frozen=True)
-class Look:
+class Mark:
     """How a contestant is told apart: by its drafter's colour, and by shape."""
 
     colour: str  # a CSS variable
@@ -59,16 +59,16 @@ class Look:
         return f'<path class="{kind}{" plain" * self.plain}" {self.paint} d="{self.shape}" {at}/>'
 
 
-def looks(names: Iterable[str]) -> dict[str, Look]:
+def looks(names: Iterable[str]) -> dict[str, Mark]:
     """Each takes the shape taken least so far, first of all in its own colour: contestants of one drafter share it."""
-    found = {PLAIN: Look(colour(PLAIN), SHAPES[0], plain=True)}
+    found = {PLAIN: Mark(colour(PLAIN), SHAPES[0], plain=True)}
     taken: Counter[tuple[str, int]] = Counter()
     for name in names:
         hue = colour(name)
         if name not in found:
             shape = min(range(len(SHAPES)), key=lambda i: (taken[hue, i], taken["", i], i))
             taken.update([(hue, shape), ("", shape)])
-            found[name] = Look(hue, SHAPES[shape])
+            found[name] = Mark(hue, SHAPES[shape])
     return found
 
 
@@ -97,7 +97,7 @@ def lengths(row: Row) -> dict[int, int]:
 # ---- the charts: "" where there is nothing to draw
 
 
-def speedups(rows: Sequence[Row], look: dict[str, Look], width: int) -> str:
+def speedups(rows: Sequence[Row], look: dict[str, Mark], width: int) -> str:
     """A group per category, in it a line per contestant: the speed-up over plain decoding with its interval."""
     rows = [row for row in rows if row["contestant"] != PLAIN]
     numbers = [n for row in rows for n in ratio(row, PLAIN) if n is not None]
@@ -132,7 +132,7 @@ def speedups(rows: Sequence[Row], look: dict[str, Look], width: int) -> str:
     return svg(width, y + 24, [*grid, *parts], "Speed-up over plain decoding, per category and contestant")
 
 
-def steps(rows: Sequence[Row], look: dict[str, Look], width: int) -> str:
+def steps(rows: Sequence[Row], look: dict[str, Mark], width: int) -> str:
     """Tokens per step against milliseconds per step, a point per contestant and category of our own engine."""
     points = [(sum(stages(r).values()), known(r.get("tokens_per_step")) or 0.0, r) for r in rows]
     points = [point for point in points if point[0] > 0 and point[1] > 0]
@@ -174,7 +174,7 @@ def steps(rows: Sequence[Row], look: dict[str, Look], width: int) -> str:
     return svg(width, bottom + 40, parts, "Tokens per step against milliseconds per step")
 
 
-def histograms(rows: Sequence[Row], look: dict[str, Look], width: int) -> str:
+def histograms(rows: Sequence[Row], look: dict[str, Mark], width: int) -> str:
     """How many drafted tokens a step keeps: a panel per contestant that drafts, over all prompts, on equal axes."""
     shown = [(row, lengths(row)) for row in rows if row["category"] == ALL and row["contestant"] != PLAIN]
     shown = [(row, counts) for row, counts in shown if sum(counts.values())]
@@ -207,7 +207,7 @@ def histograms(rows: Sequence[Row], look: dict[str, Look], width: int) -> str:
     return svg(width, deepest + 22, parts, "Drafted tokens kept per step, as a share of the steps")
 
 
-def times(rows: Sequence[Row], look: dict[str, Look], width: int) -> str:
+def times(rows: Sequence[Row], look: dict[str, Mark], width: int) -> str:
     """Where a step's time goes over all prompts: a bar per contestant of our own engine, a part per stage."""
     shown = [(row, stages(row)) for row in rows if row["category"] == ALL and stages(row)]
     longest = max((sum(spent.values()) for _, spent in shown), default=0)

@@ -21,7 +21,7 @@ class Item:
 
 
 @dataclass(frozen=True)
-class Run:
+class MeasuredRun:
     """One contestant's answer to one item."""
 
     contestant: str
@@ -50,7 +50,7 @@ def prepare(plain: Ours, prompts: Sequence[Prompt], decoding: Decoding) -> Itera
 
 def measure(
     contestants: Sequence[Contestant], items: Sequence[Item], decoding: Decoding, repeats: int, batch: int = 1
-) -> Iterator[Run]:
+) -> Iterator[MeasuredRun]:
     """Every contestant on every item, `batch` items together, `repeats` times, after a warm-up of each. Who goes first
     changes from batch to batch."""
     groups = [items[i : i + batch] for i in range(0, len(items), batch)]
@@ -64,4 +64,4 @@ def measure(
                 comparable = decoding.temperature == 0 or not isinstance(contestant, Peer)
                 for item, answer in zip(group, answers, strict=True):
                     equal = answer.tokens == item.plain if comparable else None
-                    yield Run(contestant.name, item.id, item.category, repeat, answer, equal)
+                    yield MeasuredRun(contestant.name, item.id, item.category, repeat, answer, equal)

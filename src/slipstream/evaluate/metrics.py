@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from slipstream.evaluate.measure import Run
+from slipstream.evaluate.measure import MeasuredRun
 
 ALL = "all"
 BOOTSTRAPS = 2000
@@ -52,7 +52,7 @@ class Row:
         return asdict(self)
 
 
-def summarise(runs: Sequence[Run], baselines: Sequence[str] = ("none", "hf")) -> list[Row]:
+def summarise(runs: Sequence[MeasuredRun], baselines: Sequence[str] = ("none", "hf")) -> list[Row]:
     """A row per contestant for all items together, then per category."""
     names = list(dict.fromkeys(r.contestant for r in runs))
     categories = list(dict.fromkeys(r.category for r in runs))
@@ -66,7 +66,7 @@ def summarise(runs: Sequence[Run], baselines: Sequence[str] = ("none", "hf")) ->
     return rows
 
 
-def speedup(runs: Sequence[Run], baseline: Sequence[Run]) -> Ratio:
+def speedup(runs: Sequence[MeasuredRun], baseline: Sequence[MeasuredRun]) -> Ratio:
     """Seconds per token of the baseline over ours, paired by item and repeat. An item counts with the median of its
     repeats: one hiccup of the machine must not. The interval is a bootstrap over items and over each item's repeats."""
     pairs = _pairs(runs, baseline)
@@ -86,7 +86,7 @@ def speedup(runs: Sequence[Run], baseline: Sequence[Run]) -> Ratio:
     return Ratio(float(ratio(typical.sum(0))), float(low), float(high), len(pairs))
 
 
-def _pairs(runs: Sequence[Run], baseline: Sequence[Run]) -> list[list[tuple[float, int, float, int]]]:
+def _pairs(runs: Sequence[MeasuredRun], baseline: Sequence[MeasuredRun]) -> list[list[tuple[float, int, float, int]]]:
     """Per item both answered: seconds and tokens, ours and the baseline's, of each repeat."""
     theirs = {(r.item, r.repeat): r.answer for r in baseline}
     found: dict[str, list[tuple[float, int, float, int]]] = defaultdict(list)
@@ -96,8 +96,8 @@ def _pairs(runs: Sequence[Run], baseline: Sequence[Run]) -> list[list[tuple[floa
     return list(found.values())
 
 
-def _row(name: str, category: str, runs: Sequence[Run], over: dict[str, Ratio]) -> Row:
-    repeats: dict[int, list[Run]] = defaultdict(list)
+def _row(name: str, category: str, runs: Sequence[MeasuredRun], over: dict[str, Ratio]) -> Row:
+    repeats: dict[int, list[MeasuredRun]] = defaultdict(list)
     for run in runs:
         repeats[run.repeat].append(run)
     rates = [
@@ -119,7 +119,7 @@ def _row(name: str, category: str, runs: Sequence[Run], over: dict[str, Ratio]) 
     )
 
 
-def _of_the_engine(runs: Sequence[Run]) -> dict[str, Any]:
+def _of_the_engine(runs: Sequence[MeasuredRun]) -> dict[str, Any]:
     stats = [r.answer.stats for r in runs if r.answer.stats is not None]
     if not stats:
         return {}

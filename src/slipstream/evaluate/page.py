@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.evaluate import charts
-from slipstream.evaluate.charts import PLAIN, STAGES, Look, Row, known, ratio, stages
+from slipstream.evaluate.charts import PLAIN, STAGES, Mark, Row, known, ratio, stages
 from slipstream.evaluate.glossary import explained, term
 from slipstream.evaluate.metrics import ALL
 from slipstream.evaluate.style import DEFINITIONS, STYLE
@@ -133,7 +133,7 @@ def _plain(value: Any) -> str:
 # ---- the charts
 
 
-FIGURES: dict[str, tuple[Callable[[Sequence[Row], dict[str, Look], int], str], str, str]] = {
+FIGURES: dict[str, tuple[Callable[[Sequence[Row], dict[str, Mark], int], str], str, str]] = {
     "speedups": (
         charts.speedups,
         "[speed-up|Speed-up] over plain decoding",
@@ -169,7 +169,7 @@ def _charts(rows: Sequence[Row]) -> str:
     return f'<div class="charts"><div>{first}</div><div>{"".join(rest)}</div></div>' if first else ""
 
 
-def _figure(name: str, rows: Sequence[Row], look: dict[str, Look], keys: dict[str, str]) -> str:
+def _figure(name: str, rows: Sequence[Row], look: dict[str, Mark], keys: dict[str, str]) -> str:
     draw, title, caption = FIGURES[name]
     if not (wide := draw(rows, look, WIDE)):
         return ""

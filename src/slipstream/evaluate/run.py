@@ -10,7 +10,7 @@ from slipstream import drafters
 from slipstream.drafters._capabilities import layers
 from slipstream.errors import OptionError
 from slipstream.evaluate.contestants import PEERS, Contestant, Decoding, Ours, Peer
-from slipstream.evaluate.measure import Item, Run, measure, prepare
+from slipstream.evaluate.measure import Item, MeasuredRun, measure, prepare
 from slipstream.evaluate.metrics import Row, summarise
 from slipstream.evaluate.replay import Recording, Replayed, record
 from slipstream.evaluate.report import document, provenance
@@ -23,7 +23,7 @@ Progress = Callable[[str, int, int], None]  # stage, done, of
 
 
 @dataclass(frozen=True)
-class Plan:
+class BenchPlan:
     """What to measure."""
 
     prompts: Sequence[Prompt]
@@ -43,7 +43,7 @@ class Plan:
 
 
 def benchmark(
-    plan: Plan,
+    plan: BenchPlan,
     model: Any,
     tokenizer: Any,
     progress: Progress,
@@ -54,7 +54,7 @@ def benchmark(
     plain = Ours("none", LLM(model, tokenizer, "none"))
     contestants = [_contestant(name, plan, plain, draft_model) for name in plan.contestants]
     items: list[Item] = []
-    runs: list[Run] = []
+    runs: list[MeasuredRun] = []
     turns = sum(len(p.turns) for p in plan.prompts)
     total = turns * len(contestants) * plan.repeats
     missing = None
@@ -74,7 +74,7 @@ def benchmark(
     )
 
 
-def make_recording(plan: Plan, model: Any, tokenizer: Any, progress: Progress) -> Recording:
+def make_recording(plan: BenchPlan, model: Any, tokenizer: Any, progress: Progress) -> Recording:
     """Answer all prompts plainly and keep the answers, with the hidden states that the plan's drafters want."""
     plain = Ours("none", LLM(model, tokenizer, "none"))
     turns = sum(len(p.turns) for p in plan.prompts)
@@ -98,7 +98,7 @@ def replay(
         raise OptionError(f"{', '.join(peers)} can't be replayed: only drafters of this engine can")
     contestants = [Replayed(name, recording, **drafter_options.get(name, {})) for name in names]
     total = len(recording.items) * len(contestants) * repeats
-    runs: list[Run] = []
+    runs: list[MeasuredRun] = []
     for run in measure(contestants, recording.items, recording.decoding, repeats):
         runs.append(run)
         progress("replaying", len(runs), total)
@@ -108,7 +108,7 @@ def replay(
     return rows, document(rows, about, target.device, recording.decoding, len(recording.items), repeats, {}, None)
 
 
-def _contestant(name: str, plan: Plan, plain: Ours, draft_model: Any) -> Contestant:
+def _contestant(name: str, plan: BenchPlan, plain: Ours, draft_model: Any) -> Contestant:
     if name == "none":
         return plain
     if name in PEERS:

@@ -15,11 +15,11 @@ from slipstream.heads.eagle3 import Eagle3
 from slipstream.heads.layer_config import LayerConfig
 from slipstream.heads.layouts import blank_head, find_head
 from slipstream.heads.medusa import Medusa
-from slipstream.heads.published import Found
+from slipstream.heads.published import Published
 
 
 @dataclass(frozen=True)
-class Report:
+class HeadReport:
     kind: str
     layout: str
     target: str | None  # whom its files name
@@ -33,7 +33,7 @@ class Report:
     misfit: str | None = None  # why it can't draft for the model it was compared with; None: it can, or there is none
 
 
-def check_head(source: str | Path, model: Any = None) -> Report:
+def check_head(source: str | Path, model: Any = None) -> HeadReport:
     """What can't be loaded at all raises. model: its target, whose weights may be missing (on the meta device)."""
     folder = find_folder(source)
     config = read_config(folder)
@@ -47,7 +47,7 @@ def check_head(source: str | Path, model: Any = None) -> Report:
             misfit = str(error)
     parameters = [found.tensors[name] for name, _ in head.named_parameters()]
     types = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in parameters})
-    return Report(
+    return HeadReport(
         kind=head.kind,
         layout=found.layout,
         target=target,
@@ -93,7 +93,7 @@ def _guesses(head: Head) -> str:
     return f"{ahead} ahead, among {among}"
 
 
-def _odd(config: Mapping[str, Any], found: Found, head: Head) -> list[str]:
+def _odd(config: Mapping[str, Any], found: Published, head: Head) -> list[str]:
     """What is no mistake for certain, but worth knowing."""
     odd = []
     if isinstance(head, Medusa) and "slipstream" not in config:

@@ -18,10 +18,10 @@ from torch.nn import functional
 from transformers.activations import ACT2FN
 
 from slipstream.heads.base import Head, Prediction, by_kernels, follow, later
-from slipstream.heads.keys import Look
+from slipstream.heads.keys import Attention
 from slipstream.heads.layer_config import LayerConfig
 from slipstream.heads.rotary import Rotary, rotate
-from slipstream.targets.captured.modules import Part
+from slipstream.targets.captured.modules import JointPart
 
 # (b, heads, n, d), (b, kv, n, d), (b, kv, n, d) -> (b, w, heads, d) of the last w, those that look
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -73,7 +73,7 @@ class FeatureHead(Head):
         return self.last_norm(after) if self.norm_output and self.last_norm is not None else after
 
     def draft(
-        self, tokens: Tensor, features: Tensor, chain: Tensor | None, positions: Tensor, look: Look
+        self, tokens: Tensor, features: Tensor, chain: Tensor | None, positions: Tensor, look: Attention
     ) -> tuple[Tensor, Tensor | None]:
         """A step of those (b, n) tokens whose features (b, ·, H) before them have the numbers chain (b, n); None: one
         after the other. Gives the features after the last w, those that look, and the same under the last norm."""
@@ -212,7 +212,7 @@ class _Attention(nn.Module):
 
     def forward(self, x: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         products = (self.q_proj, self.k_proj, self.v_proj)
-        if isinstance(attend, Look) and by_kernels(x) and not self.normed:
+        if isinstance(attend, Attention) and by_kernels(x) and not self.normed:
             mixed = attend.turned(_together(products, x), positions, self.rotary.frequencies, self.rotary.scale)
         else:
             query, key, value = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in products)
@@ -264,6 +264,6 @@ def add_norm(x: Tensor, residual: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor
 
 def _together(layers: Sequence[nn.Module], x: Tensor) -> Tensor:
     """(b, n, ·) what several layers make of x, side by side."""
-    if isinstance(layers[0], Part):  # they are one already
+    if isinstance(layers[0], JointPart):  # they are one already
         return layers[0].whole(x, True)
     return torch.cat([layer(x) for layer in layers], dim=-1)

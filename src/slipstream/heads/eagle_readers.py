@@ -13,7 +13,7 @@ from torch import Tensor
 from slipstream.heads.configs import spell_speculators
 from slipstream.heads.eagle import Eagle, EagleConfig
 from slipstream.heads.eagle3 import Eagle3, Eagle3Config
-from slipstream.heads.published import EMBEDDING, OUTPUT, Found, Json, Tensors, absent, count, draft_ids, whole
+from slipstream.heads.published import EMBEDDING, OUTPUT, Json, Published, Tensors, absent, count, draft_ids, whole
 
 AUX = "eagle_aux_hidden_state_layer_ids"
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -23,7 +23,7 @@ OLD_NORMS = {"aux_norm_low": "fc_norm.0", "aux_norm_mid": "fc_norm.1", "aux_norm
 # ---- EAGLE-1
 
 
-def read_eagle(config: Json, tensors: Tensors) -> Found:
+def read_eagle(config: Json, tensors: Tensors) -> Published:
     own = _without_frequencies(tensors)
     odd: tuple[str, ...] = ()
     if OUTPUT in own:
@@ -35,10 +35,10 @@ def read_eagle(config: Json, tensors: Tensors) -> Found:
         bias=bool(config.get("bias", "fc.bias" in tensors)),
         **_layer_fields(config, tensors, "layers.0."),
     )
-    return Found(Eagle, sizes, own, absent(EMBEDDING, own), layout="EAGLE-1/2, HASS (SafeAILab)", odd=odd)
+    return Published(Eagle, sizes, own, absent(EMBEDDING, own), layout="EAGLE-1/2, HASS (SafeAILab)", odd=odd)
 
 
-def read_speculators_eagle(config: Json, tensors: Tensors) -> Found:
+def read_speculators_eagle(config: Json, tensors: Tensors) -> Published:
     """EAGLE-1 with other names."""
     if config.get("layernorms"):
         raise ValueError("it has the extra norms of `layernorms: true`, which EAGLE-1 does not have and we don't run")
@@ -62,12 +62,12 @@ def read_speculators_eagle(config: Json, tensors: Tensors) -> Found:
 # ---- EAGLE-3
 
 
-def read_eagle3(config: Json, tensors: Tensors) -> Found:
+def read_eagle3(config: Json, tensors: Tensors) -> Published:
     who = "ModelOpt" if any(name.startswith("layers.0.") for name in tensors) else "SafeAILab, SpecForge"
     return _eagle3(config, config, tensors, f"EAGLE-3 ({who})")
 
 
-def read_speculators(config: Json, tensors: Tensors) -> Found:
+def read_speculators(config: Json, tensors: Tensors) -> Published:
     """The layer's sizes stand apart."""
     layer = config["transformer_layer_config"]
     version = config.get("speculators_version")
@@ -75,7 +75,7 @@ def read_speculators(config: Json, tensors: Tensors) -> Found:
     return replace(found, config=replace(found.config, target=_verifier(config)))
 
 
-def _eagle3(config: Json, layer: Json, tensors: Tensors, layout: str) -> Found:
+def _eagle3(config: Json, layer: Json, tensors: Tensors, layout: str) -> Published:
     nested: Json = config.get("eagle_config") or {}
     _refuse(config, nested, tensors)
 
@@ -108,7 +108,7 @@ def _eagle3(config: Json, layer: Json, tensors: Tensors, layout: str) -> Found:
     def spell(name: str) -> str:
         return names.get(name) or (spell_speculators(name) if spelled else name)
 
-    return Found(Eagle3, sizes, own, borrowed, spell, layout)
+    return Published(Eagle3, sizes, own, borrowed, spell, layout)
 
 
 def _refuse(config: Json, nested: Json, tensors: Tensors) -> None:

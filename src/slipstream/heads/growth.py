@@ -188,7 +188,7 @@ def _grown_shapes(
 
 def keep_best(record: Record, members: Tensor | None, first: Tensor | None, count: int) -> Tensor:
     """The `count` most probable paths of a record, of equals those found first, as `pack` puts them: (b, 3, count), and
-    behind them tokens (b, k) as `pack_first` does. members (N,): who may be kept; None: all. What has no probability is
+    after them tokens (b, k) as `pack_first` does. members (N,): who may be kept; None: all. What has no probability is
     padding.
 
     A parent is at least as probable as its children and was found before them, so it stands before them, and none is

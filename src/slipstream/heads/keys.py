@@ -1,6 +1,6 @@
 """KeyCache: the keys and values of a head's layers, for all sessions, and attention over them.
 
-A session's text lies in the first columns of its row. Drafted tokens lie behind it, and each looks at the text and at
+A session's text lies in the first columns of its row. Drafted tokens lie after it, and each looks at the text and at
 its own path. Who looks where is all in tensors, so that a captured CUDA graph follows it.
 """
 
@@ -98,15 +98,15 @@ class KeyCache:
 
     def through(
         self, rows: Tensor, columns: Tensor, lengths: Tensor | None = None, paths: Tensor | None = None
-    ) -> Look:
+    ) -> Attention:
         """Attention for one reading of the layer: its keys go to these rows (b,) and columns (b, n), and the last w of
         the n look at the first `lengths` (b,) columns and at those of their paths (b, w, depth), their own last.
         Without paths nobody looks."""
-        return Look(self, rows, columns, lengths, paths)
+        return Attention(self, rows, columns, lengths, paths)
 
 
 @dataclass(frozen=True)
-class Look:
+class Attention:
     """See `KeyCache.through`."""
 
     cache: KeyCache
@@ -117,7 +117,7 @@ class Look:
     layer: int = 0
     everyone: bool = False  # whether all n look, each at the columns up to its own; for what is text
 
-    def for_layers(self, count: int) -> list[Look]:
+    def for_layers(self, count: int) -> list[Attention]:
         """One for each layer. Below the last one everyone must look, since the keys above are made of what they see;
         where all that are read look anyway, they do it along their paths."""
         if count == 1:
@@ -188,7 +188,7 @@ def _place_shapes(given: Tensor, depths: int) -> tuple[Tensor, Tensor, Tensor]:
 @torch.library.custom_op("slipstream::extend_paths", mutates_args=())
 def extend_paths(paths: Tensor, chain: Tensor, free: Tensor, used: int) -> Tensor:
     """(b, w', depth) -> (b, w, depth + 1) int32: each of w goes on from the path numbered chain (b, w), in a column of
-    its own: the first is `used` columns behind `free` (b,)."""
+    its own: the first is `used` columns after `free` (b,)."""
     if paths.device.type == "cuda":
         from slipstream.heads.layer_kernel import longer_paths
 

@@ -23,7 +23,7 @@ from slipstream.heads.configs import VERSION, published_config, speculators_conf
 from slipstream.heads.eagle3 import Eagle3
 from slipstream.heads.medusa import Medusa
 from slipstream.heads.mlp import MLPSpeculator
-from slipstream.heads.published import EMBEDDING, Found, Tensors
+from slipstream.heads.published import EMBEDDING, Published, Tensors
 from slipstream.heads.readers import understand
 from slipstream.heads.redrafter import ReDrafter
 
@@ -62,7 +62,7 @@ def load_head(source: str | Path, model: Any = None, dtype: torch.dtype | str | 
     return head
 
 
-def find_head(folder: Path, config: Mapping[str, Any], vocabulary: int | None = None) -> Found:
+def find_head(folder: Path, config: Mapping[str, Any], vocabulary: int | None = None) -> Published:
     """What a folder's files say they are. vocabulary: the target's, if it is known."""
     try:
         return understand(folder, config, read_tensors(folder), vocabulary)
@@ -72,7 +72,7 @@ def find_head(folder: Path, config: Mapping[str, Any], vocabulary: int | None = 
         raise DrafterError(f"{folder} can't be understood as a head: {error}") from error
 
 
-def blank_head(folder: Path, found: Found) -> Head:
+def blank_head(folder: Path, found: Published) -> Head:
     """The head without values, for which those of the files have proved to fit."""
     try:
         head = found.kind.blank(found.config, found.borrowed)
@@ -145,7 +145,7 @@ def _output_biases(head: Eagle3) -> Tensors:
     return {name.replace("weight", "bias"): torch.zeros(head.config.width, dtype=head.dtype) for name in names}
 
 
-def _share_embedding(found: Found, model: Any) -> Found:
+def _share_embedding(found: Published, model: Any) -> Published:
     """Published files repeat the target's embedding: no need to hold it twice."""
     own = found.tensors.get(EMBEDDING)
     if own is None or EMBEDDING not in found.kind.lendable(found.config) or not _same(own, Lender.of(model).table()):
@@ -154,7 +154,7 @@ def _share_embedding(found: Found, model: Any) -> Found:
     return replace(found, tensors=rest, borrowed=found.borrowed | {EMBEDDING})
 
 
-def _check(folder: Path, head: Head, found: Found) -> None:
+def _check(folder: Path, head: Head, found: Published) -> None:
     """Every tensor the head has is in the file, in the right shape, and nothing else is."""
     wanted = {name: tuple(t.shape) for name, t in head.state_dict().items()}
     has = {name: tuple(t.shape) for name, t in found.tensors.items()}

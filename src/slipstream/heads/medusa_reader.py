@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from slipstream.heads.medusa import Medusa, MedusaConfig
-from slipstream.heads.published import Found, Json, Tensors, check_ids, count, whole
+from slipstream.heads.published import Json, Published, Tensors, check_ids, count, whole
 
 NAMES = r"(medusa_heads?\.)?(\d+\.\d+\.linear|blocks\.\d+\.layers\.\d+)\."  # of a block's tensors
 
 
-def read_medusa(config: Json, tensors: Tensors) -> Found:
+def read_medusa(config: Json, tensors: Tensors) -> Published:
     """The files say how many heads there are; published configs don't always."""
     prefix = next((m[1] or "" for name in tensors if (m := re.match(NAMES, name))), "")
     inside = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
@@ -53,7 +53,7 @@ def read_medusa(config: Json, tensors: Tensors) -> Found:
         own |= {name: block.new_zeros(len(block)) for name in names.values() if name.endswith(".bias")}
     borrowed = frozenset() if outputs else frozenset(Medusa.lendable(sizes))
     form = "vLLM" if vllm else "FasterDecoding, within a whole model" if prefix == "medusa_head." else "FasterDecoding"
-    return Found(Medusa, sizes, own, borrowed, spell, f"Medusa ({form})", odd)
+    return Published(Medusa, sizes, own, borrowed, spell, f"Medusa ({form})", odd)
 
 
 def _numbers(pattern: str, tensors: Tensors) -> dict[str, tuple[str, str]]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from slipstream.kernels.ops import best_tokens
 from slipstream.tree import TokenTree
 
-FIRST = -2  # marks a token behind packed nodes: no parent, no probability has these bits
+FIRST = -2  # marks a token after packed nodes: no parent, no probability has these bits
 FEW = 16  # tokens that the kernel for the best few is asked for at most
 
 
@@ -54,7 +54,7 @@ def likeliest(logits: Tensor, count: int) -> Tensor:
 
 
 def pack_first(packed: Tensor, tokens: Tensor | None) -> Tensor:
-    """What `pack` or `pack_chains` gave, (b, ·, n), with tokens (b, k) behind it. They are no nodes: -2 marks them."""
+    """What `pack` or `pack_chains` gave, (b, ·, n), with tokens (b, k) after it. They are no nodes: -2 marks them."""
     if tokens is None:
         return packed
     mark = tokens.new_full(tokens.shape, FIRST, dtype=torch.int32)
@@ -62,5 +62,5 @@ def pack_first(packed: Tensor, tokens: Tensor | None) -> Tensor:
 
 
 def unpack_first(packed: NDArray[np.int32]) -> tuple[int, ...] | None:
-    """The tokens that `pack_first` put behind one sequence's nodes (·, n); None: it put none."""
+    """The tokens that `pack_first` put after one sequence's nodes (·, n); None: it put none."""
     return tuple(packed[0, packed[1] == FIRST].tolist()) or None

@@ -19,7 +19,7 @@ Tensors = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Found:
+class Published:
     """A checkpoint as understood: tensors by the head's own names."""
 
     kind: type[Head]

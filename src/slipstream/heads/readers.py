@@ -15,11 +15,11 @@ from slipstream.heads.eagle_readers import read_eagle, read_eagle3, read_specula
 from slipstream.heads.medusa_reader import NAMES as MEDUSA
 from slipstream.heads.medusa_reader import read_medusa
 from slipstream.heads.mlp import MLPConfig, MLPSpeculator
-from slipstream.heads.published import Found, Json, Tensors, count, draft_ids, whole
+from slipstream.heads.published import Json, Published, Tensors, count, draft_ids, whole
 from slipstream.heads.redrafter import ReDrafter, ReDrafterConfig
 
 
-def understand(folder: Path, config: Json, tensors: Tensors, vocabulary: int | None = None) -> Found:
+def understand(folder: Path, config: Json, tensors: Tensors, vocabulary: int | None = None) -> Published:
     """vocabulary: the target's, if it is known. A few layouts leave it out."""
     ours = config.get("slipstream")
     if ours is not None:
@@ -37,7 +37,7 @@ def understand(folder: Path, config: Json, tensors: Tensors, vocabulary: int | N
     return _read(kind, config, tensors, vocabulary)
 
 
-def _read(kind: str, config: Json, tensors: Tensors, vocabulary: int | None) -> Found:
+def _read(kind: str, config: Json, tensors: Tensors, vocabulary: int | None) -> Published:
     if kind == "medusa" and "vocab_size" not in config and vocabulary is not None:
         config = {**config, "vocab_size": vocabulary}
     return _READERS[kind](config, tensors)
@@ -76,7 +76,7 @@ def _recognise(folder: Path, config: Json, tensors: Tensors) -> str:
     )
 
 
-def _read_redrafter(config: Json, tensors: Tensors) -> Found:
+def _read_redrafter(config: Json, tensors: Tensors) -> Published:
     likely = (config.get("slipstream") or {}).get("draft_vocab_size")  # published heads have no such thing
     sizes = ReDrafterConfig(
         vocab_size=count(config, "vocab_size"),
@@ -90,10 +90,10 @@ def _read_redrafter(config: Json, tensors: Tensors) -> Found:
     if likely is not None and "d2t" in own:
         own["d2t"] = whole("d2t", own["d2t"])
         draft_ids(own["d2t"], sizes.vocab_size)
-    return Found(ReDrafter, sizes, own, layout="ReDrafter (apple)")
+    return Published(ReDrafter, sizes, own, layout="ReDrafter (apple)")
 
 
-def _read_mlp(config: Json, tensors: Tensors) -> Found:
+def _read_mlp(config: Json, tensors: Tensors) -> Published:
     inner = config.get("inner_dim") or config["emb_dim"]
     sizes = MLPConfig(
         vocab_size=count(config, "vocab_size"),
@@ -111,7 +111,7 @@ def _read_mlp(config: Json, tensors: Tensors) -> Found:
 
     if sizes.tie_weights:
         own = _one_of_each(own)
-    return Found(MLPSpeculator, sizes, own, spell=spell, layout="MLP Speculator (fms-extras, vLLM)")
+    return Published(MLPSpeculator, sizes, own, spell=spell, layout="MLP Speculator (fms-extras, vLLM)")
 
 
 def _one_of_each(tensors: Tensors) -> Tensors:
@@ -128,7 +128,7 @@ def _one_of_each(tensors: Tensors) -> Tensors:
     return kept
 
 
-_READERS: dict[str, Callable[[Json, Tensors], Found]] = {
+_READERS: dict[str, Callable[[Json, Tensors], Published]] = {
     "medusa": read_medusa,
     "redrafter": _read_redrafter,
     "mlp": _read_mlp,

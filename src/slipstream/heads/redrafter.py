@@ -149,7 +149,7 @@ class ReDrafter(Head):
         return self._output(self._refine(x, 0))
 
     def _refine(self, x: Tensor, done: int) -> Tensor:
-        """(…, E) behind so many of the blocks -> (…, E) behind all."""
+        """(…, E) after so many of the blocks -> (…, E) after all."""
         for block in list(self.lm_head)[done : self.config.num_draft_layers]:
             x = block(x)
         return x
@@ -186,7 +186,7 @@ class ReDrafter(Head):
         return product(x.to(rows.dtype), rows)
 
     def _read(self, prepared: tuple[Tensor, ...], state: Tensor) -> Tensor:
-        """(b, w, H) -> (b, w, E) behind all blocks."""
+        """(b, w, H) -> (b, w, E) after all blocks."""
         if len(prepared) == 1:
             return self._refine(torch.cat((prepared[0].expand_as(state), state), dim=-1), 0)
         shift, shifted = prepared

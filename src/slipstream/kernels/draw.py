@@ -61,17 +61,17 @@ def _adjusted(logits: torch.Tensor, draws: Draws, history: History | None) -> to
     if history is None:
         return x
     slots = history.rows.long()
-    said = history.said[slots][:, None].repeat(1, x.shape[1], 1)  # (b, n, V)
+    emitted = history.emitted[slots][:, None].repeat(1, x.shape[1], 1)  # (b, n, V)
     on = torch.arange(history.paths.shape[2], device=x.device) <= history.depths[..., None]  # (b, n, D)
     row = (history.paths - history.lengths[:, None, None]).where(on, 0).long()
     token = history.ids.long()[:, None].expand(-1, x.shape[1], -1).gather(2, row)
-    said.scatter_add_(2, token, on.int())
+    emitted.scatter_add_(2, token, on.int())
     x = x + history.bias[slots][:, None]
     penalty = draws.repetition[:, None, None]
-    seen = (history.prompt[slots][:, None] > 0) | (said > 0)
+    seen = (history.prompt[slots][:, None] > 0) | (emitted > 0)
     x = torch.where(x < 0, x * penalty, x / penalty).where(seen, x)
-    minus = draws.presence[:, None, None].double() + draws.frequency[:, None, None].double() * said
-    return torch.where(said > 0, x - minus.float(), x)
+    minus = draws.presence[:, None, None].double() + draws.frequency[:, None, None].double() * emitted
+    return torch.where(emitted > 0, x - minus.float(), x)
 
 
 def _most_probable(x: torch.Tensor, k: torch.Tensor) -> torch.Tensor:

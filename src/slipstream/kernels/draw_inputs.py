@@ -48,13 +48,13 @@ class Draws:
 class History:
     """What biases and penalties look at: per slot the text so far, per row the drafted path that leads to it.
 
-    The boundary is the committed length. `prompt` and `said` hold what was committed, as the cache does; the root and
-    all drafts, decided or not, are in `ids`, and each row finds those before it, and itself, by its path. So a step
+    The boundary is the committed length. `prompt` and `emitted` hold what was committed, as the cache does. The root
+    and all drafts, decided or not, are in `ids`; each row finds those before it, and itself, by its path. So a step
     writes nothing here: what was accepted is added by `commit`, along with the accepted keys.
     """
 
     prompt: torch.Tensor  # (slots, V) uint8, whether the prompt has the token
-    said: torch.Tensor  # (slots, V) int32, how often the committed output has it
+    emitted: torch.Tensor  # (slots, V) int32, how often the committed output has it
     bias: torch.Tensor  # (slots, V) float32
     rows: torch.Tensor  # (b,) int32, each sequence's slot
     lengths: torch.Tensor  # (b,) int32, committed tokens
@@ -66,7 +66,7 @@ class History:
 
     def begin(self, slot: int, prompt: Sequence[int], logit_bias: Mapping[int, float]) -> None:
         """`slot` holds a new sequence. Between steps, not within one."""
-        for state in (self.prompt, self.said, self.bias):
+        for state in (self.prompt, self.emitted, self.bias):
             state[slot] = 0
         self.prompt[slot, torch.tensor(list(prompt), dtype=torch.long)] = 1
         self.bias[slot, torch.tensor(list(logit_bias), dtype=torch.long)] = torch.tensor(
@@ -75,5 +75,5 @@ class History:
 
     def commit(self, tokens: torch.Tensor) -> None:
         """tokens: (b, m) int32, what each sequence of the batch has newly committed; negative: nothing."""
-        at = self.rows[:, None].long() * self.said.shape[1] + tokens.clamp(min=0)
-        self.said.view(-1).scatter_add_(0, at.flatten(), (tokens >= 0).int().flatten())
+        at = self.rows[:, None].long() * self.emitted.shape[1] + tokens.clamp(min=0)
+        self.emitted.view(-1).scatter_add_(0, at.flatten(), (tokens >= 0).int().flatten())

@@ -71,18 +71,18 @@ def _with_history(logits: torch.Tensor, draws: Draws, history: History) -> torch
     b, n, vocabulary = logits.shape
     depth = history.paths.shape[2]
     assert logits.stride(2) == 1, "a row's logits lie side by side"
-    assert history.prompt.shape == history.said.shape == history.bias.shape, "the state has one shape"
+    assert history.prompt.shape == history.emitted.shape == history.bias.shape, "the state has one shape"
     assert history.prompt.shape[1] == vocabulary, "the state covers the vocabulary"
     assert history.ids.shape == history.depths.shape == (b, n), "one entry per row"
     assert history.paths.shape == (b, n, depth), "one path per row"
-    tensors = [history.prompt, history.said, history.bias, history.ids, history.depths, history.paths]
+    tensors = [history.prompt, history.emitted, history.bias, history.ids, history.depths, history.paths]
     assert all(t.is_contiguous() for t in tensors), "rows lie side by side"
     out = torch.empty((b, n, vocabulary), dtype=torch.float32, device=logits.device)
     # fmt: off
     _adjust[(-(-vocabulary // CHUNK), b * n)](
         logits, logits.stride(0), logits.stride(1), n, vocabulary,
         draws.repetition, draws.presence, draws.frequency,
-        history.prompt, history.said, history.bias, history.rows, history.lengths, history.ids, history.depths,
+        history.prompt, history.emitted, history.bias, history.rows, history.lengths, history.ids, history.depths,
         history.paths, depth, out,
         CHUNK=CHUNK, PAD_D=triton.next_power_of_2(depth), OTHERS=32, **EXACT,
     )
@@ -94,11 +94,11 @@ def _with_history(logits: torch.Tensor, draws: Draws, history: History) -> torch
 
 
 @triton.jit
-def _penalised(x, prompt, said, bias, repetition, presence, frequency):  # type: ignore[no-untyped-def]
+def _penalised(x, prompt, emitted, bias, repetition, presence, frequency):  # type: ignore[no-untyped-def]
     x += bias
-    x = tl.where((prompt > 0) | (said > 0), tl.where(x < 0, x * repetition, tl.div_rn(x, repetition)), x)
-    minus = presence.to(tl.float64) + frequency.to(tl.float64) * said.to(tl.float64)
-    return tl.where(said > 0, x - minus.to(tl.float32), x)
+    x = tl.where((prompt > 0) | (emitted > 0), tl.where(x < 0, x * repetition, tl.div_rn(x, repetition)), x)
+    minus = presence.to(tl.float64) + frequency.to(tl.float64) * emitted.to(tl.float64)
+    return tl.where(emitted > 0, x - minus.to(tl.float32), x)
 
 
 @triton.jit
@@ -114,7 +114,7 @@ def _on_path(ids, paths, length, end, k):  # type: ignore[no-untyped-def]
                                "by_sequence", "by_row", "n", "depth_limit"])
 def _adjust(  # type: ignore[no-untyped-def]
     logits, by_sequence, by_row, n, vocabulary, repetition, presence, frequency,
-    prompt, said, bias, rows, lengths, ids, depths, paths, depth_limit, out,
+    prompt, emitted, bias, rows, lengths, ids, depths, paths, depth_limit, out,
     CHUNK: tl.constexpr, PAD_D: tl.constexpr, OTHERS: tl.constexpr,
 ):
     # fmt: on
@@ -125,7 +125,7 @@ def _adjust(  # type: ignore[no-untyped-def]
     out += row.to(tl.int64) * vocabulary
     slot = tl.load(rows + sequence).to(tl.int64) * vocabulary
     prompt += slot
-    said += slot
+    emitted += slot
     bias += slot
     repeat = tl.load(repetition + sequence)
     present = tl.load(presence + sequence)
@@ -135,7 +135,7 @@ def _adjust(  # type: ignore[no-untyped-def]
     there = at < vocabulary
     x = tl.load(logits + at, mask=there, other=0.0).to(tl.float32)
     before = tl.load(prompt + at, mask=there, other=0)
-    times = tl.load(said + at, mask=there, other=0)
+    times = tl.load(emitted + at, mask=there, other=0)
     plus = tl.load(bias + at, mask=there, other=0.0)
     tl.store(out + at, _penalised(x, before, times, plus, repeat, present, frequent), mask=there)
     tl.debug_barrier()  # what is stored below is stored last
@@ -152,7 +152,7 @@ def _adjust(  # type: ignore[no-untyped-def]
     there = (token >= chunk * CHUNK) & (token < chunk * CHUNK + CHUNK)
     x = tl.load(logits + token, mask=there, other=0.0).to(tl.float32)
     before = tl.load(prompt + token, mask=there, other=0)
-    times = tl.load(said + token, mask=there, other=0) + on_path
+    times = tl.load(emitted + token, mask=there, other=0) + on_path
     plus = tl.load(bias + token, mask=there, other=0.0)
     tl.store(out + token, _penalised(x, before, times, plus, repeat, present, frequent), mask=there)
 

@@ -42,12 +42,12 @@ def _walk(  # type: ignore[no-untyped-def]
     depth = tl.load(depths + sequence * n + node, mask=there, other=-1)
     drafted = depth > 0
     above = tl.load(paths + (sequence * n + node) * n + depth - 1, mask=drafted, other=0) - tl.load(lengths + sequence)
-    said = tl.load(chosen + sequence * n + node, mask=there, other=-1)
+    picked = tl.load(chosen + sequence * n + node, mask=there, other=-1)
 
     on_path = node == 0
     at = 0
     while at >= 0:
-        next_token = tl.sum(tl.where(node == at, said, 0), 0)
+        next_token = tl.sum(tl.where(node == at, picked, 0), 0)
         below = drafted & (above == at) & (token == next_token)
         first = tl.min(tl.where(below, node, PAD_N), 0)  # of equal siblings
         on_path |= node == first
@@ -59,5 +59,5 @@ def _walk(  # type: ignore[no-untyped-def]
     here = on_path[None, :] & (place[None, :] == slot[:, None])  # (PAD_R, PAD_N)
     table += sequence * (1 + 2 * ROOM)
     tl.store(table, tl.minimum(count, ROOM).to(tl.int64))
-    tl.store(table + 1 + slot, tl.sum(tl.where(here, said[None, :], 0), 1).to(tl.int64), mask=slot < ROOM)
+    tl.store(table + 1 + slot, tl.sum(tl.where(here, picked[None, :], 0), 1).to(tl.int64), mask=slot < ROOM)
     tl.store(table + 1 + ROOM + slot, tl.sum(tl.where(here, node[None, :], 0), 1).to(tl.int64), mask=slot < ROOM)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 @contextmanager
 def alibi_by_position(model: Any, key: NDArray[np.int64]) -> Iterator[None]:
-    """key (b, width): the absolute position behind each cached key."""
+    """key (b, width): the absolute position of each cached key."""
     body: Any = getattr(model, "transformer", None)
     if not hasattr(body, "build_alibi_tensor"):
         yield

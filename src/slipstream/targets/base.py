@@ -27,7 +27,7 @@ class Want:
     samplers: tuple[Sampler | None, ...] = ()
     # What reads nothing but what the forward leaves on the device can be started before the forward has ended: a target
     # that runs ahead of the host calls this then, with the step under way.
-    behind: Callable[[Any], None] | None = None
+    during: Callable[[Any], None] | None = None
 
     @property
     def argmax(self) -> bool:
@@ -96,12 +96,12 @@ class Target(ABC):
     chains: bool = True  # False: only the root can be scored
     exact: bool = True  # False: too little precision for a text never to depend on what was drafted
     exact_together: bool = True  # the same for sequences that run as a batch, whose members come and go
-    ahead: bool = False  # whether it calls `Want.behind`, where it chooses tokens itself
+    ahead: bool = False  # whether it calls `Want.during`, where it chooses tokens itself
     widths: tuple[int, ...] = ()  # a step is padded to one of these numbers of rows; empty: it is not
     notes: tuple[str, ...] = ()  # what a user should know about this model
 
     @property
-    def usual_draft(self) -> int:
+    def default_draft(self) -> int:
         """Nodes that a step drafts at most, unless told: what a padded step has room for without another row."""
         return 31 if self.widths else 16
 

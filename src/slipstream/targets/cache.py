@@ -1,7 +1,7 @@
 """The preallocated key/value cache: one pool for all sequences, of which a forward sees a window.
 
 Every sequence owns a row of the pool. Layers of one shape lie in one tensor (layers, rows, heads, capacity, dim), so
-moving an accepted path into place is one operation for all of them. A forward writes each sequence's new keys behind
+moving an accepted path into place is one operation for all of them. A forward writes each sequence's new keys after
 its committed length and reads up to the batch's longest.
 """
 
@@ -20,7 +20,7 @@ FIRST_CAPACITY = 256
 
 
 @dataclass(frozen=True)
-class Shape:
+class LayerShape:
     """What one layer keeps per token."""
 
     heads: int
@@ -79,7 +79,7 @@ class PoolLayer(CacheLayerMixin):
 class KeyValuePool(Cache):
     # Whoever changes the pool does so in inference mode: what a forward made larger can't be changed outside it.
 
-    def __init__(self, shapes: Sequence[Shape | None], longest: int) -> None:
+    def __init__(self, shapes: Sequence[LayerShape | None], longest: int) -> None:
         """shapes: per layer of the model; None for a layer that keeps nothing of its own. longest: what a
         sequence can come to, beyond which room is not doubled."""
         super().__init__(layers=[PoolLayer(self) for _ in shapes])
@@ -87,12 +87,12 @@ class KeyValuePool(Cache):
         self.rows, self.capacity = 0, 0
         self.window = Window(0, (0,), 0, 0)
         self._places: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._members: dict[Shape, list[int]] = {}
+        self._members: dict[LayerShape, list[int]] = {}
         for layer, shape in enumerate(shapes):
             if shape is not None:
                 self._members.setdefault(shape, []).append(layer)
         self._stores: dict[
-            Shape, tuple[torch.Tensor, torch.Tensor]
+            LayerShape, tuple[torch.Tensor, torch.Tensor]
         ] = {}  # keys, values (layers, rows, heads, cap, dim)
 
     @property
@@ -118,7 +118,7 @@ class KeyValuePool(Cache):
                 self.layers[layer].keys, self.layers[layer].values = (store[i] for store in stores[shape])
         self.rows, self.capacity = rows, capacity
 
-    def _larger(self, shape: Shape, rows: int, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _larger(self, shape: LayerShape, rows: int, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of that size, with what is there."""
         old, pair = self._stores.get(shape), []
         for which, dim in enumerate((shape.key_dim, shape.value_dim)):

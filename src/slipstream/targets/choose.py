@@ -11,7 +11,7 @@ from transformers import DynamicCache
 from slipstream.errors import ModelError
 from slipstream.loading.adapters import check_kind
 from slipstream.targets.base import Target, Want
-from slipstream.targets.cache import Shape
+from slipstream.targets.cache import LayerShape
 from slipstream.targets.chains import ChainTarget
 from slipstream.targets.masks import MaskKind, mask_kinds
 from slipstream.targets.trees import TreeTarget, input_device, is_exact, unwrapped
@@ -49,7 +49,7 @@ def open_target(model: Any, *, chunk: int = 512, graphs: bool = True, compile: b
 
 
 def _graphs(
-    model: Any, shapes: list[Shape | None], kinds: dict[str, MaskKind], vocabulary: int, chunk: int, compile: bool
+    model: Any, shapes: list[LayerShape | None], kinds: dict[str, MaskKind], vocabulary: int, chunk: int, compile: bool
 ) -> Target | None:
     """A target whose steps are replayed, if this model's can be captured and say the same."""
     name = type(unwrapped(model)).__name__
@@ -95,7 +95,7 @@ def check_model(model: Any) -> Any:
 
 
 @torch.inference_mode()
-def _probe(model: Any) -> tuple[int, list[Shape | None] | None]:
+def _probe(model: Any) -> tuple[int, list[LayerShape | None] | None]:
     """One token through the model: how many logits come back, and what each layer keeps of it. No shapes if some
     layer keeps anything but keys and values."""
     ids = torch.zeros(1, 1, dtype=torch.long, device=input_device(model))
@@ -104,7 +104,7 @@ def _probe(model: Any) -> tuple[int, list[Shape | None] | None]:
         out = model(input_ids=ids, past_key_values=cache, use_cache=True)
     except TypeError:  # takes its cache under another name
         return model(input_ids=ids).logits.shape[-1], None
-    shapes: list[Shape | None] = []
+    shapes: list[LayerShape | None] = []
     for layer in cache.layers:
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
         if not hasattr(layer, "keys") or hasattr(layer, "conv_states"):
@@ -112,7 +112,7 @@ def _probe(model: Any) -> tuple[int, list[Shape | None] | None]:
         if keys is None or values is None or keys.numel() == 0:
             shapes.append(None)
         else:
-            shapes.append(Shape(keys.shape[1], keys.shape[3], values.shape[3], keys.dtype, keys.device))
+            shapes.append(LayerShape(keys.shape[1], keys.shape[3], values.shape[3], keys.dtype, keys.device))
     if not any(shapes):
         return out.logits.shape[-1], None
     return out.logits.shape[-1], shapes
@@ -120,7 +120,7 @@ def _probe(model: Any) -> tuple[int, list[Shape | None] | None]:
 
 @torch.inference_mode()
 def scores_trees(target: TreeTarget) -> bool:
-    """Whether a small tree gets the logits of its paths: behind a short text, and in the same batch behind one that is
+    """Whether a small tree gets the logits of its paths: after a short text, and in the same batch after one that is
     longer than any window the config mentions. Replayed steps must even give a path the same bits alone and in a tree.
     """
     windows = [v for k, v in target.model.config.to_dict().items() if "window" in k and isinstance(v, int)]

@@ -44,7 +44,7 @@ def mask_kinds(config: Any) -> dict[str, MaskKind] | None:
 
 
 def key_positions(lengths: Sequence[int], trees: Sequence[TokenTree], width: int) -> NDArray[np.int64]:
-    """(b, width) the absolute position of the token behind each key: committed keys stand in order, tree keys by
+    """(b, width) the absolute position of the token of each key: committed keys stand in order, tree keys by
     depth."""
     positions = np.tile(np.arange(width), (len(lengths), 1))
     for i, (length, tree) in enumerate(zip(lengths, trees, strict=True)):

@@ -29,13 +29,13 @@ REPEATS = 4  # besides the first, which loads code
 
 
 def measure(target: Target, text: Sequence[int], at_most: float = AT_MOST) -> dict[int, float]:
-    """Seconds of a forward behind the text, by rows, the least of interleaved repeats: whatever else the machine does
+    """Seconds of a forward after the text, by rows, the least of interleaved repeats: whatever else the machine does
     only ever adds to them. A large model may have been timed once, for few numbers of rows."""
     slot = target.open()
     for _ in target.prefill(slot, text, Want()):
         pass
     sizes = [n for n in target.widths or ROWS if slot.length + n < target.context and (target.chains or n == 1)]
-    sizes.sort(key=lambda n: abs(n - target.usual_draft) if n > 1 else -1)  # the most wanted, should time be up
+    sizes.sort(key=lambda n: abs(n - target.default_draft) if n > 1 else -1)  # the most wanted, should time be up
     rng = np.random.default_rng(0)
     trees = {n: _trial(n, target, rng) for n in sizes}
     until, times = perf_counter() + at_most, dict[int, float]()
@@ -50,7 +50,7 @@ def measure(target: Target, text: Sequence[int], at_most: float = AT_MOST) -> di
 
 
 def nonsense(target: Target) -> list[int]:
-    """A text to measure behind: what it says does not matter."""
+    """A text to measure after: what it says does not matter."""
     length = min(ROWS[-1], target.context // 2)
     found: list[int] = np.random.default_rng(0).integers(0, target.vocabulary, length).tolist()
     return found

@@ -14,19 +14,19 @@ from slipstream.errors import ModelError
 from slipstream.targets.alibi import alibi_by_position
 from slipstream.targets.attention import our_attention
 from slipstream.targets.base import Scores, Slot, Target, Want
-from slipstream.targets.cache import KeyValuePool, Shape, Window
+from slipstream.targets.cache import KeyValuePool, LayerShape, Window
 from slipstream.targets.masks import MaskKind, additive_masks, key_positions, visible
 from slipstream.targets.states import asked_states
 from slipstream.tree import TokenTree
 
-TREE = 256  # keys of drafts and padding for which there is room behind a full context
+TREE = 256  # keys of drafts and padding for which there is room after a full context
 
 
 class TreeTarget(Target):
     def __init__(
         self,
         model: Any,
-        shapes: Sequence[Shape | None],
+        shapes: Sequence[LayerShape | None],
         kinds: dict[str, MaskKind],
         vocabulary: int,
         chunk: int = 512,
@@ -185,7 +185,7 @@ class TreeTarget(Target):
             if slot.row >= len(slots):
                 to, other = free.pop(0), slot.row
                 guest = self._slots[to]
-                # Rows of trees not yet committed lie behind the length, so whole rows change places.
+                # Rows of trees not yet committed lie after the length, so whole rows change places.
                 if guest is None:
                     self._pool.copy(other, to, self._pool.capacity)
                 else:

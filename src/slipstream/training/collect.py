@@ -31,7 +31,7 @@ Progress = Callable[[int, int, int], None]  # conversations done, of how many, t
 
 
 @dataclass(frozen=True)
-class Settings:
+class CollectSettings:
     """How answers are drawn. A data file has one of these for all its lines."""
 
     max_new_tokens: int = 512
@@ -49,7 +49,7 @@ class Collected:
 
 
 def collect(
-    llm: LLM, questions: Sequence[Question], out: Path, settings: Settings, progress: Progress | None = None
+    llm: LLM, questions: Sequence[Question], out: Path, settings: CollectSettings, progress: Progress | None = None
 ) -> Collected:
     """Answer the questions that `out` does not hold yet, and append to it. The LLM's max_batch run together."""
     known = resume(out, llm.name, settings)
@@ -68,7 +68,7 @@ def collect(
     return Collected(done, tokens, len(questions) - len(left), too_long)
 
 
-def resume(out: Path, model: str, settings: Settings) -> set[str]:
+def resume(out: Path, model: str, settings: CollectSettings) -> set[str]:
     """The ids that the file holds. What a killed run left of its last line is cut off."""
     if not out.exists():
         return set()
@@ -107,7 +107,7 @@ class Talk:
     texts: list[str] = field(default_factory=list)
     written: int = 0
 
-    def ask(self, llm: LLM, settings: Settings) -> Request | None:
+    def ask(self, llm: LLM, settings: CollectSettings) -> Request | None:
         """The request for the next answer; None if there is no further turn, or no room for it."""
         turns = self.question.turns if has_template(llm) else self.question.turns[:1]
         if len(self.texts) == len(turns):
@@ -148,7 +148,7 @@ class Talk:
         self.messages.append({"role": "assistant", "content": answer.text})
         self.written += len(answer.tokens)
 
-    def line(self, model: str, settings: Settings) -> dict[str, Any]:
+    def line(self, model: str, settings: CollectSettings) -> dict[str, Any]:
         return {
             "id": self.question.id,
             "tokens": self.tokens,
@@ -159,7 +159,7 @@ class Talk:
         }
 
 
-def converse(llm: LLM, questions: Sequence[Question], settings: Settings) -> Iterator[Talk]:
+def converse(llm: LLM, questions: Sequence[Question], settings: CollectSettings) -> Iterator[Talk]:
     """Hold all conversations, the LLM's max_batch at a time, and yield each when it is over. A place that becomes free
     is taken at once: by the conversation's own next turn, or by the next conversation."""
     left = deque(questions)

@@ -33,7 +33,7 @@ _HELD_OUT = 256  # texts that are looked at in an evaluation, at most
 
 
 @dataclass(frozen=True)
-class Plan:
+class TrainingPlan:
     """How long, and with what steps. One of steps, epochs and minutes is set."""
 
     steps: int | None = None
@@ -77,7 +77,7 @@ class Loop:
         depths: int,
         texts: Texts,
         held_out: Texts,
-        plan: Plan,
+        plan: TrainingPlan,
         processes: Processes,
     ) -> None:
         self.head, self.teacher, self.weights, self.depths = head, teacher, weights, depths

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.datastores.ingest.records import json_array, json_lines, messages_of, parquet_rows, shape_of
-from slipstream.datastores.ingest.sources import Source, find_sources
+from slipstream.datastores.ingest.sources import SourceFile, find_sources
 from slipstream.errors import OptionError
 
 LAYOUTS = {
@@ -65,7 +65,7 @@ def read_questions(
     return list(found.values())
 
 
-def _records(source: Source) -> Iterator[tuple[str, Any]]:
+def _records(source: SourceFile) -> Iterator[tuple[str, Any]]:
     """Each record and where it stands. Whether JSON is a list or lines is decided by its first character: names
     mislead."""
     if source.path.suffix.lower() == ".parquet":

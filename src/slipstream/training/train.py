@@ -17,7 +17,7 @@ from slipstream.heads.redrafter import ReDrafter
 from slipstream.training import checkpoint, recipes
 from slipstream.training.data import Texts, read_texts
 from slipstream.training.log import Log
-from slipstream.training.loop import Loop, Plan, Watch
+from slipstream.training.loop import Loop, TrainingPlan, Watch
 from slipstream.training.losses import Weights
 from slipstream.training.processes import Processes
 from slipstream.training.teacher import Teacher
@@ -65,7 +65,7 @@ def train(
     data: Sequence[Path],
     folder: Path,
     lesson: Lesson,
-    plan: Plan,
+    plan: TrainingPlan,
     sizes: dict[str, Any] | None = None,
     *,
     start: str | Path | None = None,

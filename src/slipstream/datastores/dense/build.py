@@ -21,15 +21,22 @@ from numpy.typing import NDArray
 
 from slipstream.datastores.dense import index
 from slipstream.datastores.dense.arrays import Mapped
-from slipstream.datastores.dense.reading import Here, Load, Processes, Reader
-from slipstream.datastores.dense.texts import Texts
+from slipstream.datastores.dense.reading import Here, Load, Reader, ReaderProcesses
+from slipstream.datastores.dense.texts import TextIndex
 from slipstream.datastores.dense.transform import Moments, Transform
-from slipstream.datastores.dense.vector_manifest import FOLDER, NAME, Manifest, Origin, read_manifest, write_manifest
+from slipstream.datastores.dense.vector_manifest import (
+    FOLDER,
+    NAME,
+    Origin,
+    VectorManifest,
+    read_manifest,
+    write_manifest,
+)
 from slipstream.datastores.dense.vectors import (
     TRANSFORM,
     Chunk,
-    Part,
     Piece,
+    VectorPart,
     chunks,
     keys_of,
     piece_of,
@@ -53,7 +60,7 @@ FEW = 4  # parts of a collection: more become one
 
 
 @dataclass(frozen=True)
-class Settings:
+class EmbedSettings:
     dims: int | None = None  # numbers of a vector; None: those that are there, else 64, or as many as a state has
     window: int = 1024  # tokens that the model reads at a time
     overlap: int = 256  # tokens that a window repeats of the one before, as context
@@ -83,14 +90,14 @@ class Embedded:
 
 
 @dataclass(frozen=True, eq=False)
-class Document:
+class Unread:
     collection: str
     digest: int
     tokens: Tokens
 
 
 def embed(
-    store: Store, loads: Sequence[Load], settings: Settings | None = None, progress: Progress | None = None
+    store: Store, loads: Sequence[Load], settings: EmbedSettings | None = None, progress: Progress | None = None
 ) -> Embedded:
     """Make the vectors that a store lacks. loads: one per worker; a single one works in this process."""
     folder = store.folder / FOLDER
@@ -100,9 +107,9 @@ def embed(
         raise StoreError(f"{folder} can't be made: {error}") from error
     lock = Lock(folder)
     try:
-        workers = Here(loads[0]) if len(loads) == 1 else Processes(loads)
+        workers = Here(loads[0]) if len(loads) == 1 else ReaderProcesses(loads)
         try:
-            return _Build(store, folder, workers, settings or Settings(), progress or (lambda *_: None)).run()
+            return _Build(store, folder, workers, settings or EmbedSettings(), progress or (lambda *_: None)).run()
         finally:
             workers.close()
     except BrokenProcessPool as error:
@@ -117,7 +124,7 @@ def embed(
 
 class _Build:
     def __init__(
-        self, store: Store, folder: Path, workers: Here | Processes, settings: Settings, progress: Progress
+        self, store: Store, folder: Path, workers: Here | ReaderProcesses, settings: EmbedSettings, progress: Progress
     ) -> None:
         self.store, self.folder, self.workers = store, folder, workers
         self.settings, self.progress = settings, progress
@@ -132,11 +139,13 @@ class _Build:
                     f"vectors of {dims} numbers can't be made of states that have {origin.hidden}: ask for fewer"
                 )
             overlap = settings.overlap * window // settings.window  # as large a share of a shorter window
-            self.manifest = Manifest(origin, store.manifest.vocabulary, dims, window, overlap, store=store.manifest.id)
+            self.manifest = VectorManifest(
+                origin, store.manifest.vocabulary, dims, window, overlap, store=store.manifest.id
+            )
             write_manifest(folder, self.manifest)
-        self.texts = {c: Texts(store.runs(c)) for c in store.collections}
+        self.texts = {c: TextIndex(store.runs(c)) for c in store.collections}
 
-    def _continued(self, origin: Origin) -> Manifest:
+    def _continued(self, origin: Origin) -> VectorManifest:
         """What there is, less what is damaged. The transform stays, so what it depends on must not change."""
         manifest = read_manifest(self.folder)
         manifest.expect(self.folder, origin)
@@ -149,7 +158,7 @@ class _Build:
         whole = []
         for entry in manifest.parts:
             try:
-                part = Part(self.folder, manifest, entry)
+                part = VectorPart(self.folder, manifest, entry)
                 part.verify()
                 whole.append(replace(entry, sum=part.file.sum))
             except (DamagedError, FileNotFoundError) as error:
@@ -194,23 +203,25 @@ class _Build:
                 path.unlink()
 
     def _in_parts(self, collection: str) -> NDArray[np.uint64]:
-        parts = [Part(self.folder, self.manifest, e).digests for e in self.manifest.parts if e.collection == collection]
+        parts = [
+            VectorPart(self.folder, self.manifest, e).digests for e in self.manifest.parts if e.collection == collection
+        ]
         return np.concatenate([np.empty(0, np.uint64), *parts])
 
-    def _due(self) -> list[Document]:
+    def _due(self) -> list[Unread]:
         """The documents that are in no file yet, in the order of digests."""
         there = {c: set(self._in_parts(c).tolist()) for c in self.texts}
         for file in (*chunks(self.folder, "chunk", self.manifest), *chunks(self.folder, "states", self.manifest)):
             there.setdefault(file.facts["collection"], set()).update(file["digests"].tolist())
         found = [
-            Document(collection, digest, tokens)
+            Unread(collection, digest, tokens)
             for collection, texts in self.texts.items()
             for digest, tokens in texts.documents()
             if digest not in there[collection]
         ]
         return sorted(found, key=lambda d: d.digest)
 
-    def _fit(self, due: list[Document]) -> Transform:
+    def _fit(self, due: list[Unread]) -> Transform:
         """Read documents in the order of digests, which is a random one, until there are enough positions to fit on.
         Their states stay on the disk, so that they need not be read again."""
         have = sum(len(file.array("rows")) for file in chunks(self.folder, "states", self.manifest))
@@ -234,7 +245,7 @@ class _Build:
                 write_chunk(self.folder, made, "chunk", self.manifest.transform)
             file.path.unlink()
 
-    def _read(self, due: list[Document], doing: str, transform: Transform | None) -> None:
+    def _read(self, due: list[Unread], doing: str, transform: Transform | None) -> None:
         running: set[Future[int]] = set()
         jobs = portions(due, self.settings.chunk_tokens)
         self.progress(doing, self.done, self.total)
@@ -271,7 +282,7 @@ class _Build:
         """One part instead of many, or of those that hold much of documents that are gone."""
         for collection, texts in self.texts.items():
             entries = [e for e in self.manifest.parts if e.collection == collection]
-            parts = [Part(self.folder, self.manifest, e) for e in entries]
+            parts = [VectorPart(self.folder, self.manifest, e) for e in entries]
             alive = [texts.find(p.digests, p.lengths)[:, 0] >= 0 for p in parts]
             dead = sum(int(keys_of(p.lengths[~a]).sum()) for p, a in zip(parts, alive, strict=True))
             if len(parts) > FEW or 4 * dead > sum(map(len, parts)):
@@ -285,12 +296,14 @@ class _Build:
         """Graphs for the large groups, if there is a library that makes them."""
         if index.installed():
             for entry in self.manifest.parts:
-                index.write_graphs(Part(self.folder, self.manifest, entry), progress=partial(self.progress, "linking"))
+                index.write_graphs(
+                    VectorPart(self.folder, self.manifest, entry), progress=partial(self.progress, "linking")
+                )
 
 
-def portions(documents: Iterable[Document], tokens: int) -> Iterator[list[Document]]:
+def portions(documents: Iterable[Unread], tokens: int) -> Iterator[list[Unread]]:
     """Documents of one collection, of about so many tokens together."""
-    waiting: dict[str, list[Document]] = {}
+    waiting: dict[str, list[Unread]] = {}
     sizes: dict[str, int] = {}
     for document in documents:
         c = document.collection
@@ -313,9 +326,9 @@ def _about(reader: Reader) -> tuple[Origin, int]:
 def _write(
     reader: Reader,
     folder: Path,
-    manifest: Manifest,
+    manifest: VectorManifest,
     batch_tokens: int,
-    documents: list[Document],
+    documents: list[Unread],
     transform: Transform | None,
 ) -> int:
     """Read documents and write their file: vectors, or states if there is no transform yet. Returns how many rows."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from slipstream.datastores.dense.finding import Asked, Finder
 from slipstream.datastores.dense.live_vectors import MOST
-from slipstream.datastores.dense.nearest import Drafts, Found, Vectors, View
+from slipstream.datastores.dense.nearest import Drafts, Nearest, Vectors, View
 from slipstream.datastores.dense.transform import Transform
 from slipstream.targets.captured.function import Captured
 from slipstream.targets.captured.graph_target import BATCHES, bucket
@@ -173,7 +173,7 @@ class DeviceFinder(Finder):
             first, last = held.group(one.root)
             keep = (first <= at) & (at < last)
             similarity, at = similarity[keep], at[keep]
-        drafts = held.view.read(Found(similarity, held.part[at], held.row[at]), self.length)
+        drafts = held.view.read(Nearest(similarity, held.part[at], held.row[at]), self.length)
         if one.own is None or not (m := one.own.count(one.root)):
             return drafts
         return self.with_own(one, drafts, result[self.count :].view(np.float32)[:m].copy())

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.datastores.dense.arrays import AGAIN, Mapped, writing
-from slipstream.datastores.dense.vectors import Half, Part
+from slipstream.datastores.dense.vectors import Half, VectorPart
 from slipstream.errors import DamagedError
 
 # Chosen by measuring: see docs/log/dense.md.
@@ -31,7 +31,7 @@ def installed() -> bool:
     return importlib.util.find_spec("usearch") is not None
 
 
-def write_graphs(part: Part, large: int = LARGE, progress: Callable[[int, int], None] | None = None) -> None:
+def write_graphs(part: VectorPart, large: int = LARGE, progress: Callable[[int, int], None] | None = None) -> None:
     """The graphs that a part lacks, or whose files are damaged. progress: vectors done, of how many."""
     part.check(0, len(part))
     sizes = np.diff(part.starts)
@@ -106,7 +106,7 @@ class Graph:
 class Graphs:
     """The graphs of a part, each opened when it is first used."""
 
-    def __init__(self, part: Part) -> None:
+    def __init__(self, part: VectorPart) -> None:
         self._path, self._dims, self._sum = part.path, part.vectors.shape[1], part.file.sum
         names = (path.name.split(".") for path in part.path.parent.glob(f"{part.path.stem}.*.graph"))
         self._tokens = {int(token) for _, token, _ in names}

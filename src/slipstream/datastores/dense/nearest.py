@@ -17,10 +17,10 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from slipstream.datastores.dense import index
-from slipstream.datastores.dense.texts import Texts
+from slipstream.datastores.dense.texts import TextIndex
 from slipstream.datastores.dense.transform import Transform
-from slipstream.datastores.dense.vector_manifest import FOLDER, Manifest, Origin, manifest_bytes, read_manifest
-from slipstream.datastores.dense.vectors import Part, read_transform
+from slipstream.datastores.dense.vector_manifest import FOLDER, Origin, VectorManifest, manifest_bytes, read_manifest
+from slipstream.datastores.dense.vectors import VectorPart, read_transform
 from slipstream.datastores.durable.contents import RECHECK
 from slipstream.datastores.durable.manifest import MOST
 from slipstream.datastores.durable.mapping import watching
@@ -35,7 +35,7 @@ MORE = 4  # times as many are asked of a graph: some may be gone, and what it ca
 
 
 @dataclass(frozen=True, eq=False)
-class Found:
+class Nearest:
     """Positions, the most similar first."""
 
     similarity: NDArray[np.float32]  # (m,)
@@ -57,7 +57,7 @@ class Drafts:
 class View:
     """A collection's vectors and where its documents stand now. It never changes."""
 
-    def __init__(self, parts: Sequence[Part], texts: Texts) -> None:
+    def __init__(self, parts: Sequence[VectorPart], texts: TextIndex) -> None:
         self.parts, self.texts = tuple(parts), texts
         self.places = [texts.find(part.digests, part.lengths) for part in parts]  # (documents, 2) each
         self.alive = [places[:, 0] >= 0 for places in self.places]
@@ -74,7 +74,7 @@ class View:
     def draft(self, query: Query, root: int, count: int, length: int) -> Drafts:
         return self.read(self.search(query, root, count), length)
 
-    def search(self, query: Query, root: int, count: int, exact: bool = False) -> Found:
+    def search(self, query: Query, root: int, count: int, exact: bool = False) -> Nearest:
         """Among the positions that `root` followed. exact: without graphs."""
         best = _Best(query, count)
         for number, part in enumerate(self.parts):
@@ -88,7 +88,7 @@ class View:
                     best.take(number, part, self.alive[number], first + graph.near(query, MORE * count))
         return best.found()
 
-    def search_all(self, query: Query, count: int) -> Found:
+    def search_all(self, query: Query, count: int) -> Nearest:
         """Among all positions, whatever followed."""
         best = _Best(query, count)
         for number, part in enumerate(self.parts):
@@ -96,13 +96,13 @@ class View:
             best.scan(number, part, self.alive[number], 0, len(part))
         return best.found()
 
-    def followed_by(self, found: Found, root: int) -> Found:
+    def followed_by(self, found: Nearest, root: int) -> Nearest:
         """Those of them that the root followed."""
         groups = np.array([part.group(root) for part in self.parts] or [(0, 0)])[found.part]
         keep = (groups[:, 0] <= found.row) & (found.row < groups[:, 1])
-        return Found(found.similarity[keep], found.part[keep], found.row[keep])
+        return Nearest(found.similarity[keep], found.part[keep], found.row[keep])
 
-    def read(self, found: Found, length: int) -> Drafts:
+    def read(self, found: Nearest, length: int) -> Drafts:
         """What stands after the token that followed each position."""
         tokens = []
         for number, row in zip(found.part.tolist(), found.row.tolist(), strict=True):
@@ -130,28 +130,28 @@ class _Best:
         self.similarity = np.full(count, -np.inf, np.float32)
         self.part, self.row = np.full(count, -1, np.int64), np.full(count, -1, np.int64)
 
-    def scan(self, number: int, part: Part, alive: NDArray[np.bool_], first: int, last: int) -> None:
+    def scan(self, number: int, part: VectorPart, alive: NDArray[np.bool_], first: int, last: int) -> None:
         bits = part.vectors.view(np.uint16)
         _scan(bits, self.query, first, last, part.document, alive, number, self.similarity, self.part, self.row)
 
-    def take(self, number: int, part: Part, alive: NDArray[np.bool_], rows: NDArray[np.int64]) -> None:
+    def take(self, number: int, part: VectorPart, alive: NDArray[np.bool_], rows: NDArray[np.int64]) -> None:
         bits = part.vectors.view(np.uint16)
         _take(bits, self.query, rows, part.document, alive, number, self.similarity, self.part, self.row)
 
-    def found(self) -> Found:
+    def found(self) -> Nearest:
         n = int((self.row >= 0).sum())
-        return Found(self.similarity[:n], self.part[:n], self.row[:n])
+        return Nearest(self.similarity[:n], self.part[:n], self.row[:n])
 
 
 class Vectors:
     """The vectors of a store, open to be searched."""
 
-    manifest: Manifest
+    manifest: VectorManifest
 
     def __init__(self, store: Store, origin: Origin | None = None) -> None:
         """origin: of the model whose states will be asked about; vectors of another one's are refused."""
         self.store, self.folder = store, store.folder / FOLDER
-        self._parts: dict[str, Part] = {}
+        self._parts: dict[str, VectorPart] = {}
         self._views: dict[str, View] = {}
         self._bytes: bytes | None = None
         self._checked = time.monotonic()
@@ -178,7 +178,9 @@ class Vectors:
                     f"{self.folder} has vectors of another vocabulary: delete it, and embed the store again"
                 )
             try:
-                parts = {e.name: self._parts.get(e.name) or Part(self.folder, manifest, e) for e in manifest.parts}
+                parts = {
+                    e.name: self._parts.get(e.name) or VectorPart(self.folder, manifest, e) for e in manifest.parts
+                }
             except FileNotFoundError as error:
                 if manifest_bytes(self.folder) != data:
                     continue  # parts were merged meanwhile
@@ -191,7 +193,7 @@ class Vectors:
         known = self._views.get(collection)
         if known is None or known.texts.runs is not runs:
             parts = [p for p in self._parts.values() if p.collection == collection]
-            known = self._views[collection] = View(parts, Texts(runs))
+            known = self._views[collection] = View(parts, TextIndex(runs))
         return known
 
 

@@ -104,7 +104,7 @@ class Here:
         pass
 
 
-class Processes:
+class ReaderProcesses:
     """A reader in each of several processes."""
 
     def __init__(self, loads: Sequence[Load]) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.datastores.dense.finding import Asked, Finder
-from slipstream.datastores.dense.nearest import Drafts, Found, Vectors, View
+from slipstream.datastores.dense.nearest import Drafts, Nearest, Vectors, View
 from slipstream.datastores.dense.transform import Transform
 from slipstream.datastores.dense.vector_manifest import Origin
 from slipstream.errors import OptionError, StoreError
@@ -136,7 +136,7 @@ def _by_document(view: View, number: int, due: set[int]) -> Iterator[tuple[NDArr
 
 def _points(models: Any, view: View, number: int, rows: NDArray[np.int64]) -> list[Any]:
     part = view.parts[number]
-    found = Found(np.zeros(len(rows), np.float32), np.full(len(rows), number), rows)
+    found = Nearest(np.zeros(len(rows), np.float32), np.full(len(rows), number), rows)
     after = view.read(found, LENGTH).tokens
     following = np.searchsorted(part.starts, rows, side="right") - 1
     digests, offsets = part.digests[part.document[rows]], part.offset[rows]

@@ -43,7 +43,7 @@ def list_run(run: Run) -> Listed:
     return _LISTED[run]
 
 
-class Texts:
+class TextIndex:
     """A snapshot of a collection's documents."""
 
     def __init__(self, runs: Runs) -> None:

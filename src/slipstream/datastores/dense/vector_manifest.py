@@ -53,7 +53,7 @@ def _some(parameter: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class Entry:
+class PartEntry:
     """A part."""
 
     name: str
@@ -65,13 +65,13 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Manifest:
+class VectorManifest:
     origin: Origin
     vocabulary: int  # of the store
     dims: int
     window: int  # tokens that the model read at a time
     overlap: int  # tokens that a window repeats of the one before
-    parts: tuple[Entry, ...] = ()
+    parts: tuple[PartEntry, ...] = ()
     next: int = 1  # number of the next part
     store: str = ""  # the id of the store whose text these are vectors of
     transform: str = ""  # the sum of the header of the transform that made them; empty: there is none yet
@@ -93,7 +93,7 @@ class Manifest:
             )
 
 
-def write_manifest(folder: Path, manifest: Manifest) -> None:
+def write_manifest(folder: Path, manifest: VectorManifest) -> None:
     body = {"format": FORMAT, **asdict(manifest)}
     made = folder / (NAME + ".making")
     with made.open("w", encoding="utf-8") as file:
@@ -113,7 +113,7 @@ def manifest_bytes(folder: Path) -> bytes:
         ) from error
 
 
-def read_manifest(folder: Path, data: bytes | None = None) -> Manifest:
+def read_manifest(folder: Path, data: bytes | None = None) -> VectorManifest:
     """data: its bytes, where they were read before."""
     try:
         body = json.loads(manifest_bytes(folder) if data is None else data)
@@ -128,8 +128,8 @@ def read_manifest(folder: Path, data: bytes | None = None) -> Manifest:
     if found not in READABLE:
         raise StoreError(f"{folder / NAME} has format {found}, this version reads {FORMAT}: update slipstream")
     try:
-        parts = tuple(Entry(**entry) for entry in body.pop("parts"))
-        manifest = Manifest(Origin(**body.pop("origin")), parts=parts, **body)
+        parts = tuple(PartEntry(**entry) for entry in body.pop("parts"))
+        manifest = VectorManifest(Origin(**body.pop("origin")), parts=parts, **body)
         fits(manifest, _SHAPE)
         fits(manifest.origin, {n: str if n in ("model", "weights", "dtype") else int for n in _ORIGIN})
         names = [p.name for p in parts]

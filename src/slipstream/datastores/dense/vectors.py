@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from slipstream.datastores.dense.arrays import AGAIN, Mapped, Plan, writing
 from slipstream.datastores.dense.transform import Transform
-from slipstream.datastores.dense.vector_manifest import NAME, Entry, Manifest
+from slipstream.datastores.dense.vector_manifest import NAME, PartEntry, VectorManifest
 from slipstream.datastores.durable.pages import checksum
 from slipstream.errors import DamagedError
 
@@ -42,7 +42,7 @@ def write_transform(folder: Path, transform: Transform) -> str:
     return Mapped(folder / TRANSFORM).sum
 
 
-def read_transform(folder: Path, manifest: Manifest) -> Transform | None:
+def read_transform(folder: Path, manifest: VectorManifest) -> Transform | None:
     """None: not fitted yet. Vectors of two transforms can't be compared: so a lost one is not fitted anew."""
     if not (folder / TRANSFORM).exists():
         if manifest.transform or manifest.parts:
@@ -109,7 +109,7 @@ def read_chunk(file: Mapped) -> Chunk:
     return Chunk(file.facts["collection"], file["digests"], file["lengths"], file["following"], rows)
 
 
-def chunks(folder: Path, kind: str, manifest: Manifest) -> list[Mapped]:
+def chunks(folder: Path, kind: str, manifest: VectorManifest) -> list[Mapped]:
     """Those whose header is whole, and that this transform made. Others are removed: their documents can be read
     again."""
     found = []
@@ -123,7 +123,7 @@ def chunks(folder: Path, kind: str, manifest: Manifest) -> list[Mapped]:
     return found
 
 
-def _expect_chunk(file: Mapped, kind: str, manifest: Manifest) -> None:
+def _expect_chunk(file: Mapped, kind: str, manifest: VectorManifest) -> None:
     facts, size = file.facts, manifest.dims if kind == "chunk" else manifest.origin.hidden
     if type(facts.get("collection")) is not str or facts.get("dtype") not in ROWS:
         raise DamagedError(f"{file.path} does not say whose rows it has")
@@ -143,10 +143,10 @@ def _expect_chunk(file: Mapped, kind: str, manifest: Manifest) -> None:
 # ---- parts
 
 
-class Part:
+class VectorPart:
     """A mapped part: row i is the position offset[i] of document[i]. The rows of a group are neighbours."""
 
-    def __init__(self, folder: Path, manifest: Manifest, entry: Entry) -> None:
+    def __init__(self, folder: Path, manifest: VectorManifest, entry: PartEntry) -> None:
         """Raises unless it is the part that the manifest names."""
         path = folder / entry.name
         self.file = Mapped(path)
@@ -221,7 +221,7 @@ def piece_of(chunk: Chunk) -> Piece:
     return Piece(chunk.digests, chunk.lengths, document, offset.astype(np.uint32), chunk.following, vectors)
 
 
-def pieces_of(part: Part, alive: NDArray[np.bool_], rows: int = 1 << 18) -> Iterator[Piece]:
+def pieces_of(part: VectorPart, alive: NDArray[np.bool_], rows: int = 1 << 18) -> Iterator[Piece]:
     """A part again, a stretch at a time, without the documents that are gone."""
     number = np.cumsum(alive, dtype=np.uint32) - np.uint32(1)
     tokens = np.repeat(np.arange(len(part.starts) - 1, dtype=np.uint32), np.diff(part.starts))
@@ -241,8 +241,8 @@ def pieces_of(part: Part, alive: NDArray[np.bool_], rows: int = 1 << 18) -> Iter
 
 
 def write_part(
-    folder: Path, manifest: Manifest, collection: str, sources: Sequence[Any], gone: Sequence[Entry] = ()
-) -> Manifest:
+    folder: Path, manifest: VectorManifest, collection: str, sources: Sequence[Any], gone: Sequence[PartEntry] = ()
+) -> VectorManifest:
     """One part of several sources, each a function that yields Pieces and can be called twice: once to count, once to
     place. In memory there is one piece at a time. Returns the manifest that names it instead of `gone`."""
     counts = np.zeros(manifest.vocabulary, np.int64)
@@ -280,6 +280,6 @@ def write_part(
                 into["document"][at] = piece.document[order] + np.uint32(base)
                 into["offset"][at] = piece.offset[order]
                 into["vectors"][at] = piece.vectors[order]
-    entry = Entry(path.name, collection, documents, n, path.stat().st_size, Mapped(path).sum)
+    entry = PartEntry(path.name, collection, documents, n, path.stat().st_size, Mapped(path).sum)
     kept = tuple(e for e in manifest.parts if e not in gone)
     return replace(manifest, parts=(*kept, entry), next=manifest.next + 1)

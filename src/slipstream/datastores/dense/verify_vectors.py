@@ -6,7 +6,7 @@ from pathlib import Path
 
 from slipstream.datastores.dense.arrays import Mapped
 from slipstream.datastores.dense.vector_manifest import FOLDER, NAME, read_manifest
-from slipstream.datastores.dense.vectors import Part, read_transform
+from slipstream.datastores.dense.vectors import VectorPart, read_transform
 from slipstream.datastores.durable.mapping import watching
 from slipstream.errors import StoreError
 
@@ -30,7 +30,7 @@ def verify_vectors(store: Path, id: str) -> list[str]:
     for entry in manifest.parts:
         try:
             with watching(folder / entry.name):
-                Part(folder, manifest, entry).verify()
+                VectorPart(folder, manifest, entry).verify()
         except FileNotFoundError:
             wrong.append(f"{folder / entry.name} is gone: `slipstream store embed` makes it anew")
         except StoreError as error:

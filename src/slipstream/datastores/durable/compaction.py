@@ -11,7 +11,7 @@ import numpy as np
 
 from slipstream.datastores.durable.contents import Contents
 from slipstream.datastores.durable.header import SourceEntry
-from slipstream.datastores.durable.manifest import Entry
+from slipstream.datastores.durable.manifest import SegmentEntry
 from slipstream.datastores.durable.mapping import watching
 from slipstream.datastores.durable.memory import content_of
 from slipstream.datastores.sparse.sort import Tokens
@@ -34,7 +34,7 @@ class Compaction:
         contents = self._contents
         with self._one:
             for collection in sorted({e.collection for e in contents.manifest.segments}):
-                group: list[Entry] = []
+                group: list[SegmentEntry] = []
                 for entry in sorted(contents.entries(collection), key=lambda e: e.tokens):
                     if sum(e.tokens for e in group) + entry.tokens > self._segment_tokens or len(group) == AT_ONCE:
                         self.merge(group)
@@ -60,9 +60,9 @@ class Compaction:
         except Exception as error:  # the store is as it was; say so where someone may see it
             warnings.warn(f"{self._contents.folder}: background compaction gave up: {error}", stacklevel=2)
 
-    def _due(self) -> list[Entry] | None:
+    def _due(self) -> list[SegmentEntry] | None:
         """Segments that should become one."""
-        tiers: dict[tuple[str, int], list[Entry]] = {}
+        tiers: dict[tuple[str, int], list[SegmentEntry]] = {}
         for entry in self._contents.manifest.segments:
             tier = int(np.log(max(entry.tokens, 1)) / np.log(FAN))
             tiers.setdefault((entry.collection, tier), []).append(entry)
@@ -71,7 +71,7 @@ class Compaction:
                 return group[:FAN]
         return None
 
-    def merge(self, group: Sequence[Entry]) -> None:
+    def merge(self, group: Sequence[SegmentEntry]) -> None:
         """One segment of several, without their removed documents."""
         contents = self._contents
         with self._one, contents.on_disk():

@@ -26,15 +26,15 @@ from slipstream.datastores.durable.log import (
     PROGRESS,
     READ,
     REMOVE,
-    Head,
+    LogHead,
     LogWriter,
     Record,
     read_log,
 )
 from slipstream.datastores.durable.manifest import (
     COPY,
-    Entry,
     Manifest,
+    SegmentEntry,
     manifest_bytes,
     new_id,
     write_manifest,
@@ -142,7 +142,7 @@ class Contents:
         """Give a store of format 1 its ids: of its own, of its log, which is written anew, and of its segments."""
         id, records = new_id(), read_log(self.folder / self.manifest.log, beyond=True).records
         number, manifest = self.manifest.named()
-        log = LogWriter.create(self.folder / f"{number}.log", Head(id, new_id(), 1))
+        log = LogWriter.create(self.folder / f"{number}.log", LogHead(id, new_id(), 1))
         log.append(records)
         segments = tuple(replace(e, sum=self.segments[e.name].sum) for e in manifest.segments)
         manifest = replace(manifest, id=id, generation=1, log=log.path.name, log_id=log.head.log, segments=segments)
@@ -166,7 +166,7 @@ class Contents:
         """A snapshot of all there is to search in a collection."""
         return self.views.get(collection) or Runs((), self.dtype)
 
-    def entries(self, collection: str) -> list[Entry]:
+    def entries(self, collection: str) -> list[SegmentEntry]:
         return [e for e in self.manifest.segments if e.collection == collection]
 
     def check_writer(self) -> None:
@@ -238,21 +238,23 @@ class Contents:
         for collection, (documents, sources) in waiting.items():
             self.memory[collection].extend(documents, sources)
 
-    def _without(self, entry: Entry, record: Record) -> Entry:
+    def _without(self, entry: SegmentEntry, record: Record) -> SegmentEntry:
         if entry.collection != record.collection or record.source in entry.removed:
             return entry
         if record.source not in self.segments[entry.name].numbers:
             return entry
         return replace(entry, removed=(*entry.removed, record.source))
 
-    def make_segment(self, name: str, content: Content, made_from: Sequence[tuple[str, str]]) -> tuple[Entry, Segment]:
+    def make_segment(
+        self, name: str, content: Content, made_from: Sequence[tuple[str, str]]
+    ) -> tuple[SegmentEntry, Segment]:
         path, m = self.folder / f"{name}.seg", self.manifest
         content = replace(content, made_from=tuple(made_from), store=m.id, generation=m.generation)
         write_segment(path, content, Pieces(content.tokens))
         segment = Segment(path)
         tokens = len(content.tokens) - len(content.starts) - DEPTH
         size = segment.header["bytes"]
-        return Entry(path.name, content.collection, tokens, len(content.starts), size, segment.sum), segment
+        return SegmentEntry(path.name, content.collection, tokens, len(content.starts), size, segment.sum), segment
 
     def on_disk(self) -> AbstractContextManager[None]:
         return on_disk(self.folder)
@@ -260,7 +262,7 @@ class Contents:
     def switch(
         self,
         manifest: Manifest,
-        made: Sequence[tuple[Entry, Segment]],
+        made: Sequence[tuple[SegmentEntry, Segment]],
         gone: Sequence[tuple[str, str]] = (),
         log: LogWriter | None = None,
     ) -> None:
@@ -311,7 +313,7 @@ class Contents:
                     content = content_of_run(memory.take_text(), sources, known, collection, m.tokenizer, m.vocabulary)
                     made.append(self.make_segment(name, content, origin))
             number, manifest = manifest.named()
-            head = Head(manifest.id, new_id(), manifest.generation)
+            head = LogHead(manifest.id, new_id(), manifest.generation)
             log = LogWriter.create(self.folder / f"{number}.log", head)
             manifest = replace(manifest, log=log.path.name, log_id=head.log)
             self.switch(manifest, made, [(old.path.name, old.head.log)], log)

@@ -50,7 +50,7 @@ class Record:
 
 
 @dataclass(frozen=True)
-class Head:
+class LogHead:
     """Which log a file is. A log of format 1 does not say."""
 
     store: str = ""  # 16 hex digits
@@ -64,7 +64,7 @@ class Head:
         return page
 
     @classmethod
-    def parse(cls, page: bytes) -> Head | None:
+    def parse(cls, page: bytes) -> LogHead | None:
         if page[:8] == OLD_MAGIC:
             return cls()
         if len(page) < HEADER.size:
@@ -83,7 +83,7 @@ class LogWriter:
         self._in_doubt = False  # the disk refused a sync: what was to be synced may be lost
         self._file = os.open(path, os.O_RDWR)
         page = os.pread(self._file, PAGE, 0)
-        head = Head.parse(page)
+        head = LogHead.parse(page)
         assert head is not None, "its records were read before"
         self.head = head
         slots = _read_slots(page)
@@ -93,7 +93,7 @@ class LogWriter:
         self._acknowledge(place)
 
     @classmethod
-    def create(cls, path: Path, head: Head) -> LogWriter:
+    def create(cls, path: Path, head: LogHead) -> LogWriter:
         made = path.with_suffix(".making")
         page, slot = head.page(), _slot(PAGE)
         for at in SLOTS:
@@ -171,7 +171,7 @@ START = Place()
 class LogRead:
     """What is in a log."""
 
-    head: Head
+    head: LogHead
     records: list[Record]
     place: Place  # where the last of them ends
     acknowledged: int  # bytes, as far as the log itself knows
@@ -187,7 +187,7 @@ def read_log(path: Path, start: Place = START, beyond: bool = False) -> LogRead:
             sure, promised = min(slots) > 0, max(slots)
             if sure:
                 break
-        head = Head.parse(page)
+        head = LogHead.parse(page)
         if promised < PAGE or head is None:
             raise DamagedError(
                 f"{path} does not begin with the header of a log: `slipstream store repair` keeps its records"
@@ -211,7 +211,7 @@ def read_log(path: Path, start: Place = START, beyond: bool = False) -> LogRead:
 def sum_at(path: Path, length: int) -> int | None:
     """What the records up to a length add up to; None: none ends there."""
     with path.open("rb") as file:
-        head = Head.parse(file.read(PAGE))
+        head = LogHead.parse(file.read(PAGE))
         data = file.read(max(0, min(length, os.fstat(file.fileno()).st_size) - PAGE))
     if head is None:
         return None
@@ -224,7 +224,7 @@ def salvage_log(path: Path, log: str = "", acknowledged: int = 0) -> tuple[list[
     """Every record that is whole, wherever it stands, and how many bytes are lost, as far as that is known. log: its
     id, should its header not tell. acknowledged: how many bytes it had, by another file."""
     data = path.read_bytes()
-    head = Head.parse(data[:PAGE]) or Head(log=log)
+    head = LogHead.parse(data[:PAGE]) or LogHead(log=log)
     view = np.frombuffer(data, np.uint8)
     acknowledged = max(acknowledged, *_read_slots(data[:PAGE]))
     found, at, lost = list[Record](), PAGE, max(0, acknowledged - max(len(data), PAGE))
@@ -286,7 +286,7 @@ def _whole_records(data, offset, seed, total):  # type: ignore[no-untyped-def]
     return spans[:count], total
 
 
-def _seed(head: Head, offset: int = 0) -> np.uint64:
+def _seed(head: LogHead, offset: int = 0) -> np.uint64:
     """What a record's checksum starts from: its place, in this log and no other."""
     return np.uint64((int(head.log or "0", 16) + offset) % (1 << 64))
 

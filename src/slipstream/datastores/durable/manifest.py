@@ -32,7 +32,7 @@ def new_id() -> str:
 
 
 @dataclass(frozen=True)
-class Entry:
+class SegmentEntry:
     """A segment of the store."""
 
     name: str
@@ -50,7 +50,7 @@ class Manifest:
     vocabulary: int
     log: str
     next: int = 1  # number of the next file
-    segments: tuple[Entry, ...] = ()
+    segments: tuple[SegmentEntry, ...] = ()
     notes: dict[str, Any] = field(default_factory=dict)  # how the text was made, for whoever reads it
     id: str = ""  # of the store: 16 hex digits
     generation: int = 0  # how often it was replaced
@@ -128,7 +128,7 @@ def parse_manifest(path: Path, data: bytes) -> Manifest:
         if body["format"] not in READABLE:
             raise StoreError(f"{path} has format {body['format']}, this version reads {FORMAT}: update slipstream")
         del body["format"], body["width"]
-        segments = tuple(Entry(**{**e, "removed": tuple(e["removed"])}) for e in body.pop("segments"))
+        segments = tuple(SegmentEntry(**{**e, "removed": tuple(e["removed"])}) for e in body.pop("segments"))
         gone = tuple((str(name), str(id)) for name, id in body.pop("gone", ()))
         manifest = Manifest(**body, segments=segments, gone=gone)
         fits(manifest, _SHAPE)

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from slipstream.datastores.durable.log import Head, Record, read_log
-from slipstream.datastores.durable.manifest import COPY, NAME, Entry, Manifest, new_id, read_manifest
+from slipstream.datastores.durable.log import LogHead, Record, read_log
+from slipstream.datastores.durable.manifest import COPY, NAME, Manifest, SegmentEntry, new_id, read_manifest
 from slipstream.datastores.durable.names import LOG, SEGMENT
 from slipstream.datastores.durable.pages import PAGE
 from slipstream.datastores.durable.salvage import any_header, header_sum
@@ -55,7 +55,7 @@ def files_of(folder: Path) -> dict[str, StoreFile]:
             found[path.name] = StoreFile(header["store"], header["generation"], header_sum(path), header)
         elif LOG.fullmatch(path.name) and path.is_file():
             with path.open("rb") as file:
-                head = Head.parse(file.read(PAGE))
+                head = LogHead.parse(file.read(PAGE))
             if head is not None:
                 found[path.name] = StoreFile(head.store, head.generation, head.log)
     return found
@@ -189,10 +189,10 @@ def _weigh(folder: Path, files: dict[str, StoreFile]) -> tuple[list[str], dict[s
     return [n for n, f in files.items() if f.header and n not in twice], logs
 
 
-def entry_of(name: str, file: StoreFile) -> Entry:
+def entry_of(name: str, file: StoreFile) -> SegmentEntry:
     header = file.header
     tokens = header["sections"]["tokens"][1] * 8 // header["width"] - DEPTH - header["documents"]
-    return Entry(name, header["collection"], tokens, header["documents"], header["bytes"], file.id)
+    return SegmentEntry(name, header["collection"], tokens, header["documents"], header["bytes"], file.id)
 
 
 def log_is_whole(path: Path) -> bool:

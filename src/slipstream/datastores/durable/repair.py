@@ -24,14 +24,14 @@ from slipstream.datastores.durable.log import (
     PROGRESS,
     READ,
     REMOVE,
-    Head,
+    LogHead,
     LogWriter,
     Record,
     read_log,
     salvage_log,
     sum_at,
 )
-from slipstream.datastores.durable.manifest import COPY, NAME, Entry, new_id, write_manifest
+from slipstream.datastores.durable.manifest import COPY, NAME, SegmentEntry, new_id, write_manifest
 from slipstream.datastores.durable.memory import content_of
 from slipstream.datastores.durable.names import OURS
 from slipstream.datastores.durable.newest import (
@@ -59,14 +59,14 @@ AGAIN = FILE.pack(-1, -1)  # a source that ended with no size or time: no file i
 
 
 @dataclass(frozen=True)
-class Report:
+class RepairReport:
     kept: int  # documents
     lost: int  # documents, as far as it is known how many there were
     set_aside: tuple[str, ...]  # files that are now in the folder `damaged`
     sentences: tuple[str, ...]  # what was found and done; empty if all was well
 
 
-def repair(folder: str | Path) -> Report:
+def repair(folder: str | Path) -> RepairReport:
     """Make a store sound again. There must be no writer."""
     folder = Path(folder)
     if not any((folder / name).exists() for name in (NAME, COPY)) and not any(folder.glob("*.seg")):
@@ -111,7 +111,7 @@ def _mend_log(state: Findings, witness: tuple[int, str, Place] | None) -> None:
     if damaged or len(state.logs) != 1 or not state.manifest.id:
         state.aside += [state.folder / name for name in state.logs if (state.folder / name).exists()]
         id = state.manifest.id or new_id()
-        log = LogWriter.create(state.folder / f"{state.name()}.log", Head(id, new_id(), 0))
+        log = LogWriter.create(state.folder / f"{state.name()}.log", LogHead(id, new_id(), 0))
         log.append(state.records)
         log.close()
         state.manifest = replace(state.manifest, id=id, log=log.path.name, log_id=log.head.log)
@@ -134,7 +134,7 @@ def _is_ours(state: Findings, name: str, witness: tuple[int, str, Place] | None)
 def _salvage(state: Findings, path: Path, elsewhere: set[str], witness: tuple[int, str, Place] | None) -> None:
     m = state.manifest
     with path.open("rb") as file:
-        head = Head.parse(file.read(PAGE))
+        head = LogHead.parse(file.read(PAGE))
     if head is not None and m.id and path.name == m.log and (head.store, head.log) != (m.id, m.log_id):
         state.sentences.append(
             f"{path.name}: this is another log than the store had: it is set aside, and what was added or removed "
@@ -163,7 +163,7 @@ def _without_progress(record: Record) -> Record:
 # ---- segments
 
 
-def _mend_segment(state: Findings, entry: Entry) -> Entry | None:
+def _mend_segment(state: Findings, entry: SegmentEntry) -> SegmentEntry | None:
     """The entry of a segment that is whole, or of one that was made of its whole documents."""
     path, m = state.folder / entry.name, state.manifest
     header = any_header(path)
@@ -201,7 +201,7 @@ def _mend_segment(state: Findings, entry: Entry) -> Entry | None:
     return _write(state, entry, found) if found.sources else None
 
 
-def _write(state: Findings, damaged: Entry, found: Salvaged) -> Entry:
+def _write(state: Findings, damaged: SegmentEntry, found: Salvaged) -> SegmentEntry:
     """A new segment of what was salvaged."""
     counts = Counter(found.names)
     entries = {s.name: replace(s, documents=counts[s.name]) for s in found.sources}
@@ -217,7 +217,7 @@ def _write(state: Findings, damaged: Entry, found: Salvaged) -> Entry:
 # ---- the end
 
 
-def _finish(state: Findings, generation: int, changed: bool) -> Report:
+def _finish(state: Findings, generation: int, changed: bool) -> RepairReport:
     folder = state.folder
     for path in state.aside:
         _copy_aside(path)
@@ -231,7 +231,7 @@ def _finish(state: Findings, generation: int, changed: bool) -> Report:
     with Store.open(folder) as store:
         place, kept, generation = store.contents.place, store.info()["documents"], store.manifest.generation
     if not changed:
-        return Report(kept, 0, (), ())
+        return RepairReport(kept, 0, (), ())
     log, witness = LogWriter(folder / state.manifest.log, place), Witness(folder)
     again = sorted((c, s) for c, s in state.again if s)
     if again:
@@ -243,7 +243,7 @@ def _finish(state: Findings, generation: int, changed: bool) -> Report:
     witness.close()
     if state.aside:
         state.sentences.append(f"the damaged files are in {folder / ASIDE}: delete them when you miss nothing")
-    return Report(kept, state.lost, tuple(p.name for p in state.aside), tuple(state.sentences))
+    return RepairReport(kept, state.lost, tuple(p.name for p in state.aside), tuple(state.sentences))
 
 
 def _copy_aside(path: Path) -> None:

@@ -26,7 +26,7 @@ from slipstream.datastores.durable.log import (
     PROGRESS,
     READ,
     REMOVE,
-    Head,
+    LogHead,
     LogWriter,
     Record,
 )
@@ -43,7 +43,7 @@ from slipstream.datastores.durable.names import ENCODING, LONGEST, checked_colle
 from slipstream.datastores.durable.segment import sync_folder
 from slipstream.datastores.durable.verify import verify
 from slipstream.datastores.sparse.runs import Runs
-from slipstream.datastores.sparse.search import Found, Shape, draft
+from slipstream.datastores.sparse.search import Found, SearchShape, draft
 from slipstream.datastores.sparse.sort import Tokens
 from slipstream.errors import StoreError
 
@@ -91,7 +91,7 @@ class Store:
         if len(tokenizer.encode(*ENCODING)) > LONGEST:
             raise StoreError(f"tokenizer {tokenizer[:80]!r}…: a fingerprint has at most {LONGEST} bytes")
         _check_segments(segment_tokens)
-        head = Head(new_id(), new_id(), 1)
+        head = LogHead(new_id(), new_id(), 1)
         first = Manifest(tokenizer, vocabulary, "00000000.log", 1, (), notes or {}, head.store, 1, head.log)
         with on_disk(folder):
             new = [path for path in (folder, *folder.parents) if not path.exists()]
@@ -174,7 +174,9 @@ class Store:
         """A snapshot of all there is to search in a collection."""
         return self.contents.runs(collection)
 
-    def draft(self, text: NDArray[np.int32], shape: Shape, collection: str = DEFAULT, source: str = "rest") -> Found:
+    def draft(
+        self, text: NDArray[np.int32], shape: SearchShape, collection: str = DEFAULT, source: str = "rest"
+    ) -> Found:
         """Continuations of a text, whose last token is the root of the tree."""
         return draft(self.runs(collection), text, shape, source)
 

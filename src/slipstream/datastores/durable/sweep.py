@@ -6,7 +6,7 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
-from slipstream.datastores.durable.log import Head, read_log
+from slipstream.datastores.durable.log import LogHead, read_log
 from slipstream.datastores.durable.manifest import Manifest
 from slipstream.datastores.durable.names import OURS
 from slipstream.datastores.durable.pages import PAGE
@@ -64,9 +64,9 @@ def _not_newer(path: Path, store: str, generation: int, manifest: Manifest) -> N
         )
 
 
-def _head(path: Path) -> Head:
+def _head(path: Path) -> LogHead:
     with path.open("rb") as file:
-        return Head.parse(file.read(PAGE)) or Head()
+        return LogHead.parse(file.read(PAGE)) or LogHead()
 
 
 def _is_empty(path: Path) -> bool:

@@ -13,7 +13,7 @@ from slipstream.datastores.durable.store import DEFAULT, Document, Store
 from slipstream.datastores.ingest.encoding import Encoder, batches
 from slipstream.datastores.ingest.records import Document as Text
 from slipstream.datastores.ingest.records import read_documents, text_size
-from slipstream.datastores.ingest.sources import Source
+from slipstream.datastores.ingest.sources import SourceFile
 
 BATCH = 1_000_000  # characters encoded at once: the tokenizer needs about a hundred bytes for each of its tokens
 Progress = Callable[[int, int, int], None]  # bytes read, bytes in all, tokens added
@@ -33,7 +33,7 @@ class Ingested:
 
 @dataclass(frozen=True)
 class _Piece:
-    source: Source
+    source: SourceFile
     text: Text | None  # None marks the end of a source
     number: int = 0  # of the text in its source
     skip: int = 0  # tokens of it that are in the store already
@@ -44,7 +44,7 @@ class _Piece:
 
 def ingest(
     store: Store,
-    sources: Sequence[Source],
+    sources: Sequence[SourceFile],
     encoder: Encoder,
     *,
     collection: str = DEFAULT,
@@ -86,7 +86,7 @@ def ingest(
 
 
 def _pieces(
-    store: Store, sources: Sequence[Source], collection: str, field: str | None, counts: Ingested
+    store: Store, sources: Sequence[SourceFile], collection: str, field: str | None, counts: Ingested
 ) -> Iterator[_Piece]:
     """What is still to be read: of a source that was interrupted what comes behind the stored part, unless it has
     changed since; then all of it, instead of what is stored."""

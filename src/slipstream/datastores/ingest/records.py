@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
-from slipstream.datastores.ingest.sources import CHUNK, Source
+from slipstream.datastores.ingest.sources import CHUNK, SourceFile
 from slipstream.errors import StoreError
 
 Document = str | list[dict[str, str]]  # plain text, or chat messages of role and content
@@ -30,7 +30,7 @@ _ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "
 _SPACE = re.compile(r"[ \t\r\n]*")
 
 
-def read_documents(source: Source, field: str | None = None) -> Iterator[Document]:
+def read_documents(source: SourceFile, field: str | None = None) -> Iterator[Document]:
     """The documents of a file, without empty ones. JSON and parquet hold many; anything else is one.
 
     `field` names the field that holds the text (`a.b`: b within a); without it, a record's layout is recognised.
@@ -60,7 +60,7 @@ def text_size(document: Document) -> int:
     return len(document) if isinstance(document, str) else sum(len(message["content"]) for message in document)
 
 
-def json_lines(source: Source) -> Iterator[tuple[str, Any]]:
+def json_lines(source: SourceFile) -> Iterator[tuple[str, Any]]:
     with source.path.open(encoding="utf-8-sig", newline="\n") as file:
         for number, line in enumerate(file, 1):
             if line.strip():
@@ -71,7 +71,7 @@ def json_lines(source: Source) -> Iterator[tuple[str, Any]]:
                 yield f"{source.name}:{number}", record
 
 
-def _json(source: Source, field: str | None) -> Iterator[tuple[str, Any]]:
+def _json(source: SourceFile, field: str | None) -> Iterator[tuple[str, Any]]:
     """An array, JSON lines under another name, or one object.
 
     One object of no known layout is text as it stands: projects are full of settings in JSON, some with comments.
@@ -92,7 +92,7 @@ def _json(source: Source, field: str | None) -> Iterator[tuple[str, Any]]:
     yield source.name, record if field or _recognised(record) is not None else text
 
 
-def json_array(source: Source) -> Iterator[tuple[str, Any]]:
+def json_array(source: SourceFile) -> Iterator[tuple[str, Any]]:
     """The elements one by one, from a buffer that holds little more than the longest of them."""
     decode = json.JSONDecoder().raw_decode
     with source.path.open(encoding="utf-8-sig", errors="replace") as file:  # it may end within a character
@@ -132,7 +132,7 @@ def json_array(source: Source) -> Iterator[tuple[str, Any]]:
             place = end + (mark == ",")
 
 
-def parquet_rows(source: Source, field: str | None) -> Iterator[tuple[str, Any]]:
+def parquet_rows(source: SourceFile, field: str | None) -> Iterator[tuple[str, Any]]:
     try:
         arrow = importlib.import_module("pyarrow")
         parquet = importlib.import_module("pyarrow.parquet")

@@ -19,14 +19,14 @@ _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 
 
 @dataclass(frozen=True)
-class Source:
+class SourceFile:
     name: str  # as the user would type it
     path: Path
     size: int  # bytes
     modified: int  # nanoseconds, as the file system tells them
 
 
-def find_sources(given: Sequence[str | Path], stdlib: bool = False) -> list[Source]:
+def find_sources(given: Sequence[str | Path], stdlib: bool = False) -> list[SourceFile]:
     """The files that were named, or lie below a named folder, each once, in the order of the names.
 
     In folders and globs, what is hidden or binary is left out, and what isn't UTF-8 is left out with a warning: only a
@@ -34,7 +34,7 @@ def find_sources(given: Sequence[str | Path], stdlib: bool = False) -> list[Sour
     """
     if not given and not stdlib:
         raise StoreError("no sources were given: name files, folders or globs, or ask for the standard library")
-    found: dict[Path, Source] = {}
+    found: dict[Path, SourceFile] = {}
     unreadable: list[str] = []
     for item in given:
         paths, good = _paths(item), 0
@@ -89,7 +89,7 @@ def _below(folder: Path, without: Iterable[str] = ()) -> list[Path]:
     return sorted(found)
 
 
-def _stdlib() -> list[Source]:
+def _stdlib() -> list[SourceFile]:
     folder = Path(sysconfig.get_path("stdlib"))
     prefix = f"python{sys.version_info.major}.{sys.version_info.minor}"
     paths = [p for p in _below(folder, without=_NOT_LIBRARY) if p.suffix == ".py" and is_text(p)]
@@ -100,9 +100,9 @@ def _stdlib() -> list[Source]:
     return [_source(path, f"{prefix}/{path.relative_to(folder).as_posix()}") for path in paths]
 
 
-def _source(path: Path, name: str) -> Source:
+def _source(path: Path, name: str) -> SourceFile:
     stat = path.stat()
-    return Source(name, path, stat.st_size, stat.st_mtime_ns)
+    return SourceFile(name, path, stat.st_size, stat.st_mtime_ns)
 
 
 def _trouble(path: Path, parquet: bool = True) -> str | None:

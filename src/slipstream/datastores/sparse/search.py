@@ -48,7 +48,7 @@ FADE = 0.7  # nodes are chosen as if each were worth this much of what it is, ag
 
 
 @dataclass(frozen=True)
-class Shape:
+class SearchShape:
     """What a search may take and give."""
 
     longest: int = 16  # tokens of context that are matched at most
@@ -76,7 +76,7 @@ class Found:
     counts: NDArray[np.int64]  # (levels,) how many positions have exactly that match
 
 
-def draft(runs: Runs, text: NDArray[np.int32], shape: Shape, source: str = "") -> Found:
+def draft(runs: Runs, text: NDArray[np.int32], shape: SearchShape, source: str = "") -> Found:
     """Continuations of `text`, whose last token is the root of the tree. A node's score is its conditional frequency
     among the matches, a match weighted by its length. Its raw score is how probable it is: a lone match of one token
     has no rival, and is seldom right."""

@@ -50,7 +50,7 @@ class Inputs:
     moves: Any  # (b,) how many keys the last step accepted
     sources: Any  # (b, R) their columns
     places: Any  # (b, R) and the columns they belong in
-    said: Any  # (b, R) tokens new in the text before the root, -1 for none: for penalties
+    emitted: Any  # (b, R) tokens new in the text before the root, -1 for none: for penalties
     draws: Draws
 
     @classmethod
@@ -181,7 +181,7 @@ class FixedStep:
         if self.choice == BEST:
             return best(self.logits)
         if self.history is not None:
-            self.history.commit(self.inputs.said)
+            self.history.commit(self.inputs.emitted)
         tokens, value = draw(self.logits, self.inputs.draws, self.history)
         return torch.stack([tokens, value.view(torch.int32)])
 
@@ -206,16 +206,16 @@ class FixedStep:
             return nullcontext()
         return compiled_layers(self.target.model, self._cache, self.target.compile)
 
-    def __call__(self, behind: Callable[[FixedStep], None] | None = None) -> None:
-        """behind: called as soon as the device has its work."""
+    def __call__(self, during: Callable[[FixedStep], None] | None = None) -> None:
+        """during: called as soon as the device has its work."""
         if self._graph is None:
             with self.target.fixed(self), self._compiled():
                 self.run()
         else:
             self._graph.replay()
             self._ended.record()
-        if behind is not None:
-            behind(self)
+        if during is not None:
+            during(self)
         if self._graph is not None:
             self._ended.synchronize()
 

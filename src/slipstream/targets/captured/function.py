@@ -115,8 +115,8 @@ class Captured:
         host = table.clone().pin_memory()
         own = [x.to(self._device, copy=True) for x in (host, *inputs)]
         with self._within():
-            said = self._function(*own, *still)
-        result = torch.empty(said.shape, dtype=said.dtype, pin_memory=True)
+            first = self._function(*own, *still)
+        result = torch.empty(first.shape, dtype=first.dtype, pin_memory=True)
 
         def work(device: Tensor, *others: Tensor) -> None:
             device.copy_(host, non_blocking=True)

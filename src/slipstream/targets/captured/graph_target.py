@@ -23,7 +23,7 @@ from slipstream.targets.base import Scores, Slot, Want
 from slipstream.targets.cache import KeyValuePool
 from slipstream.targets.captured import fixed_step as steps
 from slipstream.targets.captured.fixed_step import BEST, DRAWN, DRAWN_WITH_HISTORY, FixedStep, Inputs
-from slipstream.targets.captured.layers import in_place, usual_layers
+from slipstream.targets.captured.layers import fusable_layers, in_place
 from slipstream.targets.captured.modules import StandIns
 from slipstream.targets.captured.recording import preparing
 from slipstream.targets.trees import TreeTarget, is_quantised
@@ -57,7 +57,7 @@ class Told:
 
     slot: Slot
     sampler: Sampler
-    said: int = 0  # tokens of the output
+    emitted: int = 0  # tokens of the output
 
 
 class GraphTarget(TreeTarget):
@@ -78,7 +78,7 @@ class GraphTarget(TreeTarget):
         self.replayed = ROWS[-1] * max(1, round(ORDINARY / (ONE + EACH * weights)))
         self._stand_ins = StandIns(self.model)
         with self._stand_ins.in_place():
-            self._usual = usual_layers(self.model)
+            self._fused = fusable_layers(self.model)
         self.memory: Any = None  # what all graphs take theirs from
         self._steps: dict[tuple[Any, ...], FixedStep] = {}
         self._drawn: tuple[int, int] = (0, 0)  # rows and capacity of the pool that the steps were made for
@@ -111,7 +111,7 @@ class GraphTarget(TreeTarget):
         kept, steps.under_way = self._config._attn_implementation_internal, step
         self._config._attn_implementation_internal = steps.NAME
         try:
-            with self._stand_ins.in_place(), in_place(self._usual):
+            with self._stand_ins.in_place(), in_place(self._fused):
                 yield
         finally:
             self._config._attn_implementation_internal, steps.under_way = kept, None
@@ -160,7 +160,7 @@ class GraphTarget(TreeTarget):
             slot.tree = tree
         self._fill(step.host, slots, trees)
         self._tell(step, slots, trees, samplers)
-        step(want.behind if samplers else None)  # whoever decides on the host knows what follows only then
+        step(want.during if samplers else None)  # whoever decides on the host knows what follows only then
         return step
 
     def _followed(self, samplers: Sequence[Sampler | None], count: int) -> Sequence[Sampler | None]:
@@ -248,14 +248,14 @@ class GraphTarget(TreeTarget):
             if told is None or told.slot is not slot or told.sampler is not sampler:
                 step.history.begin(slot.row, sampler.prompt, sampler.sampling.logit_bias)
                 told = self._told[slot.row] = Told(slot, sampler)
-            new = sampler.output[told.said : -1]  # the last is the root, which the step reads itself
-            told.said += len(new)
+            new = sampler.output[told.emitted : -1]  # the last is the root, which the step reads itself
+            told.emitted += len(new)
             late = new[: -host.reach] if len(new) > host.reach else []
             if late:
                 row = torch.full((len(late),), slot.row, device=self.device)
                 ids = torch.tensor(late, device=self.device)
-                step.history.said.index_put_((row, ids), torch.ones_like(ids, dtype=torch.int32), accumulate=True)
-            host.said[i, : len(new) - len(late)] = new[len(late) :]
+                step.history.emitted.index_put_((row, ids), torch.ones_like(ids, dtype=torch.int32), accumulate=True)
+            host.emitted[i, : len(new) - len(late)] = new[len(late) :]
 
     def blank(self, host: Inputs) -> None:
         """Padding alone: it reads nothing, and writes into the spare row."""
@@ -275,7 +275,7 @@ class GraphTarget(TreeTarget):
     def _put(self, host: Inputs, i: int, *of_one: Any) -> None:
         h = host
         tables = (h.ids, h.positions, h.depths, h.columns, h.paths, h.lengths, h.rows, h.moves, h.sources, h.places)
-        _put(i, *tables, h.said, *of_one)
+        _put(i, *tables, h.emitted, *of_one)
 
 
 def by_row(model: Any) -> bool:
@@ -299,12 +299,12 @@ NO_NODES = np.empty(0, np.int32)
 # fmt: off
 @njit(cache=True, nogil=True)
 def _put(  # type: ignore[no-untyped-def]
-    i, ids, positions, depths, columns, paths, lengths, rows, moves, sources, places, said,  # tables to fill in
+    i, ids, positions, depths, columns, paths, lengths, rows, moves, sources, places, emitted,  # tables to fill in
     tokens, parents, node_depths, length, row, moved,  # one sequence
 ):
     # fmt: on
-    """Sequence i of a step: its tree behind `length` committed tokens, the rest padding; `moved` is the path of the
-    tree before, whose keys stand behind one another from here on."""
+    """Sequence i of a step: its tree after `length` committed tokens, the rest padding; `moved` is the path of the
+    tree before, whose keys stand in a row from here on."""
     lengths[i], rows[i] = length, row
     for j in range(ids.shape[1]):
         columns[i, j] = length + j
@@ -320,4 +320,4 @@ def _put(  # type: ignore[no-untyped-def]
     moves[i] = len(moved)
     for j in range(len(moved)):
         sources[i, j], places[i, j] = start + moved[j], start + j
-    said[i, :] = -1
+    emitted[i, :] = -1

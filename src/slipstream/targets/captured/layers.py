@@ -18,7 +18,7 @@ from transformers import AttentionInterface
 from slipstream.kernels.ops import gate, gated_linear, linear, turn_keys
 from slipstream.targets.captured import fixed_step as steps
 from slipstream.targets.captured.compiled import decoder_layers
-from slipstream.targets.captured.modules import Norm, Part, Product
+from slipstream.targets.captured.modules import JointPart, Norm, Product
 
 NAME = "slipstream-asked"
 ROWS = 3  # that a layer is asked
@@ -37,20 +37,20 @@ class Heard:
 
 
 @dataclass
-class Usual:
+class FusedLayer:
     """A layer of the usual form."""
 
     input_norm: Norm
-    qkv: Part
+    qkv: JointPart
     out: Product
     norm: Norm
-    gate_up: Part
+    gate_up: JointPart
     down: Product
     number: int
     options: dict[str, Any] = field(default_factory=dict)  # of its attention
 
     @classmethod
-    def like(cls, layer: Any) -> Usual | None:
+    def like(cls, layer: Any) -> FusedLayer | None:
         """What says the same as `layer` of a few numbers, if it has this form. Its products and norms have stand-ins
         already."""
         attention, gated = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
@@ -64,7 +64,7 @@ class Usual:
             getattr(gated, "gate_proj", None),
             getattr(gated, "down_proj", None),
         )
-        kinds = (Norm, Part, Product, Norm, Part, Product)
+        kinds = (Norm, JointPart, Product, Norm, JointPart, Product)
         if not all(isinstance(part, kind) for part, kind in zip(parts, kinds, strict=True)):
             return None
         same = cls(*parts, getattr(attention, "layer_idx", 0))  # type: ignore[arg-type]
@@ -99,7 +99,9 @@ class Usual:
         turns = torch.rand(1, ROWS, attention.head_dim // 2, generator=generator).repeat(1, 1, 2)
         angles = turns.cos().to(weight), turns.sin().to(weight)
         with asked(attention.config) as heard:
-            said = layer(x, attention_mask=None, position_ids=None, past_key_values=None, position_embeddings=angles)
+            expected = layer(
+                x, attention_mask=None, position_ids=None, past_key_values=None, position_embeddings=angles
+            )
         (one,) = heard
         self.options = one.options
         keys, values = (torch.zeros_like(t, memory_format=torch.contiguous_format) for t in (one.keys, one.values))
@@ -111,19 +113,19 @@ class Usual:
             (query, one.query),
             (keys, one.keys),
             (values, one.values),
-            (after, said),
+            (after, expected),
             (gate(torch.cat([z, torch.ones_like(z)])), layer.mlp.act_fn(z)),
         ]
         return all(is_near(*pair) for pair in pairs)
 
 
-def usual_layers(model: Any) -> list[tuple[Any, Usual]]:
+def fusable_layers(model: Any) -> list[tuple[Any, FusedLayer]]:
     """Those decoder layers that have the usual form, and what computes them."""
     try:
         layers = decoder_layers(model)
     except NotImplementedError:
         return []
-    return [(layer, same) for layer in layers if (same := Usual.like(layer)) is not None]
+    return [(layer, same) for layer in layers if (same := FusedLayer.like(layer)) is not None]
 
 
 def is_near(one: Tensor, other: Tensor) -> bool:
@@ -140,7 +142,7 @@ def is_watched(module: Any) -> bool:
 
 
 @contextmanager
-def in_place(usual: list[tuple[Any, Usual]]) -> Iterator[None]:
+def in_place(usual: list[tuple[Any, FusedLayer]]) -> Iterator[None]:
     """The layers' modules stay where they are, since transformers watches them for hidden states."""
     for layer, same in usual:
         layer.forward = same

@@ -70,7 +70,7 @@ def can_join(layers: list[Any]) -> bool:
 
 
 @torch.no_grad()
-def join(layers: list[nn.Linear]) -> list[Part]:
+def join(layers: list[nn.Linear]) -> list[JointPart]:
     """Lay the weights side by side in memory; each layer goes on with its own part of it, so none is held twice."""
     sizes = [layer.out_features for layer in layers]
     weight = torch.cat([layer.weight for layer in layers])
@@ -78,7 +78,7 @@ def join(layers: list[nn.Linear]) -> list[Part]:
     for layer, own in zip(layers, weight.split(sizes), strict=True):
         layer.weight.data = own
     whole, ends = Whole(weight, bias), torch.tensor(sizes).cumsum(0).tolist()
-    return [Part(whole, end - size, end, end == ends[-1]) for size, end in zip(sizes, ends, strict=True)]
+    return [JointPart(whole, end - size, end, end == ends[-1]) for size, end in zip(sizes, ends, strict=True)]
 
 
 class Product(nn.Module):
@@ -110,7 +110,7 @@ class Whole(nn.Module):
         return made
 
 
-class Part(nn.Module):
+class JointPart(nn.Module):
     def __init__(self, whole: Whole, first: int, end: int, last: bool) -> None:
         super().__init__()
         self.whole, self.first, self.end = whole, first, end
@@ -139,11 +139,11 @@ class Norm(nn.Module):
         if not isinstance(eps, float) or layer._forward_hooks or layer._forward_pre_hooks or hasattr(layer, "_hf_hook"):
             return None
         x = torch.linspace(-3, 4, 3 * len(weight), device=weight.device, dtype=weight.dtype).reshape(3, -1)
-        said = layer(x)
+        expected = layer(x)
         near = 4 * torch.finfo(weight.dtype).eps
         for centre, shift in ((False, False), (False, True), (True, False)):
             found = cls(layer, eps, centre, shift)
-            if torch.allclose(found(x), said, rtol=near, atol=near * float(said.abs().max())):
+            if torch.allclose(found(x), expected, rtol=near, atol=near * float(expected.abs().max())):
                 return found
         return None
 
@@ -152,7 +152,7 @@ class Norm(nn.Module):
 
 
 class Angles(nn.Module):
-    """Cosines and sines of positions, computed beforehand by the model's own code as far as `reach` said."""
+    """Cosines and sines of positions, computed beforehand by the model's own code as far as `reach` expected."""
 
     def __init__(self, layer: Any) -> None:
         super().__init__()

@@ -331,10 +331,11 @@ def _depths(parents):  # type: ignore[no-untyped-def]
 def _ancestors(parents):  # type: ignore[no-untyped-def]
     n = len(parents)
     mask = np.zeros((n, n), np.bool_)
-    mask[0, 0] = True
-    for i in range(1, n):
-        mask[i, :i] = mask[parents[i], :i]
-        mask[i, i] = True
+    for i in range(n):
+        node = i
+        while node >= 0:
+            mask[i, node] = True
+            node = parents[node]
     return mask
 
 
@@ -438,7 +439,7 @@ def _overlay(  # type: ignore[no-untyped-def]
     merged = merged_tokens, merged_parents, merged_raw, merged_score
     links = np.full((3, room), -1, np.int32)
     merged_tokens[0], merged_parents[0] = tokens[0], -1
-    n = _lay(tokens, parents, raw, score, columns, merged, links, 1)
+    n = _lay(tokens, parents, raw, score, columns, merged, links, np.int64(1))
     n = _lay(other_tokens, other_parents, other_raw, other_score, other_columns, merged, links, n)
     return merged_tokens[:n], merged_parents[:n], merged_raw[:n], merged_score[:n]
 
@@ -447,7 +448,7 @@ def _overlay(  # type: ignore[no-untyped-def]
 def _lay(tokens, parents, raw, score, columns, merged, links, n):  # type: ignore[no-untyped-def]
     """Lay a tree over the n merged nodes. Returns how many there are now."""
     merged_tokens, merged_parents, merged_raw, merged_score = merged
-    first, last, sibling = links
+    first, last, sibling = links[0], links[1], links[2]
     places = np.zeros(len(tokens), np.int32)
     for i in range(len(tokens)):
         if i:

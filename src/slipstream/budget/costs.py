@@ -86,6 +86,7 @@ def _follow(known, curve, table, seen, rows, padded, off):  # type: ignore[no-un
     weight = NEWEST if off > 0 else max(NEWEST, 1 / (2 + seen[here]))
     for i in range(len(known)):
         curve[i] *= 1 + weight * off / (1 if i == here else 1 + seen[i])
-    seen *= 1 - NEWEST
+    for i in range(len(seen)):
+        seen[i] *= 1 - NEWEST
     seen[here] += 1
     _between(known, curve, table, padded)

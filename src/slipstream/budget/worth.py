@@ -14,7 +14,7 @@ def rank(tokens, parents, raw, columns, bins, limit, trees, share):  # type: ign
     tokens that are expected with the first 0, 1, … of them. columns: which source each column of raw is. limit: nodes
     at most. trees: whether branches can be verified; else the best chain counts. share: of what is promised, that is
     expected to come."""
-    score, value = _values(parents, raw, columns, bins, -1)
+    score, value = _values(parents, raw, columns, bins, np.int64(-1))
     order = _order(parents, score, value, limit, trees)
     n = len(order) + 1
     new_tokens, new_parents = np.empty(n, np.int32), np.empty(n, np.int32)
@@ -25,7 +25,8 @@ def rank(tokens, parents, raw, columns, bins, limit, trees, share):  # type: ign
         place[node] = k
         new_tokens[k], new_score[k] = tokens[node], score[node]
         new_parents[k] = place[parents[node]] if k else -1
-        new_raw[k] = raw[node]
+        for column in range(raw.shape[1]):
+            new_raw[k, column] = raw[node, column]
     return new_tokens, new_parents, new_raw, new_score, _worth(value, order, share)
 
 
@@ -43,7 +44,10 @@ def add_without(expected, asked, parents, raw, columns, bins, limit, trees, shar
 @njit(cache=True, nogil=True)
 def best_rate(expected, seconds, spent):  # type: ignore[no-untyped-def]
     """Tokens per second with the best number of nodes, if drafting took so many seconds besides."""
-    return np.max(expected / (spent + seconds[: len(expected)]))
+    best = 0.0
+    for nodes in range(len(expected)):
+        best = max(best, expected[nodes] / (spent + seconds[nodes]))
+    return best
 
 
 @njit(cache=True, nogil=True)
@@ -51,7 +55,11 @@ def best_nodes(expected, seconds, spent, plain):  # type: ignore[no-untyped-def]
     """How many nodes are best. What drafting took is spent: where even the best does not make up for it, nodes still
     have to give more than plain decoding would in the time that they take."""
     rate = max(best_rate(expected, seconds, spent), plain)
-    return np.argmax(expected - rate * seconds[: len(expected)])
+    best = 0
+    for nodes in range(1, len(expected)):
+        if expected[nodes] - rate * seconds[nodes] > expected[best] - rate * seconds[best]:
+            best = nodes
+    return best
 
 
 @njit(cache=True, nogil=True)
@@ -79,9 +87,9 @@ def _order(parents, score, value, limit, trees):  # type: ignore[no-untyped-def]
     length = min(limit, len(parents) - 1)
     if not trees:
         return _best_chain(parents, score, length)
-    nodes = np.arange(1, len(parents))
-    for k in range(1, len(nodes)):  # by insertion: they are few, and nearly in order
-        node = nodes[k]
+    nodes = np.empty(len(parents) - 1, np.int64)
+    for k in range(len(nodes)):  # by insertion: they are few, and nearly in order
+        node = k + 1
         while k > 0 and value[nodes[k - 1]] < value[node]:
             nodes[k] = nodes[k - 1]
             k -= 1

@@ -98,7 +98,7 @@ def _insert(tokens, positions, count, start, end):  # type: ignore[no-untyped-de
         lo, hi = 0, count
         while lo < hi:
             middle = (lo + hi) // 2
-            if precedes(tokens, np.int64(positions[middle]), p, 0):
+            if precedes(tokens, np.int64(positions[middle]), p, np.int64(0)):
                 lo = middle + 1
             else:
                 hi = middle
@@ -115,7 +115,7 @@ def _merge(tokens, a, b):  # type: ignore[no-untyped-def]
     out = np.empty(len(a) + len(b), np.uint32)
     i, j = 0, 0
     for k in range(len(out)):
-        if j == len(b) or (i < len(a) and precedes(tokens, np.int64(a[i]), np.int64(b[j]), 0)):
+        if j == len(b) or (i < len(a) and precedes(tokens, np.int64(a[i]), np.int64(b[j]), np.int64(0))):
             out[k] = a[i]
             i += 1
         else:

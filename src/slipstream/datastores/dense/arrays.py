@@ -165,7 +165,7 @@ def _damaged(data, sums, seen, first, last):  # type: ignore[no-untyped-def]
     """The first page that is not as it was written, or -1."""
     for page in range(first, last):
         if seen[page] == 0:
-            if xxh64(data[page * PAGE : (page + 1) * PAGE], np.uint64(0)) != sums[page]:
+            if xxh64(np.int64(data.ctypes.data) + page * PAGE, np.int64(PAGE), np.uint64(0)) != sums[page]:
                 return page
             seen[page] = 1
     return -1

@@ -354,6 +354,6 @@ def _first_unsorted(tokens, positions, sep):  # type: ignore[no-untyped-def]
         p = np.int64(positions[i])
         if p < DEPTH or p >= len(tokens) or tokens[p] == sep or tokens[p - 1] == sep:
             return i
-        if i > 0 and not precedes(tokens, np.int64(positions[i - 1]), p, 0):
+        if i > 0 and not precedes(tokens, np.int64(positions[i - 1]), p, np.int64(0)):
             return i
     return -1

@@ -128,5 +128,5 @@ def keys_of(tokens: Tokens, positions: Positions) -> NDArray[np.uint64]:
 def _keys(tokens, positions):  # type: ignore[no-untyped-def]
     keys = np.empty(len(positions), np.uint64)
     for i in range(len(positions)):
-        keys[i] = context_key(tokens, np.int64(positions[i]), 0)
+        keys[i] = context_key(tokens, np.int64(positions[i]), np.int64(0))
     return keys

@@ -52,11 +52,12 @@ def sort_positions(tokens: Tokens, threads: int | None = None) -> Positions:
 def sorted_pieces(tokens: Tokens, threads: int | None = None) -> Iterator[Positions]:
     """The same in pieces, one after the other."""
     sep = separator(tokens)
+    vocabulary = sep + 1 if sep < 1 << 16 else int(_largest(tokens, sep)) + 2
+    shift = _shift(tokens, vocabulary)
     if len(tokens) < 1 << 17:  # not worth the buckets and threads
-        yield _sort_all(tokens, sep)
+        yield _sort_all(tokens, sep, shift)
         return
     threads = threads or cores()
-    vocabulary = sep + 1 if sep < 1 << 16 else int(_largest(tokens, sep)) + 2
     cuts = np.linspace(DEPTH, len(tokens), threads + 1).astype(np.int64)
     with ThreadPoolExecutor(threads) as pool:
         parts = list(pairwise(cuts))
@@ -75,9 +76,14 @@ def sorted_pieces(tokens: Tokens, threads: int | None = None) -> Iterator[Positi
             scatter = partial(_scatter, tokens, sep, first, last, positions)
             list(pool.map(scatter, cuts[:-1], cuts[1:], offsets))
             tasks = _split(starts, stops, max(1 << 14, len(positions) // (16 * threads)))
-            sort = partial(_sort_buckets, tokens, positions, starts, stops, room)
+            sort = partial(_sort_buckets, tokens, positions, starts, stops, room, shift)
             list(pool.map(sort, *zip(*tasks, strict=True)))
             yield positions
+
+
+def _shift(tokens: Tokens, vocabulary: int) -> np.uint64:
+    """How far a key is shifted to become a digit: its first token, or of a large one the first bits."""
+    return np.uint64(64 - 8 * tokens.itemsize + max(0, (vocabulary - 2).bit_length() - DIGITS.bit_length() + 1))
 
 
 def _stretches(ends: NDArray[np.int64], size: int) -> Iterator[tuple[int, int]]:
@@ -109,13 +115,13 @@ def _split(starts: NDArray[np.int64], ends: NDArray[np.int64], size: int) -> lis
 
 
 @njit(cache=True, nogil=True)
-def _sort_all(tokens, sep):  # type: ignore[no-untyped-def]
-    positions, n = np.empty(len(tokens), np.uint32), 0
+def _sort_all(tokens, sep, shift):  # type: ignore[no-untyped-def]
+    positions, n = np.empty(len(tokens), np.uint32), np.int64(0)
     for p in range(DEPTH, len(tokens)):
         if tokens[p] != sep and tokens[p - 1] != sep:
             positions[n] = p
             n += 1
-    _sort_group(tokens, positions, 0, n, 0, _buffers(tokens, n))
+    _sort_group(tokens, positions, np.int64(0), n, np.int64(0), _buffers(n, shift))
     return positions[:n].copy()
 
 
@@ -156,11 +162,11 @@ def _scatter(tokens, sep, first, last, positions, lo, hi, offsets):  # type: ign
 
 
 @njit(cache=True, nogil=True)
-def _sort_buckets(tokens, positions, starts, ends, room, first, last):  # type: ignore[no-untyped-def]
-    buffers = _buffers(tokens, room)
+def _sort_buckets(tokens, positions, starts, ends, room, shift, first, last):  # type: ignore[no-untyped-def]
+    buffers = _buffers(room, shift)
     for bucket in range(first, last):
         if ends[bucket] - starts[bucket] > 1:
-            _sort_group(tokens, positions, starts[bucket], ends[bucket], 1, buffers)
+            _sort_group(tokens, positions, starts[bucket], ends[bucket], np.int64(1), buffers)
 
 
 @njit(cache=True, nogil=True)
@@ -178,15 +184,10 @@ def context_key(tokens, position, depth):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
-def _buffers(tokens, room):  # type: ignore[no-untyped-def]
+def _buffers(room, shift):  # type: ignore[no-untyped-def]
     """Keys of a group, and room for a pass over a large one, which needs to know how a key becomes a digit."""
     large = room if room > LARGE else 0
-    shift = 64 - 8 * tokens.itemsize
-    if tokens.itemsize > 2:
-        most = _largest(tokens, (np.int64(1) << (8 * tokens.itemsize)) - 1)
-        while most >> (shift - 32) >= DIGITS - 1:
-            shift += 1
-    return np.empty(room, np.uint64), np.empty(large, np.uint64), np.empty(large, np.uint32), np.uint64(shift)
+    return np.empty(room, np.uint64), np.empty(large, np.uint64), np.empty(large, np.uint32), shift
 
 
 @njit(cache=True, nogil=True)
@@ -194,16 +195,13 @@ def _sort_group(tokens, positions, start, end, start_depth, buffers):  # type: i
     """Multikey quicksort with cached keys. Positions in [start, end) agree in their first `start_depth` tokens."""
     keys = buffers[0]
     step = 8 // tokens.itemsize
-    stack: Any = [(np.int64(start), np.int64(end), np.int64(start_depth))]
+    stack: Any = [(start, end, start_depth)]
     while len(stack) > 0:
         lo, hi, depth = stack.pop()
-        if depth >= DEPTH:
-            positions[lo:hi].sort()
-            continue
         if hi - lo <= SMALL:
             _insertion(tokens, positions, lo, hi, depth)
             continue
-        if hi - lo > len(keys):  # too many for the buffer: part them by one token, in place
+        if hi - lo > len(keys):  # too many for the buffer: part them in place
             less, more = _part(tokens, positions, lo, hi, depth)
             if less - lo > 1:
                 stack.append((lo, less, depth))
@@ -211,6 +209,11 @@ def _sort_group(tokens, positions, start, end, start_depth, buffers):  # type: i
                 stack.append((more, hi, depth))
             if more - less > 1:
                 stack.append((less, more, depth + 1))
+            continue
+        if depth >= DEPTH:  # alike in all that counts
+            for i in range(lo, hi):
+                keys[i - lo] = positions[i]
+            _sort_pairs(keys[: hi - lo], positions[lo:hi])
             continue
         # The last key may reach over DEPTH: start it earlier, on tokens that are equal anyway.
         depth = min(depth, DEPTH - step)
@@ -249,16 +252,22 @@ def _insertion(tokens, positions, lo, hi, depth):  # type: ignore[no-untyped-def
         positions[j] = p
 
 
+@njit(inline="always")
+def _token(tokens, position, depth):  # type: ignore[no-untyped-def]
+    return np.int64(tokens[np.int64(position) - depth - 1]) if depth < DEPTH else np.int64(position)
+
+
 @njit(cache=True, nogil=True)
 def _part(tokens, positions, lo, hi, depth):  # type: ignore[no-untyped-def]
-    """Three-way partition by the token at `depth`: returns where the equal ones begin and end."""
-    a = tokens[np.int64(positions[lo + (hi - lo) // 4]) - depth - 1]
-    b = tokens[np.int64(positions[lo + (hi - lo) // 2]) - depth - 1]
-    c = tokens[np.int64(positions[lo + 3 * (hi - lo) // 4]) - depth - 1]
+    """Three-way partition by the token at `depth`, or beyond DEPTH by the position: returns where the equal ones begin
+    and end."""
+    a = _token(tokens, positions[lo + (hi - lo) // 4], depth)
+    b = _token(tokens, positions[lo + (hi - lo) // 2], depth)
+    c = _token(tokens, positions[lo + 3 * (hi - lo) // 4], depth)
     pivot = max(min(a, b), min(max(a, b), c))
     less, i, more = lo, lo, hi
     while i < more:
-        token = tokens[np.int64(positions[i]) - depth - 1]
+        token = _token(tokens, positions[i], depth)
         if token < pivot:
             positions[less], positions[i] = positions[i], positions[less]
             less += 1
@@ -285,7 +294,8 @@ def _sort_many(keys, values, buffers):  # type: ignore[no-untyped-def]
         digit = min(keys[i] >> shift, np.uint64(DIGITS - 1))
         spare_keys[ends[digit]], spare_values[ends[digit]] = keys[i], values[i]
         ends[digit] += 1
-    keys[:], values[:] = spare_keys[: len(keys)], spare_values[: len(keys)]
+    for i in range(len(keys)):
+        keys[i], values[i] = spare_keys[i], spare_values[i]
     start = 0
     for digit in range(DIGITS):
         if ends[digit] - start > 1:

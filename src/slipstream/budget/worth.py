@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
 from slipstream.budget.calibration import belief
+from slipstream.compiled import compiled
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def rank(tokens, parents, raw, columns, bins, limit, trees, share):  # type: ignore[no-untyped-def]
     """Tokens, parents, raw scores and scores of the nodes that may be verified, the most valuable first, and the
     tokens that are expected with the first 0, 1, … of them. columns: which source each column of raw is. limit: nodes
@@ -30,7 +30,7 @@ def rank(tokens, parents, raw, columns, bins, limit, trees, share):  # type: ign
     return new_tokens, new_parents, new_raw, new_score, _worth(value, order, share)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def add_without(expected, asked, parents, raw, columns, bins, limit, trees, share):  # type: ignore[no-untyped-def]
     """Add to each row of expected (sources, width) what a draft gives with 0, 1, … nodes if one of the asked sources
     had said nothing."""
@@ -41,7 +41,7 @@ def add_without(expected, asked, parents, raw, columns, bins, limit, trees, shar
             expected[row, nodes] += worth[min(nodes, len(worth) - 1)]
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def best_rate(expected, seconds, spent):  # type: ignore[no-untyped-def]
     """Tokens per second with the best number of nodes, if drafting took so many seconds besides."""
     best = 0.0
@@ -50,7 +50,7 @@ def best_rate(expected, seconds, spent):  # type: ignore[no-untyped-def]
     return best
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def best_nodes(expected, seconds, spent, plain):  # type: ignore[no-untyped-def]
     """How many nodes are best. What drafting took is spent: where even the best does not make up for it, nodes still
     have to give more than plain decoding would in the time that they take."""
@@ -62,7 +62,7 @@ def best_nodes(expected, seconds, spent, plain):  # type: ignore[no-untyped-def]
     return best
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _values(parents, raw, columns, bins, left_out):  # type: ignore[no-untyped-def]
     """How probable each node is, given its parent, and together with all its ancestors. left_out: a source that does
     not count."""
@@ -81,7 +81,7 @@ def _values(parents, raw, columns, bins, left_out):  # type: ignore[no-untyped-d
     return score, value
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _order(parents, score, value, limit, trees):  # type: ignore[no-untyped-def]
     """Drafted nodes that may be verified, the most valuable first; parents before their children."""
     length = min(limit, len(parents) - 1)
@@ -97,7 +97,7 @@ def _order(parents, score, value, limit, trees):  # type: ignore[no-untyped-def]
     return nodes[:length]
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _best_chain(parents, score, length):  # type: ignore[no-untyped-def]
     """The nodes on the way to the best child, its best child, …"""
     heir = np.full(len(parents), -1, np.int64)
@@ -112,7 +112,7 @@ def _best_chain(parents, score, length):  # type: ignore[no-untyped-def]
     return chain[:n]
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _worth(value, order, share):  # type: ignore[no-untyped-def]
     """(n + 1,) expected tokens with the first 0, 1, … of these nodes."""
     worth = np.ones(len(order) + 1)

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from numba import njit
 
+from slipstream.compiled import compiled
 from slipstream.datastores.durable.memory import Memory
 from slipstream.datastores.sparse.runs import COUNT, LENGTH, Run, Runs
 from slipstream.datastores.sparse.sort import DEPTH, Positions, precedes, separator, sort_positions
@@ -91,7 +91,7 @@ class Said:
         return self._views.get(collection, self._none)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _insert(tokens, positions, count, start, end):  # type: ignore[no-untyped-def]
     """Put the positions start..end where they belong among the first `count`; returns the new count."""
     for p in range(start, end):
@@ -109,7 +109,7 @@ def _insert(tokens, positions, count, start, end):  # type: ignore[no-untyped-de
     return count
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _merge(tokens, a, b):  # type: ignore[no-untyped-def]
     """Two sorted arrays of positions in one text as one."""
     out = np.empty(len(a) + len(b), np.uint32)

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import numpy as np
 import torch
-from numba import njit
 from numpy.typing import NDArray
 from torch import Tensor
 
+from slipstream.compiled import compiled
 from slipstream.drafters.base import Drafter, DraftSession, Hidden, Proposal, Seen
 from slipstream.errors import DrafterError, OptionError
 from slipstream.heads import HEADS, Head, load_head, registry
@@ -364,7 +364,7 @@ def unpack(root: int, nodes: NDArray[np.int32], source: str, most: int | None = 
     return TokenTree(tokens, parents, raw, score, (source,))
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _unpack(root, nodes, most):  # type: ignore[no-untyped-def]
     count = 0
     while count < min(most, nodes.shape[1]) and nodes[1, count] >= 0:

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from slipstream.compiled import compiled
 from slipstream.datastores.durable.pages import PAGE, page_sums, xxh64
 from slipstream.datastores.sparse.runs import Run, Runs
 from slipstream.datastores.sparse.sort import DEPTH, Tokens, separator
@@ -87,7 +87,7 @@ def _check(run: Run) -> None:
     checks.seen[:] = 1
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _documents(tokens, sep):  # type: ignore[no-untyped-def]
     """Starts, lengths and digests."""
     count = 0

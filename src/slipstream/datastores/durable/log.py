@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from slipstream.compiled import compiled
 from slipstream.datastores.durable.names import ENCODING
 from slipstream.datastores.durable.pages import PAGE, checksum, xxh64
 from slipstream.datastores.durable.segment import sync_folder
@@ -256,7 +256,7 @@ def _parsed(data: bytes, spans: NDArray[np.int64]) -> list[Record]:
     return records
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _whole_records(data, offset, seed, total):  # type: ignore[no-untyped-def]
     """(records, 2) where the payload of each begins and ends, up to the first that is not whole; data[0] is byte
     `offset` of the file. And the sum of `Place`."""

@@ -9,10 +9,12 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import carray, njit, types
+from numba import carray, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 from numpy.typing import NDArray
+
+from slipstream.compiled import compiled, inlined
 
 PAGE = 4096
 
@@ -45,17 +47,17 @@ def pointer(_context, address):  # type: ignore[no-untyped-def]
     return types.voidptr(address), build
 
 
-@njit(inline="always")
+@inlined
 def _rotate(x, r):  # type: ignore[no-untyped-def]
     return (x << np.uint64(r)) | (x >> np.uint64(64 - r))
 
 
-@njit(inline="always")
+@inlined
 def _round(lane, word):  # type: ignore[no-untyped-def]
     return _rotate(lane + word * _P2, 31) * _P1
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _word(data, at):  # type: ignore[no-untyped-def]
     """Eight bytes, little-endian. LLVM makes one load of it."""
     word = np.uint64(0)
@@ -64,7 +66,7 @@ def _word(data, at):  # type: ignore[no-untyped-def]
     return word
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def xxh64(address, n, seed):  # type: ignore[no-untyped-def]
     data, at = carray(pointer(address), (n,), np.uint8), np.int64(0)
     if n >= 32:
@@ -98,7 +100,7 @@ def xxh64(address, n, seed):  # type: ignore[no-untyped-def]
     return h ^ (h >> np.uint64(32))
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _page_sums(data):  # type: ignore[no-untyped-def]
     sums, address = np.empty(len(data) // PAGE, np.uint64), np.int64(data.ctypes.data)
     for page in range(len(sums)):

@@ -11,9 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numba import carray, njit
+from numba import carray
 from numpy.typing import NDArray
 
+from slipstream.compiled import compiled, inlined
 from slipstream.datastores.durable.mapping import missing, pages_missed
 from slipstream.datastores.durable.pages import PAGE, pointer, xxh64
 from slipstream.datastores.sparse.runs import (
@@ -95,12 +96,9 @@ def draft(runs: Runs, text: NDArray[np.int32], shape: Shape, source: str = "") -
 
 
 # ---- compiled: `t` is the table of runs, r the number of a run in it
-#
-# To compile takes seconds, so what has one caller is inlined, and numbers are int64 wherever they are handed on: a
-# function is compiled anew for every kind of number, and for a literal too.
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _fine(sums, seen, data, page):  # type: ignore[no-untyped-def]
     """Check a page that is not trusted yet."""
     if xxh64(data + page * PAGE, np.int64(PAGE), np.uint64(0)) != carray(pointer(sums), (page + 1,), np.uint64)[page]:
@@ -109,7 +107,7 @@ def _fine(sums, seen, data, page):  # type: ignore[no-untyped-def]
     return True
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _position(t, r, i, failed):  # type: ignore[no-untyped-def]
     """The i-th position of a run."""
     seen = t[r, POSITION_SEEN]
@@ -127,7 +125,7 @@ def _position(t, r, i, failed):  # type: ignore[no-untyped-def]
     return position
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _readable(t, r, first, last, size, failed):  # type: ignore[no-untyped-def]
     """Whether the tokens first..last may be read."""
     seen = t[r, TOKEN_SEEN]
@@ -141,7 +139,7 @@ def _readable(t, r, first, last, size, failed):  # type: ignore[no-untyped-def]
     return True
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _compare(t, r, width, query, i, failed):  # type: ignore[no-untyped-def]
     """How many tokens before the i-th position agree with the reversed query, and whether it comes before the query."""
     position = _position(t, r, i, failed)
@@ -155,7 +153,7 @@ def _compare(t, r, width, query, i, failed):  # type: ignore[no-untyped-def]
     return len(query), False
 
 
-@njit(inline="always")
+@inlined
 def _key_bounds(width, query, n):  # type: ignore[no-untyped-def]
     """The lowest and the highest key of contexts that agree with the first n tokens of the query."""
     lowest, bits = np.uint64(0), 8 * width.itemsize
@@ -167,7 +165,7 @@ def _key_bounds(width, query, n):  # type: ignore[no-untyped-def]
     return lowest, lowest | ((np.uint64(1) << np.uint64(64 - bits * n)) - np.uint64(1))
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _first_key(t, r, key, beyond, lo, hi, failed):  # type: ignore[no-untyped-def]
     """The number of the first key that is not below `key`, or, for `beyond`, the first above it."""
     keys = carray(pointer(t[r, KEYS]), (hi,), np.uint64)
@@ -188,7 +186,7 @@ def _first_key(t, r, key, beyond, lo, hi, failed):  # type: ignore[no-untyped-de
     return lo
 
 
-@njit(inline="always")
+@inlined
 def _narrow(t, r, width, query, inside, outside, n, failed):  # type: ignore[no-untyped-def]
     """Let the keys tell outside[n] more closely, up to the entries between two of them."""
     lowest, highest = _key_bounds(width, query, n)
@@ -201,7 +199,7 @@ def _narrow(t, r, width, query, inside, outside, n, failed):  # type: ignore[no-
         outside[n] = min(outside[n], last * EVERY)
 
 
-@njit(inline="always")
+@compiled
 def _insertion_point(t, r, width, query, below, above, failed):  # type: ignore[no-untyped-def]
     """Where the query belongs. On the way, below[n] and above[n] become the nearest entries on either side that were
     seen to agree in fewer than n tokens."""
@@ -226,14 +224,14 @@ def _insertion_point(t, r, width, query, below, above, failed):  # type: ignore[
     return lo
 
 
-@njit(inline="always")
+@compiled
 def _agree(t, r, width, query, i, failed):  # type: ignore[no-untyped-def]
     if i < 0 or i >= t[r, COUNT]:
         return 0
     return _compare(t, r, width, query, i, failed)[0]
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _edge(t, r, width, query, inside, outside, n, exact, failed):  # type: ignore[no-untyped-def]
     """The outermost entry that agrees in at least n tokens. `inside` does; all that lie `outside` or beyond don't, and
     are known better afterwards. Of very many, a few at the edge don't matter: they count as shorter matches then."""
@@ -254,7 +252,7 @@ def _edge(t, r, width, query, inside, outside, n, exact, failed):  # type: ignor
     return inside
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _is_dead(t, r, position):  # type: ignore[no-untyped-def]
     """Whether an odd number of the starts and ends of removed text lie at or before the position."""
     dead = carray(pointer(t[r, DEAD]), (t[r, DEADS],), np.int64)
@@ -268,7 +266,7 @@ def _is_dead(t, r, position):  # type: ignore[no-untyped-def]
     return lo % 2 == 1
 
 
-@njit(inline="always")
+@inlined
 def _dead_among(t, begin, size, failed):  # type: ignore[no-untyped-def]
     """How many entries of a shell belong to removed documents."""
     dead = 0
@@ -280,7 +278,7 @@ def _dead_among(t, begin, size, failed):  # type: ignore[no-untyped-def]
     return dead
 
 
-@njit(inline="always")
+@inlined
 def _query(text, longest, limit):  # type: ignore[no-untyped-def]
     """The end of a text, reversed: the last token first. No further back than to what can't be in a store."""
     size = 0
@@ -289,7 +287,7 @@ def _query(text, longest, limit):  # type: ignore[no-untyped-def]
     return text[::-1][:size].copy()
 
 
-@njit(inline="always")
+@inlined
 def _living(t, begin, size, first, last, failed):  # type: ignore[no-untyped-def]
     """Of the entries first..last of a shell the first that was not removed: its run and position, or -1."""
     before = np.int64(0)
@@ -305,7 +303,7 @@ def _living(t, begin, size, first, last, failed):  # type: ignore[no-untyped-def
     return np.int64(-1), np.int64(-1)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _draft(t, width, text, longest, shortest, most, length, nodes, fill, random, exact, failed):  # type: ignore[no-untyped-def]
     query = _query(text, longest, (np.int64(1) << (8 * width.itemsize)) - 1)
     owner, found, agreed = np.empty(most, np.int64), np.empty(most, np.int64), np.empty(most, np.int64)
@@ -370,7 +368,7 @@ def _draft(t, width, text, longest, shortest, most, length, nodes, fill, random,
     return tokens, parents, raw, score, lengths[:levels], counts[:levels]
 
 
-@njit(inline="always")
+@inlined
 def _touch(t, width, matches, length, failed):  # type: ignore[no-untyped-def]
     """Check every continuation, and read where it begins. Reads that need nothing of each other wait for memory
     together, while the tree needs one after the other."""
@@ -382,7 +380,7 @@ def _touch(t, width, matches, length, failed):  # type: ignore[no-untyped-def]
     return total
 
 
-@njit(inline="always")
+@inlined
 def _shuffle(matches):  # type: ignore[no-untyped-def]
     """An order that the matches themselves decide, so that the same search gives the same draft."""
     found = matches[1]
@@ -394,7 +392,7 @@ def _shuffle(matches):  # type: ignore[no-untyped-def]
             column[i], column[j] = column[j], column[i]
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _next(t, width, matches, i, depth, length):  # type: ignore[no-untyped-def]
     """The token at a depth of the i-th continuation, -1 where it has ended."""
     r, at = matches[0][i], matches[1][i] + depth
@@ -404,7 +402,7 @@ def _next(t, width, matches, i, depth, length):  # type: ignore[no-untyped-def]
     return np.int64(-1) if token >= t[r, LIMIT] else token
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _powers(base, most):  # type: ignore[no-untyped-def]
     powers = np.ones(most + 1)
     for i in range(most):
@@ -412,7 +410,7 @@ def _powers(base, most):  # type: ignore[no-untyped-def]
     return powers
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _slot(table, parents, tokens, node, token):  # type: ignore[no-untyped-def]
     """Where in the hash table the child of a node with a token is, or would be."""
     slot = ((node * 0x9E3779B1 + token * 0x85EBCA77) >> 7) & (len(table) - 1)
@@ -421,7 +419,7 @@ def _slot(table, parents, tokens, node, token):  # type: ignore[no-untyped-def]
     return slot
 
 
-@njit(inline="always")
+@compiled
 def _tree(t, width, root, matches, length, nodes, failed):  # type: ignore[no-untyped-def]
     """The continuations with their common prefixes merged, and of that the best nodes, best first.
 
@@ -496,7 +494,7 @@ def _tree(t, width, root, matches, length, nodes, failed):  # type: ignore[no-un
     return out[:kept], up[:kept], raw[:kept], score[:kept]
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _add(tokens, parents, first, sibling, tail, depth, mass, n, node, token, match, weight):  # type: ignore[no-untyped-def]
     tokens[n], parents[n], tail[n], depth[n], mass[n] = token, node, match, depth[node] + 1, weight
     first[n], sibling[n] = -1, first[node]
@@ -504,12 +502,12 @@ def _add(tokens, parents, first, sibling, tail, depth, mass, n, node, token, mat
     return n + 1
 
 
-@njit(inline="always")
+@inlined
 def _better(worth, a, b):  # type: ignore[no-untyped-def]
     return worth[a] > worth[b] or (worth[a] == worth[b] and a < b)
 
 
-@njit(inline="always")
+@inlined
 def _push(heap, worth, size, node):  # type: ignore[no-untyped-def]
     i = size
     while i > 0 and _better(worth, node, heap[(i - 1) // 2]):
@@ -519,7 +517,7 @@ def _push(heap, worth, size, node):  # type: ignore[no-untyped-def]
     return size + 1
 
 
-@njit(inline="always")
+@inlined
 def _pop(heap, worth, size):  # type: ignore[no-untyped-def]
     """Take the best away."""
     size -= 1

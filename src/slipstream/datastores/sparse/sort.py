@@ -18,8 +18,9 @@ from os import sched_getaffinity
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
+
+from slipstream.compiled import compiled, inlined
 
 DEPTH = 32  # tokens of context that decide the order
 SMALL = 4  # groups up to this size are sorted by comparing whole contexts
@@ -114,7 +115,7 @@ def _split(starts: NDArray[np.int64], ends: NDArray[np.int64], size: int) -> lis
     return sorted(tasks, key=lambda task: starts[task[0]] - ends[task[1] - 1])
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _sort_all(tokens, sep, shift):  # type: ignore[no-untyped-def]
     positions, n = np.empty(len(tokens), np.uint32), np.int64(0)
     for p in range(DEPTH, len(tokens)):
@@ -125,7 +126,7 @@ def _sort_all(tokens, sep, shift):  # type: ignore[no-untyped-def]
     return positions[:n].copy()
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _largest(tokens, sep):  # type: ignore[no-untyped-def]
     most = 0
     for token in tokens:
@@ -134,7 +135,7 @@ def _largest(tokens, sep):  # type: ignore[no-untyped-def]
     return most
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _count(tokens, lo, hi, sep, vocabulary):  # type: ignore[no-untyped-def]
     counts = np.zeros(vocabulary, np.int64)
     for p in range(lo, hi):
@@ -143,7 +144,7 @@ def _count(tokens, lo, hi, sep, vocabulary):  # type: ignore[no-untyped-def]
     return counts
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _sortable(tokens, sep):  # type: ignore[no-untyped-def]
     count = 0
     for p in range(DEPTH, len(tokens)):
@@ -151,7 +152,7 @@ def _sortable(tokens, sep):  # type: ignore[no-untyped-def]
     return count
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _scatter(tokens, sep, first, last, positions, lo, hi, offsets):  # type: ignore[no-untyped-def]
     """The positions of the buckets from first to before last."""
     for p in range(lo, hi):
@@ -161,7 +162,7 @@ def _scatter(tokens, sep, first, last, positions, lo, hi, offsets):  # type: ign
             offsets[bucket - first] += 1
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _sort_buckets(tokens, positions, starts, ends, room, shift, first, last):  # type: ignore[no-untyped-def]
     buffers = _buffers(room, shift)
     for bucket in range(first, last):
@@ -169,7 +170,7 @@ def _sort_buckets(tokens, positions, starts, ends, room, shift, first, last):  #
             _sort_group(tokens, positions, starts[bucket], ends[bucket], np.int64(1), buffers)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def context_key(tokens, position, depth):  # type: ignore[no-untyped-def]
     """The next tokens of a reversed context as one number: four of 16 bits or two of 32."""
     at = position - depth - 1
@@ -183,14 +184,14 @@ def context_key(tokens, position, depth):  # type: ignore[no-untyped-def]
     return (np.uint64(tokens[at]) << np.uint64(32)) | np.uint64(tokens[at - 1])
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _buffers(room, shift):  # type: ignore[no-untyped-def]
     """Keys of a group, and room for a pass over a large one, which needs to know how a key becomes a digit."""
     large = room if room > LARGE else 0
     return np.empty(room, np.uint64), np.empty(large, np.uint64), np.empty(large, np.uint32), shift
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _sort_group(tokens, positions, start, end, start_depth, buffers):  # type: ignore[no-untyped-def]
     """Multikey quicksort with cached keys. Positions in [start, end) agree in their first `start_depth` tokens."""
     keys = buffers[0]
@@ -231,7 +232,7 @@ def _sort_group(tokens, positions, start, end, start_depth, buffers):  # type: i
                 group = i
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def precedes(tokens, p, q, depth):  # type: ignore[no-untyped-def]
     """Whether position p comes before q, when their first `depth` tokens are known to agree."""
     for d in range(depth + 1, DEPTH + 1):
@@ -241,7 +242,7 @@ def precedes(tokens, p, q, depth):  # type: ignore[no-untyped-def]
     return p < q
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _insertion(tokens, positions, lo, hi, depth):  # type: ignore[no-untyped-def]
     for i in range(lo + 1, hi):
         p = np.int64(positions[i])
@@ -252,12 +253,12 @@ def _insertion(tokens, positions, lo, hi, depth):  # type: ignore[no-untyped-def
         positions[j] = p
 
 
-@njit(inline="always")
+@inlined
 def _token(tokens, position, depth):  # type: ignore[no-untyped-def]
     return np.int64(tokens[np.int64(position) - depth - 1]) if depth < DEPTH else np.int64(position)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _part(tokens, positions, lo, hi, depth):  # type: ignore[no-untyped-def]
     """Three-way partition by the token at `depth`, or beyond DEPTH by the position: returns where the equal ones begin
     and end."""
@@ -280,7 +281,7 @@ def _part(tokens, positions, lo, hi, depth):  # type: ignore[no-untyped-def]
     return less, more
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _sort_many(keys, values, buffers):  # type: ignore[no-untyped-def]
     """Spread a large group by its keys' first digit, which is the first token or nearly so; then sort what is left."""
     _, spare_keys, spare_values, shift = buffers
@@ -303,7 +304,7 @@ def _sort_many(keys, values, buffers):  # type: ignore[no-untyped-def]
         start = ends[digit]
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _sort_pairs(keys, values):  # type: ignore[no-untyped-def]
     """Quicksort of keys, with values following them. Unsigned indices spare the check for negative ones."""
     one = np.uint64(1)
@@ -341,7 +342,7 @@ def _sort_pairs(keys, values):  # type: ignore[no-untyped-def]
         _insert_pairs(keys, values, lo, hi)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _insert_pairs(keys, values, lo, hi):  # type: ignore[no-untyped-def]
     one = np.uint64(1)
     i = lo + one

@@ -13,8 +13,8 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
-from numba import njit
 
+from slipstream.compiled import compiled
 from slipstream.errors import OptionError
 from slipstream.sampling import Probabilities, Sampler
 
@@ -114,7 +114,7 @@ def residual(p: Probabilities, q: Probabilities | None, x: int) -> tuple[Probabi
     return p / (p.sum() or 1.0), None
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _residual(p, q, x):  # type: ignore[no-untyped-def]
     left, others = np.maximum(p - q, 0.0), q.copy()
     others[x] = 0.0
@@ -122,7 +122,7 @@ def _residual(p, q, x):  # type: ignore[no-untyped-def]
     return left / (mass if mass > 0 else 1.0), others / (rest if rest > 0 else 1.0)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def entropy(p):  # type: ignore[no-untyped-def]
     total = 0.0
     for share in p:

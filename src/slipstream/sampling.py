@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import njit
 from numpy.typing import NDArray
 
 from slipstream.checks import integer, real
+from slipstream.compiled import compiled
 from slipstream.errors import NumericalError, OptionError
 
 Probabilities = NDArray[np.float64]
@@ -265,7 +265,7 @@ def uniform(key: int, index: int) -> float:
     return float((_bits(key, index) + 0.5) / 2**32)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _drawn(weights, u):  # type: ignore[no-untyped-def]
     """The token in which the share u of all weight is reached: never one that weighs nothing."""
     left, last = u * weights.sum(), 0

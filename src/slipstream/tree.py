@@ -12,9 +12,9 @@ from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from slipstream.compiled import compiled
 from slipstream.errors import DrafterError
 
 if TYPE_CHECKING:
@@ -292,7 +292,7 @@ def _columns(
 # ---- the loops
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _depths(parents):  # type: ignore[no-untyped-def]
     depths = np.zeros(len(parents), np.int32)
     for i in range(1, len(parents)):
@@ -300,18 +300,19 @@ def _depths(parents):  # type: ignore[no-untyped-def]
     return depths
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _ancestors(parents):  # type: ignore[no-untyped-def]
     n = len(parents)
     mask = np.zeros((n, n), np.bool_)
-    mask[0, 0] = True
-    for i in range(1, n):
-        mask[i, :i] = mask[parents[i], :i]
-        mask[i, i] = True
+    for i in range(n):
+        node = i
+        while node >= 0:
+            mask[i, node] = True
+            node = parents[node]
     return mask
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _path_products(parents, score):  # type: ignore[no-untyped-def]
     value = np.ones(len(parents), np.float64)
     for i in range(1, len(parents)):
@@ -319,7 +320,7 @@ def _path_products(parents, score):  # type: ignore[no-untyped-def]
     return value
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _is_tree(parents, tokens, vocabulary):  # type: ignore[no-untyped-def]
     """Whether parents stand before their children, and whether all tokens are in the vocabulary."""
     ordered, known = True, 0 <= tokens[0] < vocabulary
@@ -329,7 +330,7 @@ def _is_tree(parents, tokens, vocabulary):  # type: ignore[no-untyped-def]
     return ordered, known
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _count_sources(raw, path):  # type: ignore[no-untyped-def]
     """(S, 2) how many nodes each source proposed, of all and of the path."""
     counts = np.zeros((raw.shape[1], 2), np.int64)
@@ -341,7 +342,7 @@ def _count_sources(raw, path):  # type: ignore[no-untyped-def]
     return counts
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _connected(parents, keep):  # type: ignore[no-untyped-def]
     kept = keep.copy()
     kept[0] = True
@@ -350,7 +351,7 @@ def _connected(parents, keep):  # type: ignore[no-untyped-def]
     return kept
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _find_child(tokens, first, sibling, node, token):  # type: ignore[no-untyped-def]
     child = first[node]
     while child >= 0 and tokens[child] != token:
@@ -358,7 +359,7 @@ def _find_child(tokens, first, sibling, node, token):  # type: ignore[no-untyped
     return child
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _add_child(first, last, sibling, node, child):  # type: ignore[no-untyped-def]
     if first[node] < 0:
         first[node] = child
@@ -367,7 +368,7 @@ def _add_child(first, last, sibling, node, child):  # type: ignore[no-untyped-de
     last[node] = child
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _merge(root, flat, lengths, weight):  # type: ignore[no-untyped-def]
     """A trie over the continuations, children linked as lists in order of appearance."""
     room = len(flat) + 1
@@ -397,7 +398,7 @@ def _merge(root, flat, lengths, weight):  # type: ignore[no-untyped-def]
     return tokens[:n], parents[:n], share
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _overlay(  # type: ignore[no-untyped-def]
     tokens, parents, raw, score, columns, other_tokens, other_parents, other_raw, other_score, other_columns, width
 ):
@@ -411,16 +412,16 @@ def _overlay(  # type: ignore[no-untyped-def]
     merged = merged_tokens, merged_parents, merged_raw, merged_score
     links = np.full((3, room), -1, np.int32)
     merged_tokens[0], merged_parents[0] = tokens[0], -1
-    n = _lay(tokens, parents, raw, score, columns, merged, links, 1)
+    n = _lay(tokens, parents, raw, score, columns, merged, links, np.int64(1))
     n = _lay(other_tokens, other_parents, other_raw, other_score, other_columns, merged, links, n)
     return merged_tokens[:n], merged_parents[:n], merged_raw[:n], merged_score[:n]
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _lay(tokens, parents, raw, score, columns, merged, links, n):  # type: ignore[no-untyped-def]
     """Lay a tree over the n merged nodes. Returns how many there are now."""
     merged_tokens, merged_parents, merged_raw, merged_score = merged
-    first, last, sibling = links
+    first, last, sibling = links[0], links[1], links[2]
     places = np.zeros(len(tokens), np.int32)
     for i in range(len(tokens)):
         if i:

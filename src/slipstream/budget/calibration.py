@@ -16,9 +16,9 @@ from functools import cache
 from importlib.resources import files
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from slipstream.compiled import compiled
 from slipstream.tree import TokenTree
 
 BINS = 16  # of raw scores: as fine as a hundred labels of a text can fill
@@ -54,13 +54,13 @@ class Calibration:
         return bool(_label(tree.parents, tree.tokens, tree.raw, sources, text, known, self.bins))
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def belief(bins, source, depth, raw):  # type: ignore[no-untyped-def]
     """That a node is right, given that its parent is."""
     return bins[source, min(depth, DEPTHS) - 1, min(BINS - 1, max(0, int(raw * BINS))), 0]
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _label(parents, tokens, raw, sources, followed, known, bins):  # type: ignore[no-untyped-def]
     n, more = len(parents), False
     depth, right = np.zeros(n, np.int64), np.zeros(n, np.bool_)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from slipstream.budget.calibration import NEWEST
+from slipstream.compiled import compiled
 
 WILD = 1.5  # a time that is more than so many times what is usual was interrupted, and counts as no more than that
 
@@ -57,7 +57,7 @@ class Costs:
         return self._curves[batch]
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _between(known, curve, table, padded):  # type: ignore[no-untyped-def]
     """Seconds of 1, 2, … rows from those of some numbers of rows."""
     last, slope = len(known) - 1, 0.0
@@ -76,7 +76,7 @@ def _between(known, curve, table, padded):  # type: ignore[no-untyped-def]
             table[rows - 1] = curve[i - 1] + share * (curve[i] - curve[i - 1])
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _follow(known, curve, table, seen, rows, padded, off):  # type: ignore[no-untyped-def]
     """A step took more than expected, by a share of that. seen: how often each known number of rows was of late."""
     here = len(known) - 1  # which of them the step says most about
@@ -86,6 +86,7 @@ def _follow(known, curve, table, seen, rows, padded, off):  # type: ignore[no-un
     weight = NEWEST if off > 0 else max(NEWEST, 1 / (2 + seen[here]))
     for i in range(len(known)):
         curve[i] *= 1 + weight * off / (1 if i == here else 1 + seen[i])
-    seen *= 1 - NEWEST
+    for i in range(len(seen)):
+        seen[i] *= 1 - NEWEST
     seen[here] += 1
     _between(known, curve, table, padded)

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
 from slipstream.budget.calibration import belief
+from slipstream.compiled import compiled
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def rank(tokens, parents, raw, columns, bins, limit, trees, share):  # type: ignore[no-untyped-def]
     """Tokens, parents, raw scores and scores of the nodes that may be verified, the most valuable first, and the
     tokens that are expected with the first 0, 1, … of them. columns: which source each column of raw is. limit: nodes
     at most. trees: whether branches can be verified; else the best chain counts. share: of what is promised, that is
     expected to come."""
-    score, value = _values(parents, raw, columns, bins, -1)
+    score, value = _values(parents, raw, columns, bins, np.int64(-1))
     order = _order(parents, score, value, limit, trees)
     n = len(order) + 1
     new_tokens, new_parents = np.empty(n, np.int32), np.empty(n, np.int32)
@@ -25,11 +25,12 @@ def rank(tokens, parents, raw, columns, bins, limit, trees, share):  # type: ign
         place[node] = k
         new_tokens[k], new_score[k] = tokens[node], score[node]
         new_parents[k] = place[parents[node]] if k else -1
-        new_raw[k] = raw[node]
+        for column in range(raw.shape[1]):
+            new_raw[k, column] = raw[node, column]
     return new_tokens, new_parents, new_raw, new_score, _worth(value, order, share)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def add_without(expected, asked, parents, raw, columns, bins, limit, trees, share):  # type: ignore[no-untyped-def]
     """Add to each row of expected (sources, width) what a draft gives with 0, 1, … nodes if one of the asked sources
     had proposed nothing."""
@@ -40,21 +41,28 @@ def add_without(expected, asked, parents, raw, columns, bins, limit, trees, shar
             expected[row, nodes] += worth[min(nodes, len(worth) - 1)]
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def best_rate(expected, seconds, spent):  # type: ignore[no-untyped-def]
     """Tokens per second with the best number of nodes, if drafting took so many seconds besides."""
-    return np.max(expected / (spent + seconds[: len(expected)]))
+    best = 0.0
+    for nodes in range(len(expected)):
+        best = max(best, expected[nodes] / (spent + seconds[nodes]))
+    return best
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def best_nodes(expected, seconds, spent, plain):  # type: ignore[no-untyped-def]
     """How many nodes are best. What drafting took is spent: where even the best does not make up for it, nodes still
     have to give more than plain decoding would in the time that they take."""
     rate = max(best_rate(expected, seconds, spent), plain)
-    return np.argmax(expected - rate * seconds[: len(expected)])
+    best = 0
+    for nodes in range(1, len(expected)):
+        if expected[nodes] - rate * seconds[nodes] > expected[best] - rate * seconds[best]:
+            best = nodes
+    return best
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _values(parents, raw, columns, bins, left_out):  # type: ignore[no-untyped-def]
     """How probable each node is, given its parent, and together with all its ancestors. left_out: a source that does
     not count."""
@@ -73,15 +81,15 @@ def _values(parents, raw, columns, bins, left_out):  # type: ignore[no-untyped-d
     return score, value
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _order(parents, score, value, limit, trees):  # type: ignore[no-untyped-def]
     """Drafted nodes that may be verified, the most valuable first; parents before their children."""
     length = min(limit, len(parents) - 1)
     if not trees:
         return _best_chain(parents, score, length)
-    nodes = np.arange(1, len(parents))
-    for k in range(1, len(nodes)):  # by insertion: they are few, and nearly in order
-        node = nodes[k]
+    nodes = np.empty(len(parents) - 1, np.int64)
+    for k in range(len(nodes)):  # by insertion: they are few, and nearly in order
+        node = k + 1
         while k > 0 and value[nodes[k - 1]] < value[node]:
             nodes[k] = nodes[k - 1]
             k -= 1
@@ -89,7 +97,7 @@ def _order(parents, score, value, limit, trees):  # type: ignore[no-untyped-def]
     return nodes[:length]
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _best_chain(parents, score, length):  # type: ignore[no-untyped-def]
     """The nodes on the way to the best child, its best child, …"""
     heir = np.full(len(parents), -1, np.int64)
@@ -104,7 +112,7 @@ def _best_chain(parents, score, length):  # type: ignore[no-untyped-def]
     return chain[:n]
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _worth(value, order, share):  # type: ignore[no-untyped-def]
     """(n + 1,) expected tokens with the first 0, 1, … of these nodes."""
     worth = np.ones(len(order) + 1)

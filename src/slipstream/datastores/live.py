@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from numba import njit
 
+from slipstream.compiled import compiled
 from slipstream.datastores.durable.memory import Memory
 from slipstream.datastores.sparse.runs import COUNT, LENGTH, Run, Runs
 from slipstream.datastores.sparse.sort import DEPTH, Positions, precedes, separator, sort_positions
@@ -91,14 +91,14 @@ class EarlierAnswers:
         return self._views.get(collection, self._none)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _insert(tokens, positions, count, start, end):  # type: ignore[no-untyped-def]
     """Put the positions start..end where they belong among the first `count`; returns the new count."""
     for p in range(start, end):
         lo, hi = 0, count
         while lo < hi:
             middle = (lo + hi) // 2
-            if precedes(tokens, np.int64(positions[middle]), p, 0):
+            if precedes(tokens, np.int64(positions[middle]), p, np.int64(0)):
                 lo = middle + 1
             else:
                 hi = middle
@@ -109,13 +109,13 @@ def _insert(tokens, positions, count, start, end):  # type: ignore[no-untyped-de
     return count
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _merge(tokens, a, b):  # type: ignore[no-untyped-def]
     """Two sorted arrays of positions in one text as one."""
     out = np.empty(len(a) + len(b), np.uint32)
     i, j = 0, 0
     for k in range(len(out)):
-        if j == len(b) or (i < len(a) and precedes(tokens, np.int64(a[i]), np.int64(b[j]), 0)):
+        if j == len(b) or (i < len(a) and precedes(tokens, np.int64(a[i]), np.int64(b[j]), np.int64(0))):
             out[k] = a[i]
             i += 1
         else:

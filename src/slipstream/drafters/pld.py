@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numba import njit
 
+from slipstream.compiled import compiled
 from slipstream.drafters.base import Drafter, DraftSession, Proposal, Seen
 from slipstream.errors import OptionError
 from slipstream.tree import TokenTree
@@ -65,7 +65,7 @@ class PromptLookupSession(DraftSession):
         return Proposal(tree.top_k(budget.nodes))
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _suffix_matches(text, shortest, longest, most):  # type: ignore[no-untyped-def]
     """Where the last tokens of `text` stood before: up to `most` ends of earlier runs that equal its suffix, the
     longest runs first and among equals the latest."""

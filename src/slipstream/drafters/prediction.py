@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from slipstream.compiled import compiled
 from slipstream.drafters.base import Drafter, DraftSession, Proposal, Seen
 from slipstream.tree import TokenTree, fuse
 
@@ -98,7 +98,7 @@ class PredictionSession(DraftSession):
         return TokenTree.chain(root, tokens, source="prediction", raw=raw.tolist())
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _follow(expected, tokens, cursor, agreed, home, gone):  # type: ignore[no-untyped-def]
     """Cursor, agreement, home and tokens since, after these tokens."""
     for token in tokens:
@@ -112,7 +112,7 @@ def _follow(expected, tokens, cursor, agreed, home, gone):  # type: ignore[no-un
     return cursor, agreed, home, gone
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _agreeing(expected, text, near, far, most):  # type: ignore[no-untyped-def]
     """Places in the prediction before which it agrees with the end of the text: up to `most`, those that agree longest
     first, among equals those nearest to near..far. Returns them, and how many tokens agree."""

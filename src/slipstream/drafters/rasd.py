@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from slipstream import drafters as registry
 from slipstream.budget import Budget
 from slipstream.budget.calibration import Calibration, belief
+from slipstream.compiled import compiled
 from slipstream.drafters import _capabilities as can
 from slipstream.drafters._joint import JointDrafter, JointSession
 from slipstream.drafters.base import Drafter, DraftSession, Proposal
@@ -207,7 +207,7 @@ def side_by_side(trees: Sequence[TokenTree]) -> TokenTree:
     )
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _beliefs(depths, raw, columns, bins):  # type: ignore[no-untyped-def]
     """(n,) P(right | parent right), by the source that is surest of the node."""
     score = np.ones(len(depths), np.float32)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from numba import njit
 from numpy.typing import NDArray
 from torch import Tensor
 
+from slipstream.compiled import compiled
 from slipstream.kernels.ops import best_tokens
 from slipstream.tree import TokenTree
 
@@ -27,7 +27,7 @@ def unpack(root: int, nodes: NDArray[np.int32], source: str, most: int | None = 
     return TokenTree(tokens, parents, raw, score, (source,))
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _unpack(root, nodes, most):  # type: ignore[no-untyped-def]
     count = 0
     while count < min(most, nodes.shape[1]) and nodes[1, count] >= 0:
@@ -35,9 +35,10 @@ def _unpack(root, nodes, most):  # type: ignore[no-untyped-def]
     tokens, parents = np.empty(1 + count, np.int32), np.empty(1 + count, np.int32)
     score, raw = np.empty(1 + count, np.float32), np.empty((1 + count, 1), np.float32)
     tokens[0], parents[0], score[0], raw[0, 0] = root, -1, 1.0, np.nan  # nobody proposed the root
-    tokens[1:], parents[1:] = nodes[0, :count], nodes[1, :count]
-    score[1:] = nodes[2, :count].view(np.float32)
-    raw[1:, 0] = score[1:]
+    beliefs = nodes.view(np.float32)
+    for i in range(count):
+        tokens[1 + i], parents[1 + i] = nodes[0, i], nodes[1, i]
+        score[1 + i] = raw[1 + i, 0] = beliefs[2, i]
     return tokens, parents, raw, score
 
 

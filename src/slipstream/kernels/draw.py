@@ -11,9 +11,9 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from numba import njit
 from numpy.typing import NDArray
 
+from slipstream.compiled import compiled
 from slipstream.kernels.draw_inputs import Draws, History
 from slipstream.sampling import Sampling, gumbel
 
@@ -98,7 +98,7 @@ def noise_keys(seed: int, sample: int, positions: NDArray[np.integer[Any]]) -> N
     return keys.astype("<u8").view("<i4").reshape(-1, 2)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _keys(seed, sample, positions):  # type: ignore[no-untyped-def]
     start = _mixed(_mixed(seed) ^ sample)
     keys = np.empty(len(positions), np.uint64)
@@ -107,7 +107,7 @@ def _keys(seed, sample, positions):  # type: ignore[no-untyped-def]
     return keys
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _mixed(x):  # type: ignore[no-untyped-def]
     """One round of the splitmix64 finaliser."""
     x += np.uint64(0x9E3779B97F4A7C15)

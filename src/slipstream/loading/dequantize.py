@@ -12,8 +12,9 @@ import gguf
 import numpy as np
 from gguf import GGMLQuantizationType as Type
 from gguf.quants import quant_shape_from_byte_shape
-from numba import njit
 from numpy.typing import NDArray
+
+from slipstream.compiled import compiled
 
 Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
@@ -34,7 +35,7 @@ def dequantize(data: NDArray[Any], kind: Type) -> NDArray[Any]:
     return out.reshape(quant_shape_from_byte_shape(data.shape, kind))
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def q4_0(blocks: Bytes, d: Floats, out: Floats) -> None:
     for i in range(len(blocks)):
         for k in range(16):
@@ -43,7 +44,7 @@ def q4_0(blocks: Bytes, d: Floats, out: Floats) -> None:
             out[i, 16 + k] = d[i] * np.float32(np.int32(byte >> 4) - 8)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def q4_1(blocks: Bytes, d: Floats, m: Floats, out: Floats) -> None:
     for i in range(len(blocks)):
         for k in range(16):
@@ -52,7 +53,7 @@ def q4_1(blocks: Bytes, d: Floats, m: Floats, out: Floats) -> None:
             out[i, 16 + k] = d[i] * np.float32(byte >> 4) + m[i]
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _fifth_bits(block: Bytes, at: int) -> Any:
     """Bit k of these four bytes is the highest bit of value k."""
     bits = np.uint32(0)
@@ -61,7 +62,7 @@ def _fifth_bits(block: Bytes, at: int) -> Any:
     return bits
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def q5_0(blocks: Bytes, d: Floats, out: Floats) -> None:
     for i in range(len(blocks)):
         high = _fifth_bits(blocks[i], 2)
@@ -73,7 +74,7 @@ def q5_0(blocks: Bytes, d: Floats, out: Floats) -> None:
             out[i, 16 + k] = d[i] * np.float32(top - 16)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def q5_1(blocks: Bytes, d: Floats, m: Floats, out: Floats) -> None:
     for i in range(len(blocks)):
         high = _fifth_bits(blocks[i], 4)
@@ -85,7 +86,7 @@ def q5_1(blocks: Bytes, d: Floats, m: Floats, out: Floats) -> None:
             out[i, 16 + k] = d[i] * np.float32(top) + m[i]
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def q8_0(blocks: Bytes, d: Floats, out: Floats) -> None:
     for i in range(len(blocks)):
         for k in range(32):
@@ -95,7 +96,7 @@ def q8_0(blocks: Bytes, d: Floats, out: Floats) -> None:
 # ---- 256 values to a block, in groups of 16 or 32 with a scale each
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def q2_k(blocks: Bytes, d: Floats, dmin: Floats, out: Floats) -> None:
     for i in range(len(blocks)):
         for group in range(16):
@@ -107,7 +108,7 @@ def q2_k(blocks: Bytes, d: Floats, dmin: Floats, out: Floats) -> None:
                 out[i, 16 * group + k] = scale * np.float32(q) - low
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def q3_k(blocks: Bytes, d: Floats, out: Floats) -> None:
     for i in range(len(blocks)):
         for group in range(16):
@@ -122,7 +123,7 @@ def q3_k(blocks: Bytes, d: Floats, out: Floats) -> None:
                 out[i, 16 * group + k] = scale * np.float32(q)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _scale_and_min(block: Bytes, group: int) -> Any:
     """Six bits each: those of the last four groups lie in pieces."""
     if group < 4:
@@ -131,7 +132,7 @@ def _scale_and_min(block: Bytes, group: int) -> Any:
     return last & 15 | block[group] >> 2 & 48, last >> 4 | block[4 + group] >> 2 & 48
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def q4_k(blocks: Bytes, d: Floats, dmin: Floats, out: Floats) -> None:
     for i in range(len(blocks)):
         for group in range(8):
@@ -142,7 +143,7 @@ def q4_k(blocks: Bytes, d: Floats, dmin: Floats, out: Floats) -> None:
                 out[i, 32 * group + k] = scale * np.float32(blocks[i, first + k] >> shift & 15) - low
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def q5_k(blocks: Bytes, d: Floats, dmin: Floats, out: Floats) -> None:
     for i in range(len(blocks)):
         for group in range(8):
@@ -154,7 +155,7 @@ def q5_k(blocks: Bytes, d: Floats, dmin: Floats, out: Floats) -> None:
                 out[i, 32 * group + k] = scale * np.float32(q) - low
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def q6_k(blocks: Bytes, d: Floats, out: Floats) -> None:
     for i in range(len(blocks)):
         for group in range(16):

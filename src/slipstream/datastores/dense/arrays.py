@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import DTypeLike, NDArray
 
+from slipstream.compiled import compiled
 from slipstream.datastores.durable.mapping import Mapping, watching
 from slipstream.datastores.durable.pages import PAGE, checksum, page_sums, xxh64
 from slipstream.datastores.durable.segment import sync_folder
@@ -160,12 +160,12 @@ def _view(mapped: mmap.mmap, place: list[Any]) -> NDArray[Any]:
     return np.frombuffer(mapped, dtype, count, offset).reshape(shape)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _damaged(data, sums, seen, first, last):  # type: ignore[no-untyped-def]
     """The first page that is not as it was written, or -1."""
     for page in range(first, last):
         if seen[page] == 0:
-            if xxh64(data[page * PAGE : (page + 1) * PAGE], np.uint64(0)) != sums[page]:
+            if xxh64(np.int64(data.ctypes.data) + page * PAGE, np.int64(PAGE), np.uint64(0)) != sums[page]:
                 return page
             seen[page] = 1
     return -1

@@ -16,6 +16,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
+from slipstream.compiled import compiled
 from slipstream.datastores.dense import index
 from slipstream.datastores.dense.texts import TextIndex
 from slipstream.datastores.dense.transform import Transform
@@ -237,7 +238,7 @@ def _similarity(vectors, query, row):  # type: ignore[no-untyped-def]
     return total
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _insert(value, number, row, similarity, part, rows):  # type: ignore[no-untyped-def]
     """Into its place among the best; what is as good and was found before stays before it."""
     at = len(rows) - 1
@@ -247,7 +248,7 @@ def _insert(value, number, row, similarity, part, rows):  # type: ignore[no-unty
     similarity[at], part[at], rows[at] = value, number, row
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _scan(vectors, query, first, last, document, alive, number, similarity, part, rows):  # type: ignore[no-untyped-def]
     for row in range(first, last):
         _expect(vectors, row + AHEAD)
@@ -256,7 +257,7 @@ def _scan(vectors, query, first, last, document, alive, number, similarity, part
             _insert(value, number, row, similarity, part, rows)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _take(vectors, query, given, document, alive, number, similarity, part, rows):  # type: ignore[no-untyped-def]
     for row in given:
         if row < 0 or row >= len(vectors):

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from slipstream.compiled import compiled
 from slipstream.datastores.durable.pages import PAGE, page_sums, xxh64
 from slipstream.datastores.sparse.runs import Run, Runs
 from slipstream.datastores.sparse.sort import DEPTH, Tokens, separator
@@ -87,7 +87,7 @@ def _check(run: Run) -> None:
     checks.seen[:] = 1
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _documents(tokens, sep):  # type: ignore[no-untyped-def]
     """Starts, lengths and digests."""
     count = 0
@@ -95,12 +95,13 @@ def _documents(tokens, sep):  # type: ignore[no-untyped-def]
         count += tokens[i] == sep and tokens[i - 1] != sep
     starts, lengths = np.empty(count, np.int64), np.empty(count, np.uint32)
     digests = np.empty(count, np.uint64)
-    start, found = DEPTH, 0
+    start, found, address = DEPTH, 0, np.int64(tokens.ctypes.data)
     for i in range(DEPTH, len(tokens)):
         if tokens[i] == sep:
             if i > start:
                 starts[found], lengths[found] = start, i - start
-                digests[found] = xxh64(tokens[start:i].view(np.uint8), np.uint64(0))
+                size = tokens.itemsize
+                digests[found] = xxh64(address + start * size, (i - start) * size, np.uint64(0))
                 found += 1
             start = i + 1
     return starts, lengths, digests

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from slipstream.compiled import compiled
 from slipstream.datastores.durable.names import ENCODING
 from slipstream.datastores.durable.pages import PAGE, checksum, xxh64
 from slipstream.datastores.durable.segment import sync_folder
@@ -256,11 +256,11 @@ def _parsed(data: bytes, spans: NDArray[np.int64]) -> list[Record]:
     return records
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _whole_records(data, offset, seed, total):  # type: ignore[no-untyped-def]
     """(records, 2) where the payload of each begins and ends, up to the first that is not whole; data[0] is byte
     `offset` of the file. And the sum of `Place`."""
-    spans, count, at = np.empty((16, 2), np.int64), 0, np.int64(0)
+    spans, count, at, address = np.empty((16, 2), np.int64), 0, np.int64(0), np.int64(data.ctypes.data)
     while at + 16 <= len(data):
         length, told = np.int64(0), np.uint64(0)
         for i in range(4):
@@ -273,11 +273,12 @@ def _whole_records(data, offset, seed, total):  # type: ignore[no-untyped-def]
             break
         names = np.int64(data[start + 1]) + 256 * np.int64(data[start + 2])
         names += np.int64(data[start + 3]) + 256 * np.int64(data[start + 4])
-        if names + 5 > length or xxh64(data[start:end], np.uint64(offset + at) + seed) != told:
+        if names + 5 > length or xxh64(address + start, length, np.uint64(offset + at) + seed) != told:
             break
         if count == len(spans):
             more = np.empty((2 * count, 2), np.int64)
-            more[:count] = spans
+            for i in range(count):
+                more[i, 0], more[i, 1] = spans[i, 0], spans[i, 1]
             spans = more
         spans[count, 0], spans[count, 1] = start, end
         total = total * np.uint64(ODD) + told

@@ -9,8 +9,12 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
+from numba import carray, types
+from numba.core import cgutils
+from numba.extending import intrinsic
 from numpy.typing import NDArray
+
+from slipstream.compiled import compiled, inlined
 
 PAGE = 4096
 
@@ -23,7 +27,8 @@ _P5 = np.uint64(0x27D4EB2F165667C5)
 
 def checksum(data: bytes | memoryview | NDArray[Any], seed: int = 0) -> int:
     """XXH64, as specified at https://github.com/Cyan4973/xxHash."""
-    return int(xxh64(np.frombuffer(data, np.uint8), np.uint64(seed)))
+    content = np.frombuffer(data, np.uint8)
+    return int(xxh64(content.__array_interface__["data"][0], len(content), np.uint64(seed)))
 
 
 def page_sums(data: NDArray[np.uint8]) -> NDArray[np.uint64]:
@@ -31,17 +36,28 @@ def page_sums(data: NDArray[np.uint8]) -> NDArray[np.uint64]:
     return _page_sums(data)
 
 
-@njit(cache=True, nogil=True)
+# ---- compiled. Bytes are told by their address: arrays that may be written to and others would be compiled apart.
+
+
+@intrinsic
+def pointer(_context, address):  # type: ignore[no-untyped-def]
+    def build(_, builder, __, arguments):  # type: ignore[no-untyped-def]
+        return builder.inttoptr(arguments[0], cgutils.voidptr_t)
+
+    return types.voidptr(address), build
+
+
+@inlined
 def _rotate(x, r):  # type: ignore[no-untyped-def]
     return (x << np.uint64(r)) | (x >> np.uint64(64 - r))
 
 
-@njit(cache=True, nogil=True)
+@inlined
 def _round(lane, word):  # type: ignore[no-untyped-def]
     return _rotate(lane + word * _P2, 31) * _P1
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _word(data, at):  # type: ignore[no-untyped-def]
     """Eight bytes, little-endian. LLVM makes one load of it."""
     word = np.uint64(0)
@@ -50,9 +66,9 @@ def _word(data, at):  # type: ignore[no-untyped-def]
     return word
 
 
-@njit(cache=True, nogil=True)
-def xxh64(data, seed):  # type: ignore[no-untyped-def]
-    n, at = len(data), 0
+@compiled
+def xxh64(address, n, seed):  # type: ignore[no-untyped-def]
+    data, at = carray(pointer(address), (n,), np.uint8), np.int64(0)
     if n >= 32:
         a, b, c, d = seed + _P1 + _P2, seed + _P2, seed, seed - _P1
         while at + 32 <= n:
@@ -84,9 +100,9 @@ def xxh64(data, seed):  # type: ignore[no-untyped-def]
     return h ^ (h >> np.uint64(32))
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _page_sums(data):  # type: ignore[no-untyped-def]
-    sums = np.empty(len(data) // PAGE, np.uint64)
+    sums, address = np.empty(len(data) // PAGE, np.uint64), np.int64(data.ctypes.data)
     for page in range(len(sums)):
-        sums[page] = xxh64(data[page * PAGE : (page + 1) * PAGE], np.uint64(0))
+        sums[page] = xxh64(address + page * PAGE, np.int64(PAGE), np.uint64(0))
     return sums

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from slipstream.compiled import compiled
 from slipstream.datastores.durable.header import PAGED, SECTIONS, SourceEntry, header_page, parse_sources, read_header
 from slipstream.datastores.durable.mapping import Mapping, watching
 from slipstream.datastores.durable.pages import PAGE, checksum, page_sums
@@ -331,7 +331,7 @@ def _bytes(array: NDArray[Any] | bytes) -> NDArray[np.uint8]:
     return np.frombuffer(array, np.uint8) if len(array) else np.empty(0, np.uint8)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _misplaced(tokens, starts, vocabulary, sep):  # type: ignore[no-untyped-def]
     """The first document that does not begin right after the last one's separator, or is not made of tokens; or -1."""
     end = 0
@@ -348,12 +348,12 @@ def _misplaced(tokens, starts, vocabulary, sep):  # type: ignore[no-untyped-def]
     return -1 if end == len(tokens) else len(starts)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _first_unsorted(tokens, positions, sep):  # type: ignore[no-untyped-def]
     for i in range(len(positions)):
         p = np.int64(positions[i])
         if p < DEPTH or p >= len(tokens) or tokens[p] == sep or tokens[p - 1] == sep:
             return i
-        if i > 0 and not precedes(tokens, np.int64(positions[i - 1]), p, 0):
+        if i > 0 and not precedes(tokens, np.int64(positions[i - 1]), p, np.int64(0)):
             return i
     return -1

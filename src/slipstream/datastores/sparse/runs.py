@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from slipstream.compiled import compiled
 from slipstream.datastores.sparse.sort import (
     DEPTH,
     Positions,
@@ -124,9 +124,9 @@ def keys_of(tokens: Tokens, positions: Positions) -> NDArray[np.uint64]:
     return _keys(tokens, positions[::EVERY].copy())
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _keys(tokens, positions):  # type: ignore[no-untyped-def]
     keys = np.empty(len(positions), np.uint64)
     for i in range(len(positions)):
-        keys[i] = context_key(tokens, np.int64(positions[i]), 0)
+        keys[i] = context_key(tokens, np.int64(positions[i]), np.int64(0))
     return keys

@@ -11,13 +11,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numba import carray, njit, types
-from numba.core import cgutils
-from numba.extending import intrinsic
+from numba import carray
 from numpy.typing import NDArray
 
+from slipstream.compiled import compiled, inlined
 from slipstream.datastores.durable.mapping import missing, pages_missed
-from slipstream.datastores.durable.pages import PAGE, xxh64
+from slipstream.datastores.durable.pages import PAGE, pointer, xxh64
 from slipstream.datastores.sparse.runs import (
     COUNT,
     DEAD,
@@ -99,49 +98,40 @@ def draft(runs: Runs, text: NDArray[np.int32], shape: SearchShape, source: str =
 # ---- compiled: `t` is the table of runs, r the number of a run in it
 
 
-@intrinsic
-def _pointer(_context, address):  # type: ignore[no-untyped-def]
-    def build(_, builder, __, arguments):  # type: ignore[no-untyped-def]
-        return builder.inttoptr(arguments[0], cgutils.voidptr_t)
-
-    return types.voidptr(address), build
-
-
-@njit(cache=True, nogil=True)
+@compiled
 def _fine(sums, seen, data, page):  # type: ignore[no-untyped-def]
     """Check a page that is not trusted yet."""
-    content = carray(_pointer(data + page * PAGE), (PAGE,), np.uint8)
-    if xxh64(content, np.uint64(0)) != carray(_pointer(sums), (page + 1,), np.uint64)[page]:
+    if xxh64(data + page * PAGE, np.int64(PAGE), np.uint64(0)) != carray(pointer(sums), (page + 1,), np.uint64)[page]:
         return False
-    carray(_pointer(seen), (page + 1,), np.uint8)[page] = 1
+    carray(pointer(seen), (page + 1,), np.uint8)[page] = 1
     return True
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _position(t, r, i, failed):  # type: ignore[no-untyped-def]
     """The i-th position of a run."""
     seen = t[r, POSITION_SEEN]
     if seen != 0:
         page = i * 4 // PAGE
-        if carray(_pointer(seen), (page + 1,), np.uint8)[page] == 0 and not _fine(
+        if carray(pointer(seen), (page + 1,), np.uint8)[page] == 0 and not _fine(
             t[r, POSITION_SUMS], seen, t[r, POSITIONS], page
         ):
             failed[0], failed[1], failed[2] = r + 1, 1, page
             return np.int64(DEPTH)
-    position = np.int64(carray(_pointer(t[r, POSITIONS]), (i + 1,), np.uint32)[i])
+    position = np.int64(carray(pointer(t[r, POSITIONS]), (i + 1,), np.uint32)[i])
     if position < DEPTH or position >= t[r, LENGTH]:  # whatever a file says, nothing outside of it is read
         failed[0], failed[1], failed[2] = r + 1, 1, i * 4 // PAGE
         return np.int64(DEPTH)
     return position
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _readable(t, r, first, last, size, failed):  # type: ignore[no-untyped-def]
     """Whether the tokens first..last may be read."""
     seen = t[r, TOKEN_SEEN]
     if seen != 0:
         end = last * size // PAGE
-        pages = carray(_pointer(seen), (end + 1,), np.uint8)
+        pages = carray(pointer(seen), (end + 1,), np.uint8)
         for page in range(first * size // PAGE, end + 1):
             if pages[page] == 0 and not _fine(t[r, TOKEN_SUMS], seen, t[r, TOKENS], page):
                 failed[0], failed[1], failed[2] = r + 1, 0, page
@@ -149,13 +139,13 @@ def _readable(t, r, first, last, size, failed):  # type: ignore[no-untyped-def]
     return True
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _compare(t, r, width, query, i, failed):  # type: ignore[no-untyped-def]
     """How many tokens before the i-th position agree with the reversed query, and whether it comes before the query."""
     position = _position(t, r, i, failed)
     if not _readable(t, r, position - len(query), position - 1, width.itemsize, failed):
         return 0, False
-    tokens = carray(_pointer(t[r, TOKENS]), (t[r, LENGTH],), width.dtype)
+    tokens = carray(pointer(t[r, TOKENS]), (t[r, LENGTH],), width.dtype)
     for n in range(len(query)):
         token = tokens[position - 1 - n]
         if token != query[n]:
@@ -163,7 +153,7 @@ def _compare(t, r, width, query, i, failed):  # type: ignore[no-untyped-def]
     return len(query), False
 
 
-@njit(cache=True, nogil=True)
+@inlined
 def _key_bounds(width, query, n):  # type: ignore[no-untyped-def]
     """The lowest and the highest key of contexts that agree with the first n tokens of the query."""
     lowest, bits = np.uint64(0), 8 * width.itemsize
@@ -175,16 +165,16 @@ def _key_bounds(width, query, n):  # type: ignore[no-untyped-def]
     return lowest, lowest | ((np.uint64(1) << np.uint64(64 - bits * n)) - np.uint64(1))
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _first_key(t, r, key, beyond, lo, hi, failed):  # type: ignore[no-untyped-def]
     """The number of the first key that is not below `key`, or, for `beyond`, the first above it."""
-    keys = carray(_pointer(t[r, KEYS]), (hi,), np.uint64)
+    keys = carray(pointer(t[r, KEYS]), (hi,), np.uint64)
     seen = t[r, KEY_SEEN]
     while lo < hi and failed[0] == 0:
         middle = (lo + hi) // 2
         if seen != 0:
             page = middle * 8 // PAGE
-            if carray(_pointer(seen), (page + 1,), np.uint8)[page] == 0 and not _fine(
+            if carray(pointer(seen), (page + 1,), np.uint8)[page] == 0 and not _fine(
                 t[r, KEY_SUMS], seen, t[r, KEYS], page
             ):
                 failed[0], failed[1], failed[2] = r + 1, 2, page
@@ -196,20 +186,20 @@ def _first_key(t, r, key, beyond, lo, hi, failed):  # type: ignore[no-untyped-de
     return lo
 
 
-@njit(cache=True, nogil=True)
+@inlined
 def _narrow(t, r, width, query, inside, outside, n, failed):  # type: ignore[no-untyped-def]
     """Let the keys tell outside[n] more closely, up to the entries between two of them."""
     lowest, highest = _key_bounds(width, query, n)
     if outside[n] < inside:
-        first = _first_key(t, r, lowest, False, (outside[n] + EVERY) // EVERY, inside // EVERY + 1, failed)
+        first = _first_key(t, r, lowest, np.bool_(False), (outside[n] + EVERY) // EVERY, inside // EVERY + 1, failed)
         outside[n] = max(outside[n], (first - 1) * EVERY)
     else:
         end = (outside[n] + EVERY - 1) // EVERY
-        last = _first_key(t, r, highest, True, inside // EVERY, end, failed)
+        last = _first_key(t, r, highest, np.bool_(True), inside // EVERY, end, failed)
         outside[n] = min(outside[n], last * EVERY)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _insertion_point(t, r, width, query, below, above, failed):  # type: ignore[no-untyped-def]
     """Where the query belongs. On the way, below[n] and above[n] become the nearest entries on either side that were
     seen to agree in fewer than n tokens."""
@@ -217,8 +207,8 @@ def _insertion_point(t, r, width, query, below, above, failed):  # type: ignore[
     below[:], above[:] = -1, hi
     if t[r, KEYS] != 0:
         lowest, highest = _key_bounds(width, query, len(query))
-        first = _first_key(t, r, lowest, False, 0, (hi + EVERY - 1) // EVERY, failed)
-        last = _first_key(t, r, highest, True, first, (hi + EVERY - 1) // EVERY, failed)
+        first = _first_key(t, r, lowest, np.bool_(False), lo, (hi + EVERY - 1) // EVERY, failed)
+        last = _first_key(t, r, highest, np.bool_(True), first, (hi + EVERY - 1) // EVERY, failed)
         lo, hi = max(lo, (first - 1) * EVERY + 1), min(hi, last * EVERY)
         whole = min(8 // width.itemsize, len(query))  # tokens of a key: beyond these entries, fewer agree
         below[whole:], above[whole:] = lo - 1, hi
@@ -234,14 +224,14 @@ def _insertion_point(t, r, width, query, below, above, failed):  # type: ignore[
     return lo
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _agree(t, r, width, query, i, failed):  # type: ignore[no-untyped-def]
     if i < 0 or i >= t[r, COUNT]:
         return 0
     return _compare(t, r, width, query, i, failed)[0]
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _edge(t, r, width, query, inside, outside, n, exact, failed):  # type: ignore[no-untyped-def]
     """The outermost entry that agrees in at least n tokens. `inside` does; all that lie `outside` or beyond don't, and
     are known better afterwards. Of very many, a few at the edge don't matter: they count as shorter matches then."""
@@ -262,13 +252,21 @@ def _edge(t, r, width, query, inside, outside, n, exact, failed):  # type: ignor
     return inside
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _is_dead(t, r, position):  # type: ignore[no-untyped-def]
-    dead = carray(_pointer(t[r, DEAD]), (t[r, DEADS],), np.int64)
-    return np.searchsorted(dead, position, side="right") % 2 == 1
+    """Whether an odd number of the starts and ends of removed text lie at or before the position."""
+    dead = carray(pointer(t[r, DEAD]), (t[r, DEADS],), np.int64)
+    lo, hi = 0, len(dead)
+    while lo < hi:
+        middle = (lo + hi) // 2
+        if dead[middle] <= position:
+            lo = middle + 1
+        else:
+            hi = middle
+    return lo % 2 == 1
 
 
-@njit(cache=True, nogil=True)
+@inlined
 def _dead_among(t, begin, size, failed):  # type: ignore[no-untyped-def]
     """How many entries of a shell belong to removed documents."""
     dead = 0
@@ -280,7 +278,7 @@ def _dead_among(t, begin, size, failed):  # type: ignore[no-untyped-def]
     return dead
 
 
-@njit(cache=True, nogil=True)
+@inlined
 def _query(text, longest, limit):  # type: ignore[no-untyped-def]
     """The end of a text, reversed: the last token first. No further back than to what can't be in a store."""
     size = 0
@@ -289,7 +287,7 @@ def _query(text, longest, limit):  # type: ignore[no-untyped-def]
     return text[::-1][:size].copy()
 
 
-@njit(cache=True, nogil=True)
+@inlined
 def _living(t, begin, size, first, last, failed):  # type: ignore[no-untyped-def]
     """Of the entries first..last of a shell the first that was not removed: its run and position, or -1."""
     before = np.int64(0)
@@ -305,20 +303,22 @@ def _living(t, begin, size, first, last, failed):  # type: ignore[no-untyped-def
     return np.int64(-1), np.int64(-1)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _draft(t, width, text, longest, shortest, most, length, nodes, fill, random, exact, failed):  # type: ignore[no-untyped-def]
     query = _query(text, longest, (np.int64(1) << (8 * width.itemsize)) - 1)
-    owner, found, agreed = np.empty((3, most), np.int64)
-    lengths, counts = np.empty((2, longest), np.int64)
+    owner, found, agreed = np.empty(most, np.int64), np.empty(most, np.int64), np.empty(most, np.int64)
+    lengths, counts = np.empty(longest, np.int64), np.empty(longest, np.int64)
     # Entries lo..hi of each run are taken; beyond them, the neighbours agree with the query in left and right tokens.
     runs = len(t) if len(query) > 0 else 0
-    lo, hi, left, right = np.empty((4, runs), np.int64)
-    below, above = np.empty((2, runs, len(query) + 1), np.int64)
+    lo, hi = np.empty(runs, np.int64), np.empty(runs, np.int64)
+    left, right = np.empty(runs, np.int64), np.empty(runs, np.int64)
+    below, above = np.empty((runs, len(query) + 1), np.int64), np.empty((runs, len(query) + 1), np.int64)
     for r in range(runs):
         lo[r] = hi[r] = _insertion_point(t, r, width, query, below[r], above[r], failed)
         left[r] = _agree(t, r, width, query, lo[r] - 1, failed)
         right[r] = _agree(t, r, width, query, hi[r], failed)
-    begin, size = np.empty((2, 2 * runs), np.int64)  # the shell of one length: to the left and right in each run
+    # The shell of one length: to the left and right in each run.
+    begin, size = np.empty(2 * runs, np.int64), np.empty(2 * runs, np.int64)
     taken, levels = 0, 0
     while taken < most and failed[0] == 0:
         n = shortest - 1
@@ -368,7 +368,7 @@ def _draft(t, width, text, longest, shortest, most, length, nodes, fill, random,
     return tokens, parents, raw, score, lengths[:levels], counts[:levels]
 
 
-@njit(cache=True, nogil=True)
+@inlined
 def _touch(t, width, matches, length, failed):  # type: ignore[no-untyped-def]
     """Check every continuation, and read where it begins. Reads that need nothing of each other wait for memory
     together, while the tree needs one after the other."""
@@ -376,11 +376,11 @@ def _touch(t, width, matches, length, failed):  # type: ignore[no-untyped-def]
     for i in range(len(matches[0])):
         r, p = matches[0][i], matches[1][i]
         if _readable(t, r, p, min(p + length, t[r, LENGTH]) - 1, width.itemsize, failed):
-            total += carray(_pointer(t[r, TOKENS]), (p + 1,), width.dtype)[p]
+            total += carray(pointer(t[r, TOKENS]), (p + 1,), width.dtype)[p]
     return total
 
 
-@njit(cache=True, nogil=True)
+@inlined
 def _shuffle(matches):  # type: ignore[no-untyped-def]
     """An order that the matches themselves decide, so that the same search gives the same draft."""
     found = matches[1]
@@ -392,17 +392,17 @@ def _shuffle(matches):  # type: ignore[no-untyped-def]
             column[i], column[j] = column[j], column[i]
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _next(t, width, matches, i, depth, length):  # type: ignore[no-untyped-def]
     """The token at a depth of the i-th continuation, -1 where it has ended."""
     r, at = matches[0][i], matches[1][i] + depth
     if depth >= length or at >= t[r, LENGTH]:
         return np.int64(-1)
-    token = np.int64(carray(_pointer(t[r, TOKENS]), (at + 1,), width.dtype)[at])
+    token = np.int64(carray(pointer(t[r, TOKENS]), (at + 1,), width.dtype)[at])
     return np.int64(-1) if token >= t[r, LIMIT] else token
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _powers(base, most):  # type: ignore[no-untyped-def]
     powers = np.ones(most + 1)
     for i in range(most):
@@ -410,7 +410,7 @@ def _powers(base, most):  # type: ignore[no-untyped-def]
     return powers
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _slot(table, parents, tokens, node, token):  # type: ignore[no-untyped-def]
     """Where in the hash table the child of a node with a token is, or would be."""
     slot = ((node * 0x9E3779B1 + token * 0x85EBCA77) >> 7) & (len(table) - 1)
@@ -419,7 +419,7 @@ def _slot(table, parents, tokens, node, token):  # type: ignore[no-untyped-def]
     return slot
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _tree(t, width, root, matches, length, nodes, failed):  # type: ignore[no-untyped-def]
     """The continuations with their common prefixes merged, and of that the best nodes, best first.
 
@@ -431,41 +431,42 @@ def _tree(t, width, root, matches, length, nodes, failed):  # type: ignore[no-un
     while slots < 2 * room:
         slots *= 2
     table = np.zeros(slots, np.int32)  # 0 is free: the root is nobody's child
-    trust, fade = _powers(TRUST, DEPTH), _powers(FADE, length)
-    tokens, parents, first, sibling, tail, depth = np.empty((6, room), np.int32)
+    trust, fade = _powers(TRUST, np.int64(DEPTH)), _powers(FADE, length)
+    tokens, parents, depth = np.empty(room, np.int32), np.empty(room, np.int32), np.empty(room, np.int32)
+    first, sibling, tail = np.empty(room, np.int32), np.empty(room, np.int32), np.empty(room, np.int32)
     mass = np.empty(room, np.float64)
     tokens[0], parents[0], first[0], sibling[0], tail[0], depth[0], mass[0] = root, -1, -1, -1, -1, 0, 0.0
-    n = 1
+    n = np.int64(1)
     for i in range(len(matches[0])):
         if failed[0] != 0:
             break
         weight = trust[matches[2][i]]
-        node = 0
+        node = np.int64(0)
         mass[0] += weight
         while True:
             token = _next(t, width, matches, i, depth[node], length)
             if token < 0:
                 break
             slot = _slot(table, parents, tokens, node, token)
-            child = table[slot]
+            child = np.int64(table[slot])
             if child == 0:
                 table[slot] = n
                 n = _add(tokens, parents, first, sibling, tail, depth, mass, n, node, token, i, weight)
                 break
             if tail[child] >= 0:  # no longer alone: the other one takes its next step first
-                other = _next(t, width, matches, tail[child], depth[child], length)
+                match = np.int64(tail[child])
+                other = _next(t, width, matches, match, depth[child], length)
                 if other >= 0:
                     table[_slot(table, parents, tokens, child, other)] = n
-                    n = _add(
-                        tokens, parents, first, sibling, tail, depth, mass, n, child, other, tail[child], mass[child]
-                    )
+                    n = _add(tokens, parents, first, sibling, tail, depth, mass, n, child, other, match, mass[child])
                 tail[child] = -1
             mass[child] += weight
             node = child
     # The frontier is a heap of nodes whose parents are chosen.
     out, up, number = np.empty(nodes + 1, np.int32), np.empty(nodes + 1, np.int32), np.empty(room + nodes, np.int32)
     raw, score = np.empty((nodes + 1, 1), np.float32), np.empty(nodes + 1, np.float32)
-    worth, heap, waiting, kept, node = np.empty(room + nodes, np.float64), np.empty(room + nodes, np.int32), 0, 0, 0
+    worth, heap = np.empty(room + nodes, np.float64), np.empty(room + nodes, np.int32)
+    waiting, kept, node = np.int64(0), 0, np.int64(0)
     while True:
         out[kept], number[node] = tokens[node], kept
         up[kept] = number[parents[node]] if node else -1
@@ -476,9 +477,10 @@ def _tree(t, width, root, matches, length, nodes, failed):  # type: ignore[no-un
             raw[kept, 0] = mass[node] / (whole + UNKNOWN / trust[depth[parents[node]]])
         kept += 1
         if tail[node] >= 0:
-            token = _next(t, width, matches, tail[node], depth[node], length)
+            match = np.int64(tail[node])
+            token = _next(t, width, matches, match, depth[node], length)
             if token >= 0:
-                n = _add(tokens, parents, first, sibling, tail, depth, mass, n, node, token, tail[node], mass[node])
+                n = _add(tokens, parents, first, sibling, tail, depth, mass, n, node, token, match, mass[node])
         child = first[node]
         while child >= 0:
             worth[child] = mass[child] * fade[depth[child]]
@@ -486,13 +488,13 @@ def _tree(t, width, root, matches, length, nodes, failed):  # type: ignore[no-un
             child = sibling[child]
         if kept > nodes or waiting == 0:
             break
-        node = heap[0]
+        node = np.int64(heap[0])
         waiting = _pop(heap, worth, waiting)
     score[0] = 1.0
     return out[:kept], up[:kept], raw[:kept], score[:kept]
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _add(tokens, parents, first, sibling, tail, depth, mass, n, node, token, match, weight):  # type: ignore[no-untyped-def]
     tokens[n], parents[n], tail[n], depth[n], mass[n] = token, node, match, depth[node] + 1, weight
     first[n], sibling[n] = -1, first[node]
@@ -500,12 +502,12 @@ def _add(tokens, parents, first, sibling, tail, depth, mass, n, node, token, mat
     return n + 1
 
 
-@njit(cache=True, nogil=True)
+@inlined
 def _better(worth, a, b):  # type: ignore[no-untyped-def]
     return worth[a] > worth[b] or (worth[a] == worth[b] and a < b)
 
 
-@njit(cache=True, nogil=True)
+@inlined
 def _push(heap, worth, size, node):  # type: ignore[no-untyped-def]
     i = size
     while i > 0 and _better(worth, node, heap[(i - 1) // 2]):
@@ -515,7 +517,7 @@ def _push(heap, worth, size, node):  # type: ignore[no-untyped-def]
     return size + 1
 
 
-@njit(cache=True, nogil=True)
+@inlined
 def _pop(heap, worth, size):  # type: ignore[no-untyped-def]
     """Take the best away."""
     size -= 1

@@ -18,8 +18,9 @@ from os import sched_getaffinity
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
+
+from slipstream.compiled import compiled, inlined
 
 DEPTH = 32  # tokens of context that decide the order
 SMALL = 4  # groups up to this size are sorted by comparing whole contexts
@@ -52,11 +53,12 @@ def sort_positions(tokens: Tokens, threads: int | None = None) -> Positions:
 def sorted_pieces(tokens: Tokens, threads: int | None = None) -> Iterator[Positions]:
     """The same in pieces, one after the other."""
     sep = separator(tokens)
+    vocabulary = sep + 1 if sep < 1 << 16 else int(_largest(tokens, sep)) + 2
+    shift = _shift(tokens, vocabulary)
     if len(tokens) < 1 << 17:  # not worth the buckets and threads
-        yield _sort_all(tokens, sep)
+        yield _sort_all(tokens, sep, shift)
         return
     threads = threads or cores()
-    vocabulary = sep + 1 if sep < 1 << 16 else int(_largest(tokens, sep)) + 2
     cuts = np.linspace(DEPTH, len(tokens), threads + 1).astype(np.int64)
     with ThreadPoolExecutor(threads) as pool:
         parts = list(pairwise(cuts))
@@ -75,9 +77,14 @@ def sorted_pieces(tokens: Tokens, threads: int | None = None) -> Iterator[Positi
             scatter = partial(_scatter, tokens, sep, first, last, positions)
             list(pool.map(scatter, cuts[:-1], cuts[1:], offsets))
             tasks = _split(starts, stops, max(1 << 14, len(positions) // (16 * threads)))
-            sort = partial(_sort_buckets, tokens, positions, starts, stops, room)
+            sort = partial(_sort_buckets, tokens, positions, starts, stops, room, shift)
             list(pool.map(sort, *zip(*tasks, strict=True)))
             yield positions
+
+
+def _shift(tokens: Tokens, vocabulary: int) -> np.uint64:
+    """How far a key is shifted to become a digit: its first token, or of a large one the first bits."""
+    return np.uint64(64 - 8 * tokens.itemsize + max(0, (vocabulary - 2).bit_length() - DIGITS.bit_length() + 1))
 
 
 def _stretches(ends: NDArray[np.int64], size: int) -> Iterator[tuple[int, int]]:
@@ -108,18 +115,18 @@ def _split(starts: NDArray[np.int64], ends: NDArray[np.int64], size: int) -> lis
     return sorted(tasks, key=lambda task: starts[task[0]] - ends[task[1] - 1])
 
 
-@njit(cache=True, nogil=True)
-def _sort_all(tokens, sep):  # type: ignore[no-untyped-def]
-    positions, n = np.empty(len(tokens), np.uint32), 0
+@compiled
+def _sort_all(tokens, sep, shift):  # type: ignore[no-untyped-def]
+    positions, n = np.empty(len(tokens), np.uint32), np.int64(0)
     for p in range(DEPTH, len(tokens)):
         if tokens[p] != sep and tokens[p - 1] != sep:
             positions[n] = p
             n += 1
-    _sort_group(tokens, positions, 0, n, 0, _buffers(tokens, n))
+    _sort_group(tokens, positions, np.int64(0), n, np.int64(0), _buffers(n, shift))
     return positions[:n].copy()
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _largest(tokens, sep):  # type: ignore[no-untyped-def]
     most = 0
     for token in tokens:
@@ -128,7 +135,7 @@ def _largest(tokens, sep):  # type: ignore[no-untyped-def]
     return most
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _count(tokens, lo, hi, sep, vocabulary):  # type: ignore[no-untyped-def]
     counts = np.zeros(vocabulary, np.int64)
     for p in range(lo, hi):
@@ -137,7 +144,7 @@ def _count(tokens, lo, hi, sep, vocabulary):  # type: ignore[no-untyped-def]
     return counts
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _sortable(tokens, sep):  # type: ignore[no-untyped-def]
     count = 0
     for p in range(DEPTH, len(tokens)):
@@ -145,7 +152,7 @@ def _sortable(tokens, sep):  # type: ignore[no-untyped-def]
     return count
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _scatter(tokens, sep, first, last, positions, lo, hi, offsets):  # type: ignore[no-untyped-def]
     """The positions of the buckets from first to before last."""
     for p in range(lo, hi):
@@ -155,15 +162,15 @@ def _scatter(tokens, sep, first, last, positions, lo, hi, offsets):  # type: ign
             offsets[bucket - first] += 1
 
 
-@njit(cache=True, nogil=True)
-def _sort_buckets(tokens, positions, starts, ends, room, first, last):  # type: ignore[no-untyped-def]
-    buffers = _buffers(tokens, room)
+@compiled
+def _sort_buckets(tokens, positions, starts, ends, room, shift, first, last):  # type: ignore[no-untyped-def]
+    buffers = _buffers(room, shift)
     for bucket in range(first, last):
         if ends[bucket] - starts[bucket] > 1:
-            _sort_group(tokens, positions, starts[bucket], ends[bucket], 1, buffers)
+            _sort_group(tokens, positions, starts[bucket], ends[bucket], np.int64(1), buffers)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def context_key(tokens, position, depth):  # type: ignore[no-untyped-def]
     """The next tokens of a reversed context as one number: four of 16 bits or two of 32."""
     at = position - depth - 1
@@ -177,33 +184,25 @@ def context_key(tokens, position, depth):  # type: ignore[no-untyped-def]
     return (np.uint64(tokens[at]) << np.uint64(32)) | np.uint64(tokens[at - 1])
 
 
-@njit(cache=True, nogil=True)
-def _buffers(tokens, room):  # type: ignore[no-untyped-def]
+@compiled
+def _buffers(room, shift):  # type: ignore[no-untyped-def]
     """Keys of a group, and room for a pass over a large one, which needs to know how a key becomes a digit."""
     large = room if room > LARGE else 0
-    shift = 64 - 8 * tokens.itemsize
-    if tokens.itemsize > 2:
-        most = _largest(tokens, (np.int64(1) << (8 * tokens.itemsize)) - 1)
-        while most >> (shift - 32) >= DIGITS - 1:
-            shift += 1
-    return np.empty(room, np.uint64), np.empty(large, np.uint64), np.empty(large, np.uint32), np.uint64(shift)
+    return np.empty(room, np.uint64), np.empty(large, np.uint64), np.empty(large, np.uint32), shift
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _sort_group(tokens, positions, start, end, start_depth, buffers):  # type: ignore[no-untyped-def]
     """Multikey quicksort with cached keys. Positions in [start, end) agree in their first `start_depth` tokens."""
     keys = buffers[0]
     step = 8 // tokens.itemsize
-    stack: Any = [(np.int64(start), np.int64(end), np.int64(start_depth))]
+    stack: Any = [(start, end, start_depth)]
     while len(stack) > 0:
         lo, hi, depth = stack.pop()
-        if depth >= DEPTH:
-            positions[lo:hi].sort()
-            continue
         if hi - lo <= SMALL:
             _insertion(tokens, positions, lo, hi, depth)
             continue
-        if hi - lo > len(keys):  # too many for the buffer: part them by one token, in place
+        if hi - lo > len(keys):  # too many for the buffer: part them in place
             less, more = _part(tokens, positions, lo, hi, depth)
             if less - lo > 1:
                 stack.append((lo, less, depth))
@@ -211,6 +210,11 @@ def _sort_group(tokens, positions, start, end, start_depth, buffers):  # type: i
                 stack.append((more, hi, depth))
             if more - less > 1:
                 stack.append((less, more, depth + 1))
+            continue
+        if depth >= DEPTH:  # alike in all that counts
+            for i in range(lo, hi):
+                keys[i - lo] = positions[i]
+            _sort_pairs(keys[: hi - lo], positions[lo:hi])
             continue
         # The last key may reach over DEPTH: start it earlier, on tokens that are equal anyway.
         depth = min(depth, DEPTH - step)
@@ -228,7 +232,7 @@ def _sort_group(tokens, positions, start, end, start_depth, buffers):  # type: i
                 group = i
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def precedes(tokens, p, q, depth):  # type: ignore[no-untyped-def]
     """Whether position p comes before q, when their first `depth` tokens are known to agree."""
     for d in range(depth + 1, DEPTH + 1):
@@ -238,7 +242,7 @@ def precedes(tokens, p, q, depth):  # type: ignore[no-untyped-def]
     return p < q
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _insertion(tokens, positions, lo, hi, depth):  # type: ignore[no-untyped-def]
     for i in range(lo + 1, hi):
         p = np.int64(positions[i])
@@ -249,16 +253,22 @@ def _insertion(tokens, positions, lo, hi, depth):  # type: ignore[no-untyped-def
         positions[j] = p
 
 
-@njit(cache=True, nogil=True)
+@inlined
+def _token(tokens, position, depth):  # type: ignore[no-untyped-def]
+    return np.int64(tokens[np.int64(position) - depth - 1]) if depth < DEPTH else np.int64(position)
+
+
+@compiled
 def _part(tokens, positions, lo, hi, depth):  # type: ignore[no-untyped-def]
-    """Three-way partition by the token at `depth`: returns where the equal ones begin and end."""
-    a = tokens[np.int64(positions[lo + (hi - lo) // 4]) - depth - 1]
-    b = tokens[np.int64(positions[lo + (hi - lo) // 2]) - depth - 1]
-    c = tokens[np.int64(positions[lo + 3 * (hi - lo) // 4]) - depth - 1]
+    """Three-way partition by the token at `depth`, or beyond DEPTH by the position: returns where the equal ones begin
+    and end."""
+    a = _token(tokens, positions[lo + (hi - lo) // 4], depth)
+    b = _token(tokens, positions[lo + (hi - lo) // 2], depth)
+    c = _token(tokens, positions[lo + 3 * (hi - lo) // 4], depth)
     pivot = max(min(a, b), min(max(a, b), c))
     less, i, more = lo, lo, hi
     while i < more:
-        token = tokens[np.int64(positions[i]) - depth - 1]
+        token = _token(tokens, positions[i], depth)
         if token < pivot:
             positions[less], positions[i] = positions[i], positions[less]
             less += 1
@@ -271,7 +281,7 @@ def _part(tokens, positions, lo, hi, depth):  # type: ignore[no-untyped-def]
     return less, more
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _sort_many(keys, values, buffers):  # type: ignore[no-untyped-def]
     """Spread a large group by its keys' first digit, which is the first token or nearly so; then sort what is left."""
     _, spare_keys, spare_values, shift = buffers
@@ -285,7 +295,8 @@ def _sort_many(keys, values, buffers):  # type: ignore[no-untyped-def]
         digit = min(keys[i] >> shift, np.uint64(DIGITS - 1))
         spare_keys[ends[digit]], spare_values[ends[digit]] = keys[i], values[i]
         ends[digit] += 1
-    keys[:], values[:] = spare_keys[: len(keys)], spare_values[: len(keys)]
+    for i in range(len(keys)):
+        keys[i], values[i] = spare_keys[i], spare_values[i]
     start = 0
     for digit in range(DIGITS):
         if ends[digit] - start > 1:
@@ -293,7 +304,7 @@ def _sort_many(keys, values, buffers):  # type: ignore[no-untyped-def]
         start = ends[digit]
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _sort_pairs(keys, values):  # type: ignore[no-untyped-def]
     """Quicksort of keys, with values following them. Unsigned indices spare the check for negative ones."""
     one = np.uint64(1)
@@ -331,7 +342,7 @@ def _sort_pairs(keys, values):  # type: ignore[no-untyped-def]
         _insert_pairs(keys, values, lo, hi)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _insert_pairs(keys, values, lo, hi):  # type: ignore[no-untyped-def]
     one = np.uint64(1)
     i = lo + one

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import njit
 
+from slipstream.compiled import compiled
 from slipstream.kernels.draw import drawable, needs_history, noise_keys
 from slipstream.sampling import Sampler
 from slipstream.targets.base import Scores, Slot, Want
@@ -297,7 +297,7 @@ NO_NODES = np.empty(0, np.int32)
 
 
 # fmt: off
-@njit(cache=True, nogil=True)
+@compiled
 def _put(  # type: ignore[no-untyped-def]
     i, ids, positions, depths, columns, paths, lengths, rows, moves, sources, places, emitted,  # tables to fill in
     tokens, parents, node_depths, length, row, moved,  # one sequence

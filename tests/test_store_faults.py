@@ -383,14 +383,14 @@ def test_a_file_that_is_cut_off_under_a_reader_is_an_error_and_no_crash(folder):
         import os, sys
         from pathlib import Path
         import numpy as np
-        from slipstream.datastores.sparse.search import Shape
+        from slipstream.datastores.sparse.search import SearchShape
         from slipstream.datastores.durable.store import Store
         from slipstream.errors import DamagedError
         store, text = Store.open(sys.argv[1]), np.array([20, 21], np.int32)
-        assert len(store.draft(text, Shape()).tree) > 1
+        assert len(store.draft(text, SearchShape()).tree) > 1
         for path in Path(sys.argv[1]).glob("*.seg"):
             os.truncate(path, 4096)
-        for call in (lambda: store.draft(text, Shape()), lambda: list(store.documents()), store.refresh):
+        for call in (lambda: store.draft(text, SearchShape()), lambda: list(store.documents()), store.refresh):
             try:
                 call()
             except DamagedError as error:
@@ -473,12 +473,12 @@ def test_positions_outside_of_the_text_are_an_error_and_no_crash(folder, value):
         """
         import sys
         import numpy as np
-        from slipstream.datastores.sparse.search import Shape
+        from slipstream.datastores.sparse.search import SearchShape
         from slipstream.datastores.durable.store import Store
         from slipstream.errors import DamagedError
         store = Store.open(sys.argv[1])
         try:
-            store.draft(np.array([20, 21], np.int32), Shape())
+            store.draft(np.array([20, 21], np.int32), SearchShape())
         except DamagedError as error:
             print(error)
         print(store.verify())

@@ -174,6 +174,36 @@ def test_an_error_frees_the_slots(llm):
     assert all(slot is None for slot in llm.target._slots)
 
 
+def test_a_prompt_that_cannot_be_read_leaves_nothing_open(llm):
+    closed = []
+
+    class Watcher(Reckless):
+        def begin(self, request):
+            session = super().begin(request)
+            session.close = lambda: closed.append(session)
+            return session
+
+    def broken(*_):
+        raise RuntimeError("a user's mistake")
+
+    llm.engine.drafter = Watcher(llm.target, TokenTree.root)
+    with pytest.raises(RuntimeError, match="a user's mistake"):
+        llm.generate(PROMPT, processors=[broken])
+    assert len(closed) == 1
+    assert all(slot is None for slot in llm.target._slots)
+
+
+def test_only_a_prompt_that_is_running_already_is_not_read_again(llm, monkeypatch):
+    prompts, read, prefill = [PROMPT, [40, *PROMPT[1:]], [40, *PROMPT[1:]]], [], llm.target.prefill
+    monkeypatch.setattr(
+        llm.target, "prefill", lambda slot, new, want: read.append(len(new)) or prefill(slot, new, want)
+    )
+    alone = [llm.generate(prompt, max_new_tokens=8).tokens for prompt in prompts]
+    read.clear()
+    assert [result.tokens for result in llm.generate(prompts, max_new_tokens=8)] == alone
+    assert read == [len(PROMPT), len(PROMPT), 1]  # the second is as long as the first, and another text
+
+
 # ---- bad input
 
 

@@ -72,11 +72,19 @@ def test_logit_bias_adds():
     assert change[[5, 6, 7]].tolist() == pytest.approx([2.0, -1.0, 0.0], abs=1e-6)
 
 
-def test_the_targets_row_is_never_written_to():
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 0.5, "top_p": 0.9, "repetition_penalty": 2.0, "logit_bias": {1: 1.0}, "bad_words": ((7,),)},
+        {"processors": (lambda _, scores: scores.zero_(),)},
+        {"temperature": 0.5, "processors": (lambda _, scores: scores.zero_(),)},
+    ],
+    ids=["by us", "by a processor", "by a processor, sampled"],
+)
+def test_the_targets_row_is_never_written_to(options):
     logits = row()
     before = logits.clone()
-    everything = Sampling(temperature=0.5, top_p=0.9, repetition_penalty=2.0, logit_bias={1: 1.0}, bad_words=((7,),))
-    Sampler(everything, HISTORY).sample(logits)
+    Sampler(Sampling(**options), HISTORY).sample(logits)
     assert torch.equal(logits, before)
 
 

@@ -167,6 +167,8 @@ def test_fuse_refuses_different_roots():
 def test_best_chain_follows_the_most_promising_branch():
     tree = TokenTree.from_continuations(0, [[1, 2, 3], [1, 2], [4]])
     assert tree.best_chain().tokens.tolist() == [0, 1, 2, 3]
+    late = TokenTree.build([0, 1, 2, 3, 4, 5], [-1, 0, 0, 2, 2, 1], raw=[np.nan, 0.2, 0.8, 0.3, 0.7, 1.0])
+    assert late.best_chain().tokens.tolist() == [0, 2, 4]
     chain = TokenTree.chain(0, [1, 2])
     assert chain.best_chain() is chain
 

@@ -284,6 +284,14 @@ def test_a_larger_padded_vocabulary_drafts_only_what_the_target_knows(tiny):
         assert llm.generate(PROMPT, max_new_tokens=20).tokens == plain.tokens
 
 
+@pytest.mark.parametrize("prompt", [PROMPT, PROMPT * 3], ids=["short", "long"])
+def test_a_draft_model_that_is_the_target_is_always_right(prompt, tiny):
+    """It reads every token once: whole drafts are accepted, whose last token it has not read."""
+    llm = LLM(tiny("llama"), drafter="model", draft_model=tiny("llama"))
+    stats = llm.generate(prompt, max_new_tokens=40, ignore_eos=True).stats
+    assert stats.accepted == stats.nodes_verified > 30
+
+
 def test_a_draft_model_with_a_short_context_stops_drafting(tiny):
     short = tiny_model("llama", max_position_embeddings=16)
     llm = LLM(tiny("llama"), drafter="model", draft_model=short)

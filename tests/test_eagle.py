@@ -440,8 +440,8 @@ def test_the_dynamic_tree_is_eagle_2s(kind, width, depth, nodes):
 
 
 def test_no_more_nodes_are_read_than_there_are_or_can_be_kept():
-    few = Growth.dynamic(width=8, depth=4, nodes=64, guessable=3)
-    assert (few.branch, few.widths, few.found) == (3, (3, 8, 8), 3 * (1 + 3 + 8 + 8))
+    few = Growth.dynamic(width=8, depth=5, nodes=64, guessable=2)
+    assert (few.branch, few.widths, few.found) == (2, (2, 4, 8, 8), 2 * (1 + 2 + 4 + 8 + 8))
     small = Growth.dynamic(width=8, depth=4, nodes=5, guessable=VOCABULARY)
     assert (small.branch, small.widths, small.found) == (5, (5, 5, 5), 5 * 16)
     flat = Growth.dynamic(width=8, depth=1, nodes=64, guessable=VOCABULARY)

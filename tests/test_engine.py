@@ -142,6 +142,12 @@ def test_lossy_rules_and_low_precision_are_not_called_exact(llm):
     assert not half.generate(PROMPT, max_new_tokens=2).stats.exact
 
 
+def test_a_batch_whose_members_change_each_others_bits_is_not_called_exact(llm, monkeypatch):
+    monkeypatch.setattr(llm.target, "exact_together", False)
+    assert llm.generate(PROMPT, max_new_tokens=2).stats.exact
+    assert [r.stats.exact for r in llm.generate([PROMPT, PROMPT[:3]], max_new_tokens=2)] == [False, False]
+
+
 # ---- cancelling
 
 
@@ -403,6 +409,7 @@ def test_a_kept_text_outlives_an_interrupted_step(family, tiny):
 
     with pytest.raises(KeyboardInterrupt):
         list(llm.engine.run([llm.request(PROMPT, processors=[broken])], kept))
+    assert kept.slot is kept.session is None
     *_, again = llm.engine.run([llm.request(PROMPT, max_new_tokens=8)], kept)
     assert again.tokens == llm.generate(PROMPT, max_new_tokens=8).tokens
 

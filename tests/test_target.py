@@ -152,6 +152,18 @@ def test_a_path_that_is_not_yet_carried_out_is_forked_and_cut(tiny):
 
 
 @torch.inference_mode()
+def test_a_cache_that_grows_keeps_every_key():
+    pool = KeyValuePool([Shape(1, 1, 1, torch.float32, torch.device("cpu"))], longest=600)
+    pool.reserve(2, 10)
+    rows, capacity = pool.rows, pool.capacity
+    for store in next(iter(pool.stores())):
+        store[0, :, 0, :, 0] = torch.arange(1, 1 + rows * capacity).view(rows, capacity)
+    pool.reserve(rows + 1, capacity + 1)
+    for store in next(iter(pool.stores())):
+        assert store[0, :rows, 0, :capacity, 0].flatten().tolist() == list(range(1, 1 + rows * capacity))
+
+
+@torch.inference_mode()
 def test_keys_move_over_one_another():
     pool = KeyValuePool([Shape(1, 1, 1, torch.float32, torch.device("cpu"))], longest=16)
     pool.reserve(2, 10)

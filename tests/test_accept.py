@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from slipstream.accept import RULES, Lenient, Match, Rejection, Typical, make_rule, verify
+from slipstream.accept import RULES, Lenient, Match, Rejection, Typical, make_rule, residual, verify
 from slipstream.errors import OptionError
 from slipstream.sampling import Sampler, Sampling
 from slipstream.targets import Scores
@@ -46,9 +46,19 @@ def test_a_drawn_child_is_accepted_with_p_over_q():
     assert share(Lenient(lenience=0.8), tree) == pytest.approx(0.3 / (0.8 * 0.6), abs=0.03)
 
 
+def test_what_is_left_once_a_child_was_rejected():
+    p, q = residual(P, np.array([0.1, 0.6, 0.2, 0.1]), 1)
+    assert p == pytest.approx([1, 0, 0, 0])
+    assert q == pytest.approx([0.25, 0, 0.5, 0.25])
+    p, q = residual(P, None, 1)
+    assert p == pytest.approx(np.array([0.5, 0, 0.15, 0.05]) / 0.7)
+    assert q is None
+
+
 def test_typical_accepts_what_is_plausible_and_nothing_else():
     # entropy 1.14 nats: the threshold is min(0.09, 0.3 * 0.32) = 0.09
-    assert share(Typical(), TokenTree.chain(0, [2]), count=50) == 1
+    for rule in (Typical(), Typical(epsilon=0.4), Typical(delta=1.0)):  # the lower of both limits
+        assert share(rule, TokenTree.chain(0, [2]), count=50) == 1
     assert share(Typical(), TokenTree.chain(0, [3]), count=2000) == pytest.approx(0.05, abs=0.02)
 
 

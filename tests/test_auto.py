@@ -1,7 +1,9 @@
 """auto: its texts are plain decoding's (the laws see to that); here, that it asks, learns and refrains."""
 
+import itertools
 import json
 from time import sleep
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -213,6 +215,17 @@ def test_every_text_is_known_for_itself(steps, tiny, monkeypatch):
     assert len({id(text) for text, *_ in seen[:known]}) == 1
     assert len({id(text) for text, *_ in seen[known:]}) == 2
     assert all(promised > 0 for _, promised, came in seen if came)
+
+
+def test_a_draft_is_timed_for_all_sequences_and_what_is_done_with_it_for_each(steps, tiny, monkeypatch):
+    steps(FREE)
+    times = itertools.cycle([1.0, 7.0])  # the draft alone, then all of it
+    monkeypatch.setattr("slipstream.drafters.auto.Stopwatch", lambda: SimpleNamespace(seconds=lambda: next(times)))
+    llm = LLM(tiny("llama"), drafter="auto", drafters="suffix")
+    llm.generate([REPEATING, [9, *REPEATING], [*REPEATING, 9]], max_new_tokens=5)
+    pilot = llm.engine.drafter.pilot
+    assert pilot.sources(3)["suffix"].drafting.seconds == 1.0
+    assert pilot.fusing.seconds == 2.0
 
 
 def test_costs_are_measured_once(tiny, cache, monkeypatch):

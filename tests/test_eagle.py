@@ -329,6 +329,16 @@ def test_drafting_again_gives_the_same_and_another_root_another_tree():
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_what_was_read_with_another_root_is_read_again(kind):
+    drafter = make(kind, depth=3, width=2, nodes=6)
+    session = begin(drafter, 0, 12)
+    propose(session, 0, 12)
+    session.propose((text(0)[0][12] + 1) % VOCABULARY, ALL)
+    show(session, 0, 12, 14)
+    same(propose(session, 0, 14), eagle2(head_of(kind), 0, 14, 2, 3, 6))
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("pieces", [(45,), (16, 16, 13), (1, 1, 40, 3), tuple([1] * 45)])
 def test_a_prompt_may_come_in_pieces(kind, pieces, monkeypatch):
     monkeypatch.setattr(features, "AT_ONCE", 20)
@@ -427,6 +437,18 @@ def test_the_dynamic_tree_is_eagle_2s(kind, width, depth, nodes):
     for end in (1, 30):
         tree = propose(begin(drafter, 6, end), 6, end)
         same(tree, eagle2(head_of(kind), 6, end, width, depth, nodes))
+
+
+def test_no_more_nodes_are_read_than_there_are_or_can_be_kept():
+    few = Growth.dynamic(width=8, depth=5, nodes=64, guessable=2)
+    assert (few.branch, few.widths, few.found) == (2, (2, 4, 8, 8), 2 * (1 + 2 + 4 + 8 + 8))
+    small = Growth.dynamic(width=8, depth=4, nodes=5, guessable=VOCABULARY)
+    assert (small.branch, small.widths, small.found) == (5, (5, 5, 5), 5 * 16)
+    flat = Growth.dynamic(width=8, depth=1, nodes=64, guessable=VOCABULARY)
+    assert (flat.branch, flat.widths, flat.found) == (8, (), 8)
+    cut = small.within(2)
+    assert (cut.depth, cut.branch, cut.widths, cut.found, cut.nodes) == (2, 2, (2,), 2 * 3, 2)
+    assert small.within(5) is small
 
 
 def test_nodes_stand_in_order_of_their_paths_probability():

@@ -142,6 +142,12 @@ def test_lossy_rules_and_low_precision_are_not_called_exact(llm):
     assert not half.generate(PROMPT, max_new_tokens=2).stats.exact
 
 
+def test_a_batch_whose_members_change_each_others_bits_is_not_called_exact(llm, monkeypatch):
+    monkeypatch.setattr(llm.target, "exact_together", False)
+    assert llm.generate(PROMPT, max_new_tokens=2).stats.exact
+    assert [r.stats.exact for r in llm.generate([PROMPT, PROMPT[:3]], max_new_tokens=2)] == [False, False]
+
+
 # ---- cancelling
 
 
@@ -172,6 +178,36 @@ def test_an_error_frees_the_slots(llm):
     with pytest.raises(RuntimeError, match="a user's mistake"):
         llm.generate([PROMPT, PROMPT[:3]], processors=[broken])
     assert all(slot is None for slot in llm.target._slots)
+
+
+def test_a_prompt_that_cannot_be_read_leaves_nothing_open(llm):
+    closed = []
+
+    class Watcher(Reckless):
+        def begin(self, request):
+            session = super().begin(request)
+            session.close = lambda: closed.append(session)
+            return session
+
+    def broken(*_):
+        raise RuntimeError("a user's mistake")
+
+    llm.engine.drafter = Watcher(llm.target, TokenTree.root)
+    with pytest.raises(RuntimeError, match="a user's mistake"):
+        llm.generate(PROMPT, processors=[broken])
+    assert len(closed) == 1
+    assert all(slot is None for slot in llm.target._slots)
+
+
+def test_only_a_prompt_that_is_running_already_is_not_read_again(llm, monkeypatch):
+    prompts, read, prefill = [PROMPT, [40, *PROMPT[1:]], [40, *PROMPT[1:]]], [], llm.target.prefill
+    monkeypatch.setattr(
+        llm.target, "prefill", lambda slot, new, want: read.append(len(new)) or prefill(slot, new, want)
+    )
+    alone = [llm.generate(prompt, max_new_tokens=8).tokens for prompt in prompts]
+    read.clear()
+    assert [result.tokens for result in llm.generate(prompts, max_new_tokens=8)] == alone
+    assert read == [len(PROMPT), len(PROMPT), 1]  # the second is as long as the first, and another text
 
 
 # ---- bad input
@@ -252,6 +288,14 @@ def test_a_larger_padded_vocabulary_drafts_only_what_the_target_knows(tiny):
     for mode in ("greedy", "beam"):
         llm = LLM(tiny("llama"), drafter="model", draft_model=padded, mode=mode)
         assert llm.generate(PROMPT, max_new_tokens=20).tokens == plain.tokens
+
+
+@pytest.mark.parametrize("prompt", [PROMPT, PROMPT * 3], ids=["short", "long"])
+def test_a_draft_model_that_is_the_target_is_always_right(prompt, tiny):
+    """It reads every token once: whole drafts are accepted, whose last token it has not read."""
+    llm = LLM(tiny("llama"), drafter="model", draft_model=tiny("llama"))
+    stats = llm.generate(prompt, max_new_tokens=40, ignore_eos=True).stats
+    assert stats.accepted == stats.nodes_verified > 30
 
 
 def test_a_draft_model_with_a_short_context_stops_drafting(tiny):
@@ -365,6 +409,7 @@ def test_a_kept_text_outlives_an_interrupted_step(family, tiny):
 
     with pytest.raises(KeyboardInterrupt):
         list(llm.engine.run([llm.request(PROMPT, processors=[broken])], kept))
+    assert kept.slot is kept.session is None
     *_, again = llm.engine.run([llm.request(PROMPT, max_new_tokens=8)], kept)
     assert again.tokens == llm.generate(PROMPT, max_new_tokens=8).tokens
 

@@ -13,10 +13,12 @@ from slipstream.drafters import make
 from slipstream.engine import Engine
 from slipstream.errors import ModelError
 from slipstream.heads import HEADS
+from slipstream.kernels.ops import move_keys
 from slipstream.request import Request
 from slipstream.sampling import Sampler, Sampling
 from slipstream.targets import Scores, Want
 from slipstream.targets.cache import KeyValuePool, LayerShape
+from slipstream.targets.captured.fixed_step import REACH
 from slipstream.targets.captured.graph_target import bucket
 from slipstream.targets.captured.modules import Angles, JointPart, Norm, StandIns, Whole
 from slipstream.targets.choose import open_target
@@ -90,6 +92,33 @@ def test_a_path_may_be_as_long_as_the_step_has_rows(count, tiny):
         fixed.commit(other, range(count))
 
 
+def test_a_path_longer_than_the_next_step_reaches_is_carried_out(tiny):
+    plain, fixed = open_target(tiny("llama")), graphs(tiny("llama"))
+    (one,), (other,) = read(plain, [[5, 6, 7]]), read(fixed, [[5, 6, 7]])
+    count = REACH + 8
+    wide = TokenTree.build([4, 9, *(i % 50 for i in range(count))], [-1, 0, 0, *range(2, count + 1)])  # 9 is wrong
+    small = TokenTree.build([3, 8, 9], [-1, 0, 0])
+    for slot, target in ((one, plain), (other, fixed)):
+        target.score([slot], [wide], Want())
+        target.commit(slot, [0, *range(2, count + 2)])
+    (a,), (b,) = plain.score([one], [small], Want()), fixed.score([other], [small], Want())
+    assert len(b._logits) < REACH
+    for node in range(3):
+        torch.testing.assert_close(b.logits(node), a.logits(node), rtol=0, atol=1e-4)
+
+
+def test_keys_move_over_one_another_and_no_more_than_asked():
+    """Two sequences of which one accepted five nodes, the other one; behind that stands what an earlier step left."""
+    keys, values = (torch.arange(12.0).repeat(1, 3, 1, 1)[..., None].clone() for _ in range(2))  # each its column
+    integers = [[[3, 5, 6, 7, 9], [4, 8, 2, 11, 7]], [[3, 4, 5, 6, 7], [3, 5, 6, 7, 9]]]
+    sources, places = (torch.tensor(columns, dtype=torch.int32) for columns in integers)
+    move_keys(keys, values, torch.tensor([2, 0]), sources, places, torch.tensor([5, 1], dtype=torch.int32))
+    for store in (keys, values):
+        assert store[0, 2, 0, :, 0].tolist() == [0, 1, 2, 3, 5, 6, 7, 9, 8, 9, 10, 11]
+        assert store[0, 1, 0, :, 0].tolist() == list(range(12))
+        assert store[0, 0, 0, :, 0].tolist() == [0, 1, 2, 4, *range(4, 12)]
+
+
 def test_hidden_states_come_along(tiny):
     plain, fixed = open_target(tiny("llama")), graphs(tiny("llama"))
     (one,), (other,) = read(plain, [[5, 6, 7]]), read(fixed, [[5, 6, 7]])
@@ -139,6 +168,30 @@ def test_a_draw_reads_no_logits(tiny, monkeypatch):
     sampler = Sampler(Sampling(temperature=1.0), [5, 6, 7, 8])
     (scores,) = target.score([slot], [TokenTree.root(8)], Want(samplers=(sampler,)))
     assert 0 <= scores.token(0, sampler) < target.vocabulary
+
+
+def test_all_that_was_said_is_penalised_however_much_it_is_at_once(tiny):
+    """As after the cache has moved: the step is told of the whole output, of which it has room for a part."""
+    target, prompt = graphs(tiny("llama")), [5, 6, 7]
+    said = [50] * (REACH + 2)
+    (slot,) = read(target, [[*prompt, *said[:-1]]])
+    (plain,) = target.score([slot], [TokenTree.root(50)], Want(samplers=(GREEDY,)))
+    best = plain.token(0, GREEDY)
+    assert best != 50
+    for place in (0, 1, len(said) - 2):
+        sampler = Sampler(Sampling(presence_penalty=100.0), prompt)
+        for i, token in enumerate(said):
+            sampler.push(best if i == place else token)
+        expected = sampler.sample(plain.logits(0))
+        (scores,) = target.score([slot], [TokenTree.root(50)], Want(samplers=(sampler,)))
+        assert scores.token(0, sampler) == expected != best
+
+
+def test_a_prompt_is_no_output_though_a_step_reads_it_as_a_tree(tiny):
+    target, prompt = graphs(tiny("llama")), [50, 6, 7]
+    sampler = Sampler(Sampling(presence_penalty=1e4, logit_bias={50: 1e3}), prompt)
+    (scores,) = target.prefill(target.open(), prompt, Want(samplers=(sampler,)))
+    assert scores.token(0, sampler) == 50
 
 
 def random_tree(rng, count):

@@ -345,21 +345,42 @@ def drawn(drafter, state, root, budget=BIG, **request):
     return session(drafter, state, **request).propose(root, budget).tree
 
 
+@pytest.mark.parametrize("budget", [BIG, Budget(7, 3), Budget(5, 2)], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_q_is_what_the_head_says_after_each_node(kind, model):
+def test_q_is_what_the_head_says_after_each_node(kind, budget, model):
     drafter = make(kind, model, mode="sample")
-    tree = drawn(drafter, states(1, model)[0], 4)
-    assert len(tree) == 1 + drafter.width * drafter.length
+    tree = drawn(drafter, states(1, model)[0], 4, budget)
+    length = min(drafter.length, budget.depth)
+    width = min(drafter.width, budget.nodes // length)
+    assert len(tree) == 1 + width * length
     for node in range(len(tree)):
         children = tree.children(node)
         if not len(children):
             assert tree.q_row[node] == -1
             continue
-        assert len(children) == (drafter.width if node == 0 else 1)
+        assert len(children) == (width if node == 0 else 1)
         q = tree.q[tree.q_row[node]]
         path = tree.tokens[tree.path_to(node)][1:].tolist()
         assert torch.allclose(q.log(), said(drafter.head, states(1, model)[0], 4, path, 0.8), atol=1e-4)
         assert tree.score[children] == pytest.approx(q[tree.tokens[children].tolist()].numpy(), rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_q_outlasts_the_next_draft(kind, model, monkeypatch):
+    """Which a capture writes into the same place."""
+    drafter, (one, other) = make(kind, model, mode="sample"), states(2, model)
+    draws, places = drafter.captured_draws, []
+
+    def captured(*inputs):
+        found = draws(*inputs)
+        places.extend(found if not places else ())
+        return [place.copy_(new) for place, new in zip(places, found, strict=True)]
+
+    monkeypatch.setattr(drafter, "captured_draws", captured)
+    tree = drawn(drafter, one, 4)
+    before = tree.q.clone()
+    assert not torch.equal(drawn(drafter, other, 5).q, before)
+    assert torch.equal(tree.q, before)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -523,6 +523,18 @@ def test_what_is_done_with_drafts_counts_for_whoever_is_asked_alone():
     assert abs(b.gain()) < 0.02  # without it there would be as much to do
 
 
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_batch_pays_once_for_its_drafts_and_for_each_sequence_what_is_done_with_them(batch):
+    pilot = Pilot(Costs({1: 1.0, 64: 1.1}), ["a"])
+    pilot.fusing = TypicalTime(TRIAL, 0.01)
+    drafts = [chain([1, 2]) for _ in range(batch)]
+    kept = pilot.choose([Text() for _ in drafts], drafts, [8] * batch, known(pilot, {"a": 0.2}, batch))
+    rows = max(map(len, kept))
+    assert rows > 1
+    assert pilot.last.rate == pytest.approx(pilot.last.tokens / (0.2 + batch * 0.01 + pilot.costs.seconds(rows, batch)))
+    assert pilot.last.plain == pytest.approx(batch / pilot.costs.seconds(1, batch))
+
+
 def test_a_level_that_is_new_is_judged_by_the_next_one():
     """By the one below, if both are known."""
     source = Pilot(Costs({1: 1.0}), ["a"]).sources()["a"]

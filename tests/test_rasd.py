@@ -206,6 +206,29 @@ def test_whoever_was_right_gets_the_nodes(joint, text, wins, fused):
     assert paths(tree) == wins
 
 
+def test_every_token_that_follows_judges_a_draft_once(joint, monkeypatch):
+    drafter, told = joint(Fake(DRAFT), pld=Fake(FOUND)), []
+    monkeypatch.setattr(
+        drafter, "learn", lambda _, followed, known: told.append((followed, known)) or len(followed) < 3
+    )
+    mine = session(drafter)
+    mine.label(5)
+    mine.proposed(TokenTree.chain(5, [6, 7, 8, 9]))
+    for said, root in (([5, 6], 7), ([7], 8)):
+        mine.observe(Seen(said, 0))
+        mine.label(root)
+    mine.proposed(TokenTree.chain(8, [1]))
+    mine.observe(Seen([8, 9], 0))
+    mine.close()
+    assert told == [([6, 7], 0), ([6, 7, 8], 2), ([9], 0)]  # the last when the text ended
+
+
+@pytest.mark.parametrize(("needs", "again"), [((0, 0), 0), ((1, 0), 1), ((0, 1), 1), ((None, 0), None)])
+def test_as_much_is_shown_again_as_any_part_needs(needs, again, joint, monkeypatch):
+    monkeypatch.setattr(Fake, "rereads", property(lambda fake: fake.known))
+    assert joint(*(Fake(DRAFT, first=need) for need in needs)).rereads == again
+
+
 def test_what_was_not_verified_is_judged_too(joint):
     generator = Fake(TokenTree.chain(ROOT, [1], source="eagle", raw=[0.9]))
     drafter = joint(generator, Fake(TokenTree.chain(ROOT, [5], source="pld", raw=[0.1])))

@@ -67,16 +67,42 @@ def test_penalties_count_the_output_alone():
     assert change[[3, 8, 1]].tolist() == pytest.approx([-1.0, -0.75, 0.0], abs=1e-6)
 
 
+def test_repetition_is_penalised_in_prompt_and_output():
+    sampler = Sampler(Sampling(repetition_penalty=1.3), HISTORY)
+    for token in (8, 7):
+        sampler.push(token)
+    expected = RepetitionPenaltyLogitsProcessor(1.3)(torch.tensor([[*HISTORY, 8, 7]]), row()[None])[0]
+    torch.testing.assert_close(sampler.warped(row()), expected)
+
+
+def test_a_processor_sees_the_whole_history_however_long_it_grows():
+    seen = []
+    sampler = Sampler(Sampling(processors=(lambda ids, scores: seen.append(ids[0].tolist()) or scores,)), HISTORY)
+    said = list(range(600))
+    for token in said:
+        sampler.push(token)
+    sampler.sample(row())
+    assert seen == [HISTORY + said]
+
+
 def test_logit_bias_adds():
     change = warped(logit_bias={5: 2.0, 6: -1.0}) - row()
     assert change[[5, 6, 7]].tolist() == pytest.approx([2.0, -1.0, 0.0], abs=1e-6)
 
 
-def test_the_targets_row_is_never_written_to():
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 0.5, "top_p": 0.9, "repetition_penalty": 2.0, "logit_bias": {1: 1.0}, "bad_words": ((7,),)},
+        {"processors": (lambda _, scores: scores.zero_(),)},
+        {"temperature": 0.5, "processors": (lambda _, scores: scores.zero_(),)},
+    ],
+    ids=["by us", "by a processor", "by a processor, sampled"],
+)
+def test_the_targets_row_is_never_written_to(options):
     logits = row()
     before = logits.clone()
-    everything = Sampling(temperature=0.5, top_p=0.9, repetition_penalty=2.0, logit_bias={1: 1.0}, bad_words=((7,),))
-    Sampler(everything, HISTORY).sample(logits)
+    Sampler(Sampling(**options), HISTORY).sample(logits)
     assert torch.equal(logits, before)
 
 

@@ -251,6 +251,13 @@ def test_fewer_matches_than_there_are_are_spread_over_all(folder):
             assert 1 <= len(found.tree.children(0)) <= matches
 
 
+def test_matches_are_spread_evenly(store):
+    for before in range(10, 20):  # by which they are sorted
+        store.append([before, 3, 100 + before])
+    tree = store.draft(np.array([3], np.int32), SearchShape(longest=1, matches=5)).tree
+    assert sorted(tree.tokens[1:].tolist()) == [111, 113, 115, 117, 119]
+
+
 def test_no_match_crosses_a_document(store):
     store.append([1, 2, 3])
     store.append([4, 5, 6])
@@ -260,6 +267,8 @@ def test_no_match_crosses_a_document(store):
         found = store.draft(np.array([2, 3, 4], np.int32), EVERYTHING)
         assert found.lengths.tolist() == [1]  # not 2 3 4, though these lie one after the other
         assert found.tree.tokens.tolist() == [4, 5, 6]
+        between = np.iinfo(np.uint16).max  # what stands between documents is no token of a text
+        assert store.draft(np.array([between, 4], np.int32), EVERYTHING).lengths.tolist() == [1]
         store.flush()
 
 

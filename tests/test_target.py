@@ -1,5 +1,7 @@
 """Trees against one full forward per path, on every architecture we claim."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -8,7 +10,9 @@ from families import FAMILIES, STATEFUL, VOCABULARY, tiny_model
 from slipstream.errors import ModelError
 from slipstream.sampling import Sampler, Sampling
 from slipstream.targets import Want, open_target
+from slipstream.targets.cache import KeyValuePool, LayerShape
 from slipstream.targets.choose import PROVEN, scores_trees
+from slipstream.targets.masks import MaskKind, additive_masks, mask_kinds
 from slipstream.tree import TokenTree
 
 TREES = [
@@ -113,6 +117,64 @@ def test_a_batch_changes_its_members(tiny):
         close(rows(scores, tree), paths_alone(model, text, tree))
 
 
+SCATTERED = TREES[0].path_to(7)  # nodes that lie apart
+
+
+@pytest.mark.parametrize("left", [True, False], ids=["to a free row", "in another's place"])
+def test_a_row_moves_with_a_path_that_is_not_yet_carried_out(left, tiny):
+    model = tiny("llama")
+    target = open_target(model)
+    slots = [read(target, text)[0] for text in TEXTS]
+    target.score(slots, [TREES[0]] * 3, Want())
+    for slot in slots:
+        target.commit(slot, SCATTERED)
+    if left:
+        target.close(slots[1])
+    for chosen in ([slots[0], slots[2]], [slots[0 if left else 1], slots[2]]):
+        for scores, slot in zip(target.score(chosen, [TREES[2]] * 2, Want()), chosen, strict=True):
+            close(rows(scores, TREES[2]), paths_alone(model, slot.tokens, TREES[2]))
+
+
+def test_a_path_that_is_not_yet_carried_out_is_forked_and_cut(tiny):
+    model = tiny("llama")
+    target = open_target(model)
+    slots = [read(target, text)[0] for text in (TEXTS[0], TEXTS[2])]
+    target.score(slots, [TREES[0]] * 2, Want())
+    for slot in slots:
+        target.commit(slot, SCATTERED)
+    slots.append(target.fork(slots[0]))
+    target.truncate(slots[1], len(TEXTS[2]) + 2)
+    texts = [text + TREES[0].tokens[SCATTERED].tolist() for text in (TEXTS[0], TEXTS[2], TEXTS[0])]
+    texts[1] = texts[1][: len(TEXTS[2]) + 2]
+    for scores, slot, text in zip(target.score(slots, [TREES[2]] * 3, Want()), slots, texts, strict=True):
+        assert slot.tokens == text
+        close(rows(scores, TREES[2]), paths_alone(model, text, TREES[2]))
+
+
+@torch.inference_mode()
+def test_a_cache_that_grows_keeps_every_key():
+    pool = KeyValuePool([LayerShape(1, 1, 1, torch.float32, torch.device("cpu"))], longest=600)
+    pool.reserve(2, 10)
+    rows, capacity = pool.rows, pool.capacity
+    for store in next(iter(pool.stores())):
+        store[0, :, 0, :, 0] = torch.arange(1, 1 + rows * capacity).view(rows, capacity)
+    pool.reserve(rows + 1, capacity + 1)
+    for store in next(iter(pool.stores())):
+        assert store[0, :rows, 0, :capacity, 0].flatten().tolist() == list(range(1, 1 + rows * capacity))
+
+
+@torch.inference_mode()
+def test_keys_move_over_one_another():
+    pool = KeyValuePool([LayerShape(1, 1, 1, torch.float32, torch.device("cpu"))], longest=16)
+    pool.reserve(2, 10)
+    for store in next(iter(pool.stores())):
+        store[0, :, 0, :, 0] = torch.arange(pool.capacity)
+    pool.move(1, 3, [0, 2, 3, 4, 6])
+    for store in next(iter(pool.stores())):
+        assert store[0, 1, 0, :10, 0].tolist() == [0, 1, 2, 3, 5, 6, 7, 9, 8, 9]
+        assert store[0, 0, 0, :10, 0].tolist() == list(range(10))
+
+
 @pytest.mark.parametrize("family", ["llama", "falcon-alibi", "qwen3_next"])
 def test_fork_and_truncate(family, tiny):
     model = tiny(family)
@@ -147,6 +209,59 @@ def test_a_forked_prompt_is_read_in_chunks_again_where_nothing_can_be_rolled_bac
     assert max(pieces) <= 8
     assert last.hidden[2].shape[0] == 1
     close(last.logits(0), paths_alone(model, text[:-1], TokenTree.root(text[-1]))[0])
+
+
+@pytest.mark.parametrize("family", ["falcon-alibi", "qwen3_next"])
+@pytest.mark.parametrize("within", ["reading", "scoring"])
+def test_a_state_that_was_interrupted_is_read_again(family, within, tiny):
+    """Some layers have read the tokens already, others have not."""
+    model, text = tiny(family), TEXTS[0]
+    target = open_target(model)
+    slot, _ = read(target, text)
+    norms = [module for module in model.modules() if "Norm" in type(module).__name__]
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    stop = norms[-1].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        list(target.prefill(slot, [7, 8], Want()) if within == "reading" else target.score([slot], [TREES[2]], Want()))
+    stop.remove()
+    target.truncate(slot, len(text))
+    assert slot.tokens == text
+    (scores,) = target.score([slot], [TREES[2]], Want())
+    close(rows(scores, TREES[2]), paths_alone(model, text, TREES[2]))
+
+
+def test_a_row_looks_as_far_back_as_its_layer_does():
+    """Six positions: what rows 3, 4 and 5 may read of them, if they may read all before them."""
+    see, query, key = np.tri(6, dtype=bool)[None, 3:], np.array([[3, 4, 5]]), np.arange(6)[None]
+    kinds = {"full": MaskKind(), "sliding": MaskKind(window=2), "chunked": MaskKind(chunk=4)}
+    masks = additive_masks(kinds, see, query, key, torch.float32, torch.device("cpu"))
+    assert {name: (mask[0, 0] == 0).int().tolist() for name, mask in masks.items()} == {
+        "full": [[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 0], [1, 1, 1, 1, 1, 1]],
+        "sliding": [[0, 0, 1, 1, 0, 0], [0, 0, 0, 1, 1, 0], [0, 0, 0, 0, 1, 1]],
+        "chunked": [[1, 1, 1, 1, 0, 0], [0, 0, 0, 0, 1, 0], [0, 0, 0, 0, 1, 1]],
+    }
+
+
+@pytest.mark.parametrize(
+    ("config", "kinds"),
+    [
+        ({}, {"full_attention": MaskKind()}),
+        ({"sliding_window": 6}, {"sliding_attention": MaskKind(window=6)}),
+        ({"sliding_window": 6, "use_sliding_window": True}, {"sliding_attention": MaskKind(window=6)}),
+        ({"sliding_window": 6, "use_sliding_window": False}, {"full_attention": MaskKind()}),
+        (
+            {"layer_types": ["chunked_attention", "full_attention"] * 2, "attention_chunk_size": 8},
+            {"chunked_attention": MaskKind(chunk=8), "full_attention": MaskKind()},
+        ),
+        ({"layer_types": ["full_attention", "linear_attention"]}, None),
+    ],
+    ids=["plain", "window", "window on", "window off", "chunks", "states"],
+)
+def test_masks_are_those_that_a_config_names(config, kinds):
+    assert mask_kinds(SimpleNamespace(**config)) == kinds
 
 
 def test_hidden_states_are_those_of_the_path(tiny):

@@ -43,6 +43,7 @@ def test_continuations_merge_their_prefixes_and_count():
     assert tree.children(1).tolist() == [2, 4]
     assert tree.child(1, 4) == 4
     assert tree.child(0, 4) is None
+    assert TokenTree.build([0, 1, 1, 2], [-1, 0, 0, 1]).child(0, 1) == 1  # of equal siblings the first
     assert tree.path_to(3) == [0, 1, 2, 3]
 
 
@@ -82,7 +83,8 @@ def test_cut_keeps_q_and_prune_drops_it():
     assert tree.cut(1).q is q
     assert tree.cut(1).q_row.tolist() == [0, 1]
     assert tree.prune(np.ones(3, bool)).q is None
-    assert tree.top_k(1).q is None
+    for some in (tree.top_k(1), tree.top_k(2), tree.first(1), tree.first(2)):
+        assert some.q is None
 
 
 def test_fuse_merges_by_prefix_and_remembers_who_proposed():
@@ -143,6 +145,8 @@ def test_fuse_refuses_different_roots():
 def test_best_chain_follows_the_most_promising_branch():
     tree = TokenTree.from_continuations(0, [[1, 2, 3], [1, 2], [4]])
     assert tree.best_chain().tokens.tolist() == [0, 1, 2, 3]
+    late = TokenTree.build([0, 1, 2, 3, 4, 5], [-1, 0, 0, 2, 2, 1], raw=[np.nan, 0.2, 0.8, 0.3, 0.7, 1.0])
+    assert late.best_chain().tokens.tolist() == [0, 2, 4]
     chain = TokenTree.chain(0, [1, 2])
     assert chain.best_chain() is chain
 

@@ -75,7 +75,8 @@ def test_accepted_keys_move_into_place_even_over_one_another():
     keys, values = noise(3, 4, 2, 40, 24), noise(3, 4, 2, 40, 16, seed=1)
     expected = keys.clone(), values.clone()
     paths = {1: (10, [0, 2, 3, 7]), 3: (0, [1, 2, 3, 4, 5])}
-    integers = {name: torch.zeros((2, 8), dtype=torch.int32) for name in ("sources", "places")}
+    # Behind a path stands what an earlier step left.
+    integers = {name: torch.full((2, 8), left, dtype=torch.int32) for name, left in (("sources", 30), ("places", 20))}
     for i, (row, (start, path)) in enumerate(paths.items()):
         integers["sources"][i, : len(path)] = start + torch.tensor(path)
         integers["places"][i, : len(path)] = start + torch.arange(len(path))

@@ -28,8 +28,8 @@ from slipstream.datastores.dense.nearest import Drafts, Vectors
 from slipstream.datastores.dense.reading import Reader, batches, windows
 from slipstream.datastores.dense.texts import TextIndex
 from slipstream.datastores.dense.transform import Moments
-from slipstream.datastores.dense.vector_manifest import Origin, read_manifest
-from slipstream.datastores.dense.vectors import keys_of, read_transform
+from slipstream.datastores.dense.vector_manifest import Origin, VectorManifest, read_manifest
+from slipstream.datastores.dense.vectors import chunks, keys_of, read_transform
 from slipstream.datastores.durable.pages import PAGE, checksum
 from slipstream.datastores.durable.store import Document, Store
 from slipstream.datastores.ingest.answers import add_answers
@@ -173,6 +173,15 @@ def test_only_the_pages_that_are_read_are_checked(tmp_path):
 
 
 # ---- reading
+
+
+def test_a_chunk_of_odd_facts_is_removed(tmp_path):
+    manifest = VectorManifest(Origin("m", "0" * 16, "float32", 1, 16), 64, 8, 64, 16)
+    for number, dtype in enumerate(({"a": 1}, ["float16"], None, "int3")):
+        with writing(tmp_path / f"{number}.chunk", {"collection": "default", "dtype": dtype}, {}):
+            pass
+    assert chunks(tmp_path, "chunk", manifest) == []
+    assert not list(tmp_path.iterdir())
 
 
 def test_windows_cover_every_position_once_with_context_before_it():

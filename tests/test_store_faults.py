@@ -458,17 +458,43 @@ def crafted(path, section, values):
     path.write_bytes(data)
 
 
+def rewrite(folder, manifest):
+    """The manifest with a right checksum, whatever it says."""
+    body = {k: v for k, v in manifest.items() if k != "checksum"}
+    text = json.dumps({**body, "checksum": f"{checksum(json.dumps(body, sort_keys=True).encode()):016x}"})
+    for name in (NAME, COPY):
+        (folder / name).write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"next": 1}, "its next file would be number 1, which is taken"),
+        ({"gone": [["../precious", "0" * 16]]}, "it would delete files that can't be this store's"),
+        ({"gone": [["00000001.seg", "0" * 16]]}, "it would delete files .* that it needs"),
+    ],
+)
+def test_a_manifest_by_which_files_would_be_lost_is_refused(folder, change, why):
+    two_segments(folder)
+    precious = folder.parent / "precious"
+    precious.write_text("keep me")
+    rewrite(folder, json.loads((folder / NAME).read_text()) | change)
+    for write in (False, True):
+        with pytest.raises(DamagedError, match=why):
+            Store.open(folder, write=write)
+    assert precious.exists()
+    assert (folder / "00000001.seg").exists()
+    assert repair(folder).lost == 0
+
+
 @pytest.mark.parametrize("value", [0, 31, 100_000, (1 << 32) - 1])
 def test_positions_outside_of_the_text_are_an_error_and_no_crash(folder, value):
     two_segments(folder)
     manifest = json.loads((folder / NAME).read_text())
     crafted(folder / "00000001.seg", "positions", np.array([value], "<u4"))
-    body = {k: v for k, v in manifest.items() if k != "checksum"}
-    for entry in body["segments"]:
+    for entry in manifest["segments"]:
         entry["sum"] = Segment(folder / entry["name"]).sum
-    text = json.dumps({**body, "checksum": f"{checksum(json.dumps(body, sort_keys=True).encode()):016x}"})
-    for name in (NAME, COPY):
-        (folder / name).write_text(text)
+    rewrite(folder, manifest)
     done = in_child(
         """
         import sys

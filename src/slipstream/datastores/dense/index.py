@@ -109,7 +109,7 @@ class Graphs:
     def __init__(self, part: VectorPart) -> None:
         self._path, self._dims, self._sum = part.path, part.vectors.shape[1], part.file.sum
         names = (path.name.split(".") for path in part.path.parent.glob(f"{part.path.stem}.*.graph"))
-        self._tokens = {int(token) for _, token, _ in names}
+        self._tokens = {int(name[1]) for name in names if len(name) == 3 and name[1].isdecimal()}
         self._open: dict[int, Graph] = {}
 
     def get(self, token: int, size: int) -> Graph | None:
@@ -119,7 +119,10 @@ class Graphs:
         if token not in self._open:
             try:
                 file = Mapped(path_of(self._path, token))
-                graph = Graph(file.whole("graph"), self._dims, file.facts.get("looked", LOOKED[0]))
+                looked = file.facts.get("looked", LOOKED[0])
+                if type(looked) is not int or not 1 <= looked <= LOOKED[-1]:
+                    raise DamagedError(f"{file.path} says that {looked!r:.80} vectors are looked at: {AGAIN}")
+                graph = Graph(file.whole("graph"), self._dims, looked)
                 if file.facts.get("part", self._sum) != self._sum or len(graph) != size:
                     raise DamagedError(f"{file.path} is the graph of another part: {AGAIN}")
                 self._open[token] = graph

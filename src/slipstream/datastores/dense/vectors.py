@@ -125,7 +125,7 @@ def chunks(folder: Path, kind: str, manifest: VectorManifest) -> list[Mapped]:
 
 def _expect_chunk(file: Mapped, kind: str, manifest: VectorManifest) -> None:
     facts, size = file.facts, manifest.dims if kind == "chunk" else manifest.origin.hidden
-    if type(facts.get("collection")) is not str or facts.get("dtype") not in ROWS:
+    if type(facts.get("collection")) is not str or facts.get("dtype") not in list(ROWS):  # it may be anything
         raise DamagedError(f"{file.path} does not say whose rows it has")
     if kind == "chunk" and (facts["dtype"] != "float16" or facts.get("transform", "") not in ("", manifest.transform)):
         raise DamagedError(f"{file.path} has vectors of another transform")

@@ -64,6 +64,8 @@ class Manifest:
         names = [self.log, *(e.name for e in self.segments)]
         if not LOG.fullmatch(names[0]) or not all(map(SEGMENT.fullmatch, names[1:])) or len(set(names)) < len(names):
             raise ValueError("it names files that can't be this store's")
+        if any(name in names or not (LOG.fullmatch(name) or SEGMENT.fullmatch(name)) for name, _ in self.gone):
+            raise ValueError("it would delete files that can't be this store's, or that it needs")
         if any(len(x) != 16 or int(x, 16) < 0 for x in (self.id, self.log_id) if x) or bool(self.id) != bool(
             self.log_id
         ):
@@ -132,6 +134,8 @@ def parse_manifest(path: Path, data: bytes) -> Manifest:
         gone = tuple((str(name), str(id)) for name, id in body.pop("gone", ()))
         manifest = Manifest(**body, segments=segments, gone=gone)
         fits(manifest, _SHAPE)
+        if manifest.next <= max(int(name.split(".")[0]) for name in (manifest.log, *(e.name for e in segments))):
+            raise ValueError(f"its next file would be number {manifest.next}, which is taken")
         return manifest
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedError(f"{path} is damaged: {error}; `slipstream store repair` makes it anew") from error

@@ -5,7 +5,7 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 
-.PHONY: setup demo test test-fast check format docs bench bench-overhead bench-retrieval bench-gpu test-gpu clean
+.PHONY: setup demo test test-fast check format docs bench bench-overhead bench-retrieval bench-gpu test-gpu test-kernels clean
 
 setup: $(VENV)/.ready
 
@@ -69,7 +69,12 @@ bench-gpu:
 
 # Runs in the current Python, since a GPU machine brings its own torch. `make test` leaves these tests out.
 test-gpu:
-	PYTHONPATH=src HF_HUB_OFFLINE=1 $(PYTHON) -m pytest --override-ini addopts="-q --tb=short" tests/gpu
+	PYTHONPATH=src HF_HUB_OFFLINE=1 $(PYTHON) -m pytest --override-ini addopts="-q --tb=short" tests/gpu tests/kernels
+
+# The kernels without a GPU, in Triton's interpreter: some minutes.
+test-kernels: setup
+	$(BIN)/pip install --quiet 'triton>=3.7'
+	$(PYTEST) --override-ini addopts="-q -rs" --dist worksteal tests/kernels
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache src/*.egg-info

@@ -1,13 +1,9 @@
-"""Products and norms in Triton: right, and for each row independent of the others. On a GPU; in Triton's interpreter
-(TRITON_INTERPRET=1) all but the bits, since its products depend on numpy."""
-
-import os
+"""Products and norms in Triton: right, and for each row independent of the others. (In the interpreter all but the
+bits, since its products depend on numpy.)"""
 
 import pytest
 import torch
-
-if not (torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET")):
-    pytest.exit("these tests need a CUDA device, or TRITON_INTERPRET=1", returncode=1)
+from device import CUDA, DEVICE
 
 from slipstream.kernels.cache_write import move_cache
 from slipstream.kernels.layer_pieces import gated
@@ -17,8 +13,7 @@ from slipstream.kernels.ops import walk
 from slipstream.kernels.top import best_of_rows, top_rows
 from slipstream.kernels.walk import walk_down
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # numpy has no bfloat16
+DTYPE = torch.bfloat16 if CUDA else torch.float16  # numpy has no bfloat16
 
 
 def noise(*shape, seed=0, scale=1.0):
@@ -34,7 +29,7 @@ def test_products_are_right_and_rows_alone(outputs, inputs, bias):
     whole = skinny_linear(x, weight, b)
     right = x.double() @ weight.double().T + (0 if b is None else b.double())
     torch.testing.assert_close(whole.double(), right, rtol=0.02, atol=0.02)
-    if DEVICE == "cuda":
+    if CUDA:
         for rows in (1, 7, 16, 17, 64, 100, 128):
             assert torch.equal(skinny_linear(x.view(150, -1)[:rows].clone(), weight, b), whole.view(150, -1)[:rows])
 

@@ -1,10 +1,8 @@
 """Exact attention: it is attention, and a row's bits follow from its own token path alone.
 
-On a machine with CUDA the kernels run there, elsewhere in triton's interpreter (slow, and without bfloat16).
-`python tests/test_exact_attention.py` on a GPU prints how long a call takes; with `sweep`, for other settings too.
+Run as a program on a GPU it prints how long a call takes; with `sweep`, for other settings too.
 """
 
-import os
 import sys
 from dataclasses import dataclass
 from itertools import product
@@ -12,16 +10,11 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
+from device import CUDA, DEVICE, triton
 
-CUDA = torch.cuda.is_available()
-DEVICE = torch.device("cuda" if CUDA else "cpu")
-if not CUDA:
-    os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are defined
-triton = pytest.importorskip("triton", reason="triton is not installed: pip install triton")
-if not CUDA and int(triton.__version__.split(".")[1]) < 7 and np.lib.NumpyVersion(np.__version__) >= "2.4.0":
-    pytest.skip("triton's interpreter needs triton 3.7 or numpy below 2.4 to run loops", allow_module_level=True)
-exact = pytest.importorskip("slipstream.kernels.exact_attention")
-gathered_attention = pytest.importorskip("slipstream.kernels.ops").gathered_attention
+from slipstream.kernels import exact_attention as exact
+from slipstream.kernels.ops import gathered_attention
+
 pytestmark = [  # the interpreter's: e^2x in a soft cap may be infinite, and rows beside the one looked at not a number
     pytest.mark.filterwarnings("ignore:overflow encountered"),
     pytest.mark.filterwarnings("ignore:All-NaN"),

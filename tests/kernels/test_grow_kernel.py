@@ -1,25 +1,13 @@
-"""Growing a tree in Triton: what plain torch makes of the same numbers, ties and all; and what a depth gives, by hand.
-
-On a machine with CUDA the kernels run there, elsewhere in triton's interpreter.
-"""
-
-import os
+"""Growing a tree in Triton: what plain torch makes of the same numbers, ties and all; a depth by hand."""
 
 import numpy as np
 import pytest
 import torch
+from device import CUDA, DEVICE
 
-CUDA = torch.cuda.is_available()
-DEVICE = torch.device("cuda" if CUDA else "cpu")
-if not CUDA:
-    os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are defined
-triton = pytest.importorskip("triton", reason="triton is not installed: pip install triton")
-if not CUDA and int(triton.__version__.split(".")[1]) < 7 and np.lib.NumpyVersion(np.__version__) >= "2.4.0":
-    pytest.skip("triton's interpreter needs triton 3.7 or numpy below 2.4 to run loops", allow_module_level=True)
-kernel = pytest.importorskip("slipstream.heads.grow_kernel")
-
-from slipstream.drafters._head import unpack_first  # noqa: E402
-from slipstream.heads.growth import Growth, grow_launch, grow_plain, keep_launch, keep_plain, new_record  # noqa: E402
+from slipstream.heads import grow_kernel as kernel
+from slipstream.heads.growth import Growth, grow_launch, grow_plain, keep_launch, keep_plain, new_record
+from slipstream.heads.packing import unpack_first
 
 INF = torch.inf
 WIDE = 20 if CUDA else 12

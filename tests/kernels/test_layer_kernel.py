@@ -1,30 +1,22 @@
 """A head's layer in few launches: each kernel against plain torch, and whole drafts against the modules' own code in
 double precision, which training differentiates.
-
-On a machine with CUDA the kernels run there, elsewhere in triton's interpreter.
 """
 
-import os
 from copy import deepcopy
 from types import SimpleNamespace
 
 import pytest
 import torch
+from device import CUDA, DEVICE
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-CUDA = torch.cuda.is_available()
-DEVICE = torch.device("cuda" if CUDA else "cpu")
-if not CUDA:
-    os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are defined
-pytest.importorskip("triton", reason="triton is not installed: pip install triton")
-kernel = pytest.importorskip("slipstream.heads.layer_kernel")
-
-from families import VOCABULARY, tiny_model  # noqa: E402
-from slipstream import drafters  # noqa: E402
-from slipstream.heads import HEADS, base, decoder, keys, redrafter  # noqa: E402
-from slipstream.kernels import layer_pieces as pieces  # noqa: E402
-from slipstream.targets.captured.modules import StandIns  # noqa: E402
+from families import VOCABULARY, tiny_model
+from slipstream import drafters
+from slipstream.heads import HEADS, base, decoder, keys, redrafter
+from slipstream.heads import layer_kernel as kernel
+from slipstream.kernels import layer_pieces as pieces
+from slipstream.targets.captured.modules import StandIns
 
 DTYPE = torch.bfloat16 if CUDA else torch.float16  # numpy has no bfloat16
 NEAR = {"rtol": 0.03, "atol": 0.03} if CUDA else {"rtol": 0.005, "atol": 0.005}

@@ -1,27 +1,17 @@
 """Drawing in Triton: what `Sampler` draws, for every shape of row, however the work is cut up.
 
-On a machine with CUDA the kernels run there, elsewhere in triton's interpreter (slow, and without bfloat16).
-`python tests/test_draw_kernel.py` on a GPU prints how long a call takes, and how many of thousands of rows differ.
+Run as a program on a GPU it prints how long a call takes, and how many of thousands of rows differ.
 """
-
-import os
 
 import numpy as np
 import pytest
 import torch
+from device import CUDA, DEVICE, triton
 
-CUDA = torch.cuda.is_available()
-DEVICE = torch.device("cuda" if CUDA else "cpu")
-if not CUDA:
-    os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are defined
-triton = pytest.importorskip("triton", reason="triton is not installed: pip install triton")
-if not CUDA and int(triton.__version__.split(".")[1]) < 7 and np.lib.NumpyVersion(np.__version__) >= "2.4.0":
-    pytest.skip("triton's interpreter needs triton 3.7 or numpy below 2.4 to run loops", allow_module_level=True)
-kernel = pytest.importorskip("slipstream.kernels.draw_triton")
-
-from slipstream.kernels.draw import _adjusted, draw_plain  # noqa: E402
-from slipstream.sampling import Sampler, Sampling, gumbel, noise_key  # noqa: E402
-from test_draw import OPTIONS, PENALTIES, Batch, by_sampler, differing, draws, logits  # noqa: E402
+from slipstream.kernels import draw_triton as kernel
+from slipstream.kernels.draw import _adjusted, draw_plain
+from slipstream.sampling import Sampler, Sampling, gumbel, noise_key
+from test_draw import OPTIONS, PENALTIES, Batch, by_sampler, differing, draws, logits
 
 # The interpreter's: both sides of a choice are computed, the one not taken as well.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

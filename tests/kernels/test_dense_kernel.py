@@ -1,23 +1,13 @@
-"""Search in Triton finds what plain torch finds, however the work is cut up.
-
-On a machine with CUDA the kernels run there, elsewhere in triton's interpreter (slow).
-"""
-
-import os
+"""Search in Triton finds what plain torch finds, however the work is cut up."""
 
 import pytest
 import torch
+from device import CUDA, DEVICE
 
-CUDA = torch.cuda.is_available()
-DEVICE = torch.device("cuda" if CUDA else "cpu")
-if not CUDA:
-    os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are defined
-pytest.importorskip("triton", reason="triton is not installed: pip install triton")
-scan = pytest.importorskip("slipstream.datastores.dense.scan")
-
-from slipstream.datastores.dense.device import nearest, nearest_plainly, unpacked  # noqa: E402
-from slipstream.datastores.dense.transform import Transform  # noqa: E402
-from slipstream.targets.captured.function import Captured  # noqa: E402
+from slipstream.datastores.dense import scan
+from slipstream.datastores.dense.device import nearest, nearest_plainly, unpacked
+from slipstream.datastores.dense.transform import Transform
+from slipstream.targets.captured.function import Captured
 
 HIDDEN, ROWS = (576, 200_000) if CUDA else (300, 900)
 DTYPE = torch.bfloat16 if CUDA else torch.float16  # numpy has no bfloat16

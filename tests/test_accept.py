@@ -39,6 +39,7 @@ def test_a_certain_child_is_accepted_with_p():
     assert share(Rejection(), TokenTree.chain(0, [1])) == pytest.approx(0.3, abs=0.03)
 
 
+@pytest.mark.slow
 def test_a_drawn_child_is_accepted_with_p_over_q():
     q = torch.tensor([[0.1, 0.6, 0.2, 0.1]])
     tree = TokenTree.build([0, 1], [-1, 0], q=q, q_row=[0, -1])

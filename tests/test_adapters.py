@@ -53,6 +53,7 @@ def greedy(model):
     return model.generate(ids, max_new_tokens=24, do_sample=False, eos_token_id=-1)[0, len(PROMPT) :].tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafter", ["none", "suffix"])
 def test_an_adapter_folder_says_what_peft_says(adapter, base, drafter):
     plain = transformers.AutoModelForCausalLM.from_pretrained(base)

@@ -53,6 +53,7 @@ def answer(model, **options):
     return llm, llm.generate(REPEATING, max_new_tokens=120)
 
 
+@pytest.mark.slow
 def test_rows_that_cost_nothing_are_used(steps, tiny):
     steps(FREE)
     llm, result = answer(tiny("llama"))
@@ -267,6 +268,7 @@ def test_what_was_learnt_is_kept_more_rarely_the_more_it_is(steps, tiny, monkeyp
     assert times == [1, 2, 2, 3, 3, 3, 3, 4, 4]  # after the first answer, the second, the fourth, the eighth
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("harm", ["{", "", "{}", "[]", "null", "7", '{"key": "another", "known": 1}'])
 def test_a_damaged_cache_is_harmless(harm, steps, tiny, cache):
     steps(FREE)
@@ -319,6 +321,7 @@ def test_requests_of_a_batch_choose_each_for_itself(steps, tiny):
     assert [proposal.tree.sources for proposal in found] == [("pld",), ("suffix",)]
 
 
+@pytest.mark.slow
 def test_a_store_with_vectors_is_searched_by_them_too(tiny):
     from trials import embedded_answers, store_of_answers
 

@@ -176,6 +176,7 @@ def test_drafters_are_listed_with_their_options(forked):
     assert "longest run of last tokens" in shown
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "says"),
     [

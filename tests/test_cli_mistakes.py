@@ -68,6 +68,7 @@ def test_what_cannot_be_is_refused_before_a_model_is_looked_for(words, says, fol
     assert sorted(path.name for path in folder.iterdir()) == ["afile"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "says"),
     [

@@ -588,6 +588,7 @@ def learned(kind):
     return target, head, prompts, [answer.tokens for answer in plain]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "options"), [("eagle", {}), ("eagle", {"dynamic": False}), ("eagle3", {})])
 def test_what_a_head_knows_by_heart_is_accepted(kind, options):
     target, head, prompts, answers = learned(kind)

@@ -37,6 +37,7 @@ def test_a_seed_is_a_case():
     assert all(case.run == 1 for case in drawn)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_every_way_is_compared_and_agrees(way, lab):
     outcomes = [tried(lab, case) for case in cases(3, way)]

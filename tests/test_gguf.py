@@ -89,6 +89,7 @@ def same_bits(ours, theirs):
         assert torch.equal(ours[name], weight), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [*KERNELS, Type.BF16, Type.IQ4_NL])
 def test_blocks_have_the_bits_of_the_reference(kind):
     """Any bytes are a block, but for scales that are no numbers."""

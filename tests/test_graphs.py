@@ -133,6 +133,7 @@ def test_buckets():
     assert np.diff([bucket(n, (1, 8, 16)) for n in range(1, 60)]).min() >= 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -222,6 +223,7 @@ def test_a_step_knows_how_far_its_tree_will_be_accepted(room, tiny):
     assert longest > 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.8}], ids=["greedy", "drawn"])
 @pytest.mark.parametrize("kind", ["redrafter", "eagle3", "medusa"])
 def test_a_draft_that_was_started_behind_its_step_is_the_one_made_after_it(kind, options, tiny, monkeypatch):

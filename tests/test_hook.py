@@ -20,6 +20,7 @@ def batch(prompts):
     return {"input_ids": ids, "attention_mask": mask}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "bloom", "mamba"])
 @pytest.mark.parametrize("prompts", [PROMPTS[:1], PROMPTS], ids=["one", "three"])
 @pytest.mark.parametrize(

@@ -53,6 +53,7 @@ def texts(model):
     return plain, fast
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_a_mutation_breaks_the_law(mutation, monkeypatch, tiny):
     plain, fast = texts(tiny("llama"))

@@ -117,6 +117,7 @@ SOURCES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sources", SOURCES)
 @pytest.mark.parametrize("curve", CURVES)
 def test_within_three_percent_of_the_best_fixed_choice(curve, sources):
@@ -141,6 +142,7 @@ CLOCKS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clock", CLOCKS)
 @pytest.mark.parametrize("sources", SOURCES)
 @pytest.mark.parametrize("curve", CURVES)
@@ -183,6 +185,7 @@ def test_a_dear_source_is_asked_where_the_cheap_one_has_little_to_say():
     assert by_need > 1.1 * max(never, always)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("curve", CURVES)
 def test_regret_shrinks_after_a_switch(curve):
     world = World(curve)

@@ -33,6 +33,8 @@ from slipstream.sampling import Sampling
 from slipstream.targets import open_target
 from slipstream.targets.base import Want
 
+pytestmark = pytest.mark.slow
+
 DEPTHS = 6
 NEAR = 1e-4
 

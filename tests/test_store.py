@@ -489,6 +489,7 @@ def test_what_is_not_the_stores_stays(folder, store):
     assert not list(folder.glob("0000001*")) + list(folder.glob("00000009*"))
 
 
+@pytest.mark.slow
 def test_many_small_segments_become_few(folder, monkeypatch):
     """However long the names are that the new segments' headers must hold."""
     long = "\x01" * 200

@@ -140,6 +140,7 @@ def small_batches(monkeypatch):
     monkeypatch.setattr("slipstream.datastores.ingest.ingest.BATCH", 300)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_batches")
 def test_a_resumed_ingest_has_all_of_long_documents(folder, tmp_path):
     texts = [list(range(i, i + 130)) for i in range(12)]
@@ -487,6 +488,7 @@ def test_a_manifest_by_which_files_would_be_lost_is_refused(folder, change, why)
     assert repair(folder).lost == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", [0, 31, 100_000, (1 << 32) - 1])
 def test_positions_outside_of_the_text_are_an_error_and_no_crash(folder, value):
     two_segments(folder)

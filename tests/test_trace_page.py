@@ -701,6 +701,7 @@ def test_the_example_in_the_format_is_a_trace(tmp_path):
     assert "".join(token["text"] for step in steps_of(lines) for token in step["emitted"]) == end["text"]
 
 
+@pytest.mark.slow
 def test_a_cut_last_line_is_left_out_wherever_it_was_cut(tmp_path):
     lines = make_trace(["é", "b", "c", "👩"])
     whole = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode()

@@ -313,6 +313,7 @@ def test_a_token_that_the_head_does_not_have_is_never_a_hit(tiny):
 # ---- learning
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("lesson", "steps", "sizes"),
     [
@@ -354,6 +355,7 @@ def test_heads_learn_and_what_is_saved_is_what_was_measured(walker, walks, tmp_p
     assert done.accuracy == pytest.approx((right / np.maximum(made, 1))[: len(done.accuracy)].tolist())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", sorted(HEADS))
 def test_half_precision_learns_the_same(walker, walks, tmp_path, monkeypatch, kind):
     """What runs on a GPU: a target in bfloat16, the head's products too, its weights in float32."""

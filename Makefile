@@ -74,7 +74,7 @@ test-gpu:
 # The kernels without a GPU, in Triton's interpreter: some minutes.
 test-kernels: setup
 	$(BIN)/pip install --quiet 'triton>=3.7'
-	$(PYTEST) --override-ini addopts="-q -rs" --dist worksteal tests/kernels
+	TRITON_INTERPRET=1 $(PYTEST) --override-ini addopts="-q -rs" --dist worksteal tests/kernels
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache src/*.egg-info

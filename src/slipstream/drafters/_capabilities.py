@@ -1,8 +1,7 @@
 """What a drafter and its sessions may offer beyond `begin` and `propose`. Each capability is a protocol: who has its
 members offers it.
 
-The engine, and drafters that ask others, ask for them here and nowhere else. What is not offered
-costs nothing.
+The engine, and drafters that ask others, ask for them here and nowhere else. What is not offered costs nothing.
 """
 
 from __future__ import annotations
@@ -69,7 +68,6 @@ class Learns(Protocol):
         """A request was answered with these tokens."""
 
 
-@runtime_checkable
 class Decides(Protocol):
     """It decides how much is verified, by what steps take."""
 

@@ -160,9 +160,11 @@ def live(given: argparse.Namespace) -> dict[str, Any]:
     model, tokenizer = load_model(given.model, dtype=given.dtype, device=given.device)
     asked = prompts_of(given)
     llms, most = {}, dict[str, int | None]()  # by contestant; nodes of a step at most
+    folders = dict(word.split("=", 1) for word in given.heads)
     for name in ("none", "auto", *filter(None, given.singles.split(","))):
         drafter, _, nodes = name.partition(":")
-        llms[name] = LLM(model, tokenizer, drafter, compile=given.compile)
+        own = {"drafter_path": folders[drafter]} if drafter in folders else {}
+        llms[name] = LLM(model, tokenizer, drafter, compile=given.compile, **own)
         most[name] = int(nodes) if nodes else None
     longest = max((p.turns[0] for p in asked), key=len)
     for name, llm in llms.items():  # code is loaded, caches grow, steps are captured
@@ -341,6 +343,7 @@ def main() -> None:
         "--warm", type=int, default=1, help="prompts that everybody answers beforehand, and the longest"
     )
     parser.add_argument("--singles", default="pld,suffix", help="drafters to compare with, separated by commas")
+    parser.add_argument("--heads", nargs="*", default=[], metavar="NAME=FOLDER", help="of singles in `live`")
     given = parser.parse_args()
     report: dict[str, Any] = {"benchmark": "auto"}
     for name in given.parts or PARTS:

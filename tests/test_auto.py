@@ -34,7 +34,8 @@ def steps(monkeypatch):
     def curve(seconds):
         monkeypatch.setattr("slipstream.drafters.auto.costs_of", lambda _: Costs(seconds))
         monkeypatch.setattr("slipstream.budget.costs.Costs.observe", lambda *_: None)
-        monkeypatch.setattr("slipstream.drafters.auto.Stopwatch.seconds", lambda _: 0.0)
+        for place in ("auto", "_rehearsal"):
+            monkeypatch.setattr(f"slipstream.drafters.{place}.Stopwatch", lambda: SimpleNamespace(seconds=lambda: 0.0))
 
     return curve
 
@@ -430,6 +431,31 @@ def test_what_interrupts_a_measurement_is_not_what_a_step_costs(tiny, monkeypatc
         lambda _, __, tree: len(tree) * (1 if next(calls) // len(ROWS) == 2 else 9),
     )
     assert measure(open_target(tiny("llama")), [1, 2, 3], at_most=60) == {n: n for n in ROWS}
+
+
+def test_what_is_captured_or_compiled_is_not_what_a_step_costs(tiny, monkeypatch):
+    """It may take all the time there is for measuring: steps are timed all the same."""
+    target, clock = open_target(tiny("llama")), Clock()
+    score, prepared = target.score, set()
+    monkeypatch.setattr("slipstream.targets.captured.recording.perf_counter", clock)
+
+    def slow_at_first(slots, trees, want):
+        if len(trees[0]) not in prepared:
+            prepared.add(len(trees[0]))
+            with preparing:
+                clock.now += 100.0
+        clock.now += len(trees[0]) / 1000
+        return score(slots, trees, want)
+
+    monkeypatch.setattr(target, "score", slow_at_first)
+    assert measure(target, [1, 2, 3], at_most=60) == pytest.approx({n: n / 1000 for n in ROWS})
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_neo"])

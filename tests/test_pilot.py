@@ -85,10 +85,10 @@ class World:
         return best
 
 
-def step(pilot, state, tree, asked, text, limit=16):
+def step(pilot, state, tree, asked, text, limit=16, unstarted=()):
     """The best of a draft is verified. text: what the target goes on with, or what makes it of what is verified.
     Returns what was verified, and how many tokens of it were right."""
-    (kept,) = pilot.choose([state], [tree], [limit], asked)
+    (kept,) = pilot.choose([state], [tree], [limit], asked, unstarted)
     text = text(kept) if callable(text) else text
     accepted = node = 0
     while (child := kept.child(node, text[accepted])) is not None:
@@ -574,6 +574,21 @@ def test_a_source_that_loses_is_tried_as_rarely_as_exploring_allows(right):
             lost += 20.0 + pilot.costs.seconds(len(kept)) - accepted - 1
     assert drafts > TRIAL
     assert lost < EXPLORING * steps + (TRIAL + 4) * 20.0  # nothing is known of it at first
+
+
+def test_what_it_takes_to_begin_counts_as_lost():
+    """A head that reads the texts of a batch before its first draft about them, and gains nothing."""
+    pilot, steps, lost = Pilot(Costs({1: 1.0, 64: 1.0}), ["a"]), 20_000, 0.0
+    source, state, drafts = pilot.sources()["a"], Text(), 0
+    for i in range(steps):
+        if asked(pilot, "a"):
+            drafts += 1
+            new = i > 100  # every text is a new one by then
+            pilot.took({source: 25.0 if new else 0.5}, unstarted={"a"} if new else ())
+            step(pilot, state, chain(range(1, 9)), [source], [0], unstarted={"a"} if new else ())
+            lost += 25.0 if new else 0.5
+    assert drafts > TRIAL
+    assert lost < EXPLORING * steps + (TRIAL + 4) * 25.0
 
 
 def test_a_source_that_costs_nothing_is_not_kept_waiting():

@@ -92,6 +92,7 @@ class Engine:
             can.attach(drafter, self.answers)
         self._turns = target.turns
         self._open: list[Sequence] = []  # of all runs
+        self._latest: list[Sequence] = []  # those of the latest step
         self._left: deque[tuple[list[Sequence], Kept | None]] = deque()  # runs that ended early, to be retired
 
     def run(self, requests: Iterable[Request], kept: Kept | None = None) -> Iterator[Sequence]:
@@ -200,10 +201,11 @@ class Engine:
         return sequence
 
     def _pause_all_but(self, running: Collection[Sequence]) -> None:
-        """Sequences that have no part in the forward to come: what they hold of an earlier one is copied."""
-        for sequence in self._open:
-            if sequence not in running:
+        """Sequences that have no part in the forward to come: what they hold of the latest one is copied."""
+        for sequence in self._latest:
+            if sequence.finish is None and sequence not in running:
                 can.pause(sequence.session)
+        self._latest = list(running)
 
     def _resumed(
         self, request: Request, session: DraftSession, running: Iterable[Sequence], kept: Kept | None

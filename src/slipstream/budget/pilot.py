@@ -59,7 +59,8 @@ class Source:
     number: int  # of its calibration, which all ways share
     most: int = sys.maxsize  # nodes that it is asked for
     head: bool = False  # of these one is asked at most
-    drafting: TypicalTime = field(default_factory=TypicalTime)  # of a draft for all sequences
+    drafting: TypicalTime = field(default_factory=TypicalTime)  # of a draft for all sequences,
+    starting: TypicalTime = field(default_factory=TypicalTime)  # and of one that has to begin with their texts
     gains: list[float] = field(default_factory=lambda: [0.0] * LEVELS)  # of the rate, by asking it
     looks: list[int] = field(default_factory=lambda: [0] * LEVELS)  # that this rests on
     waits: list[int] = field(default_factory=lambda: [0] * LEVELS)  # steps before it is tried again
@@ -157,7 +158,7 @@ class Pilot:
         self._trial: Source | None = None  # the head that is tried,
         self._left = 0  # and the drafts that are left of that
         self._drafts: list[Draft] = []  # for the step that comes
-        self._unjudged: tuple[list[Source], list[Draft], float] | None = None  # the latest, until `judge` has time
+        self._unjudged: tuple[list[Source], list[Draft], float, list[float]] | None = None  # until `judge` has time
         self.promised: list[float] = []  # tokens beyond one, of each sequence's chosen tree
         self.last: Choice | None = None
 
@@ -218,11 +219,18 @@ class Pilot:
     def took(self, seconds: Mapping[Source, float], unstarted: Container[str] = ()) -> None:
         """Drafts took so long. unstarted: drafters that had to begin now, or to read the text first, which is rare."""
         for source, taken in seconds.items():
-            if not source.known or source.drafter not in unstarted:
+            if source.known and source.drafter in unstarted:
+                source.starting.see(taken)
+            else:
                 source.drafting.see(taken)
 
     def choose(
-        self, texts: Sequence[Text], trees: Sequence[TokenTree], limits: Sequence[int], asked: Iterable[Source]
+        self,
+        texts: Sequence[Text],
+        trees: Sequence[TokenTree],
+        limits: Sequence[int],
+        asked: Iterable[Source],
+        unstarted: Container[str] = (),
     ) -> list[TokenTree]:
         """What of these drafts, one per text, is worth verifying; at most `limits` nodes of each."""
         batch, sources = len(trees), list(asked)
@@ -237,7 +245,8 @@ class Pilot:
         nodes, tokens = sum(map(len, kept)) - batch, float(expected[width])
         rate = tokens / (spent + float(seconds[width]))
         self.last = Choice(tuple(s.name for s in sources), resting, nodes, tokens, rate, plain)
-        self._unjudged = sources, drafts, (spent + float(seconds[width])) / float(seconds[0])
+        begun = [max(0.0, s.starting.seconds - s.drafting.seconds) * (s.drafter in unstarted) for s in sources]
+        self._unjudged = sources, drafts, spent + float(seconds[width]), begun
         return kept
 
     def decline(self, batch: int) -> None:
@@ -250,26 +259,27 @@ class Pilot:
         until the step runs, but not until more is known."""
         if self._unjudged is None:
             return
-        (sources, drafts, steps), self._unjudged = self._unjudged, None
+        (sources, drafts, taken, begun), self._unjudged = self._unjudged, None
         batch, spent = len(drafts), self._spent(sources, len(drafts))
-        plain, with_all = batch / self.costs.seconds(1, batch), self._rate(_together(drafts), batch, spent)
+        step = self.costs.seconds(1, batch)
+        plain, with_all = batch / step, self._rate(_together(drafts), batch, spent)
         without = np.zeros((len(sources), max(len(draft.whole) for draft in drafts)))
         if len(sources) > 1:
             numbers = np.array([s.number for s in sources], np.int64)
             for tree, limit, _, _, share in drafts:
                 columns, bins = self._numbers(tree.sources), self.calibration.bins
                 add_without(without, numbers, tree.parents, tree.raw, columns, bins, limit, self.trees, share)
-        for source, expected in zip(sources, without, strict=True):
+        for source, expected, beginning in zip(sources, without, begun, strict=True):
             rate = self._rate(expected, batch, spent - source.drafting.seconds) if len(sources) > 1 else plain
             if source.known:
-                self._judge(source, with_all / rate - 1, steps, self.sources(batch).values())
+                self._judge(source, with_all / rate - 1, taken / step, beginning / step, self.sources(batch).values())
 
-    def _judge(self, source: Source, gain: float, steps: float, beside: Collection[Source]) -> None:
-        """Asking this source changed the rate so much, in the time of so many plain steps: it is tried again when what
-        that lost is little of all time."""
+    def _judge(self, source: Source, gain: float, steps: float, begun: float, beside: Collection[Source]) -> None:
+        """Asking this source changed the rate so much, in the time of so many plain steps, besides those in which it
+        began: it is tried again when what that lost is little of all time."""
         source.learn(gain)
         instead = [s.gains[source.level] for s in beside if s.head and s is not source] if source.head else []
-        lost = steps * (1 - (1 + gain) / (1 + max(0.0, *instead, 0.0)))
+        lost = begun + steps * (1 - (1 + gain) / (1 + max(0.0, *instead, 0.0)))
         source.waits[source.level] = max(0, round(lost * len(beside) / EXPLORING))
 
     # ---- after it

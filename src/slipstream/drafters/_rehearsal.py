@@ -30,10 +30,11 @@ def rehearse(target: Target, pilot: Pilot, parts: Mapping[str, Drafter], layers:
     request = Request(words, max_new_tokens=len(words), prediction=words)
     sessions = {name: part.begin(request) for name, part in parts.items()}
     slot = target.open()
-    for score in target.prefill(slot, words, Want(layers)):
-        start, hidden = slot.length - len(next(iter(score.hidden.values()), words)), Hidden(score.hidden)
-        for name, session in sessions.items():
-            session.observe(Seen(words[start : slot.length], start, hidden.of(can.layers(parts[name]))))
+    for piece in (words[: len(words) // 4], words[len(words) // 4 :]):  # narrow and wide steps read prompts
+        for score in target.prefill(slot, piece, Want(layers)):
+            start, hidden = slot.length - len(next(iter(score.hidden.values()), piece)), Hidden(score.hidden)
+            for name, session in sessions.items():
+                session.observe(Seen(words[start : slot.length], start, hidden.of(can.layers(parts[name]))))
     room = target.context - slot.length - 1
     limit, root = Budget(target.default_draft, min(target.default_draft, room)), words[0]
     trial = Pilot(pilot.costs, pilot.drafters, pilot.trees, pilot.heads)  # what it learns of this text goes with it

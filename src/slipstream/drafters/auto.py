@@ -99,7 +99,8 @@ class AutoDrafter(JointDrafter):
         names = {name for session, limit in zip(mine, limits, strict=True) if limit for name in session.parts}
         unstarted = {name for name, part in mine[0].parts.items() if can.unstarted(part)} if mine[0].ahead else set()
         taken: dict[Source, float] = {}
-        for source in self.pilot.asks(names, len(mine), lambda: self.pilot.expects(texts, trees, limits), unstarted):
+        expected = lambda: self.pilot.expects(texts, trees, limits) if taken else 1.0  # noqa: E731
+        for source in self.pilot.asks(names, len(mine), expected, unstarted):
             who = [i for i, session in enumerate(mine) if limits[i] and source.drafter in session.parts]
             asking = Stopwatch()
             if any([mine[i].show(source) for i in who]):
@@ -119,7 +120,7 @@ class AutoDrafter(JointDrafter):
             self.pilot.decline(len(roots))
             return [Proposal(tree) for tree in trees]
         self.pilot.took(taken, unstarted)
-        kept = self.pilot.choose(texts, trees, limits, taken)
+        kept = self.pilot.choose(texts, trees, limits, taken, unstarted)
         for session, tree, promised in zip(mine, trees, self.pilot.promised, strict=True):
             session.promised = promised
             session.proposed(tree)

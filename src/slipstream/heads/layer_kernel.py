@@ -11,7 +11,7 @@ import triton  # type: ignore[import-not-found, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
 from torch import Tensor
 
-from slipstream.kernels.layer_pieces import BLOCK, silu
+from slipstream.kernels.layer_pieces import BLOCK, silu, steps
 from slipstream.kernels.overlap import overlap, wait_turn
 
 
@@ -105,8 +105,8 @@ def enter(
     # fmt: off
     _enter[(n, b)](
         tokens, table, features, chain, token_norm, feature_norm, x, raw,
-        *((0, 0) if tokens is None else tokens.stride()), table.stride(0), *features.stride()[:2],
-        *((0, 0) if chain is None else chain.stride()), n, width, eps,
+        *((0, 0) if tokens is None else steps(tokens)), table.stride(0), *steps(features),
+        *((0, 0) if chain is None else steps(chain)), n, width, eps,
         PAD=triton.next_power_of_2(width), num_warps=_warps(width), **overlap(),
     )
     # fmt: on
@@ -131,7 +131,7 @@ def _normed(v, weight, at, inside, width, eps, dtype: tl.constexpr):  # type: ig
 
 
 # fmt: off
-@triton.jit
+@triton.jit(do_not_specialize=["n"])
 def _enter(  # type: ignore[no-untyped-def]
     tokens, table, features, chain, token_norm, feature_norm, x, raw,
     t_sequence, t_row, e_row, f_sequence, f_row, c_sequence, c_row, n, width, eps,

@@ -15,6 +15,12 @@ from slipstream.kernels.overlap import overlap, wait_turn
 BLOCK = 512  # numbers that a program takes where no row is summed up
 
 
+def steps(x: Tensor) -> tuple[int, int]:
+    """From sequence to sequence, from row to row. Of one sequence the first is 0, since nobody takes it: else it would
+    be its length, and Triton compiles anew for lengths that 16 divides."""
+    return x.stride(0) if len(x) > 1 else 0, x.stride(1)
+
+
 # ---- attention: queries and keys are rotated, keys and values go to their places
 
 
@@ -29,10 +35,7 @@ def turn_by(
 ) -> Tensor:
     """Gives the queries, (b, heads, n, d)."""
     assert cosines.stride() == sines.stride(), "cosines and sines lie alike"
-    each = cosines.stride(0) if len(cosines) > 1 else 0
-    return _turned_queries(
-        qkv, cosines, sines, (each, cosines.stride(1)), 1.0, keys, values, rows, columns, qkv.shape[1]
-    )
+    return _turned_queries(qkv, cosines, sines, 1.0, keys, values, rows, columns, qkv.shape[1])
 
 
 @torch.library.custom_op("slipstream::turn", mutates_args=("keys", "values"))
@@ -48,9 +51,7 @@ def turn(
     w: int,
 ) -> Tensor:
     """Like `turn_by`, where angles are positions times frequencies, for the queries of the last w rows."""
-    return _turned_queries(
-        qkv, positions, frequencies, positions.stride(), scale, keys, values, rows, columns, w, angles=True
-    )
+    return _turned_queries(qkv, positions, frequencies, scale, keys, values, rows, columns, w, angles=True)
 
 
 @turn.register_fake
@@ -74,7 +75,6 @@ def _turned_queries(
     qkv: Tensor,
     one: Tensor,  # cosines, or positions
     other: Tensor,  # sines, or frequencies
-    strides: tuple[int, ...],  # of one, by sequence and row
     scale: float,
     keys: Tensor,
     values: Tensor,
@@ -91,8 +91,8 @@ def _turned_queries(
     query = torch.empty((b, w, heads, d), dtype=qkv.dtype, device=qkv.device)
     # fmt: off
     _turn[(n, heads + 2 * kv, b)](
-        qkv, one, other, query, keys, values, rows, columns, scale, *qkv.stride()[:2], *strides,
-        *columns.stride(), *keys.stride()[:3], n, w,
+        qkv, one, other, query, keys, values, rows, columns, scale, *qkv.stride()[:2], *steps(one),
+        *steps(columns), *keys.stride()[:3], n, w,
         HEADS=heads, KV=kv, HALF=d // 2, PAD=triton.next_power_of_2(d // 2), ANGLES=angles, num_warps=1, **overlap(),
     )
     # fmt: on

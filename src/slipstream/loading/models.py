@@ -33,11 +33,12 @@ def load_model(
 ) -> tuple[Any, Any]:
     """The model in evaluation mode, and its tokenizer. Without a source: the embedded model.
 
-    dtype: float32 on a CPU unless you say otherwise, the checkpoint's own elsewhere ("auto").
+    dtype: float32 on a CPU unless you say otherwise, the checkpoint's own elsewhere ("auto"); bfloat16 there for a GGUF
+    file, whose numbers have another form.
     options go to transformers' `from_pretrained` (revision, quantization_config, attn_implementation, …).
     """
     device = to_device(device)
-    dtype = to_dtype(dtype or (torch.float32 if device.type == "cpu" else "auto"))
+    given, dtype = dtype, to_dtype(dtype or (torch.float32 if device.type == "cpu" else "auto"))
     place: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     if device_map is not None:
         place["device_map"] = device_map
@@ -47,6 +48,8 @@ def load_model(
     elif file := _gguf_file(source, options):
         source, name = converted.ensure(file), str(file)
         options = {k: v for k, v in options.items() if k not in FROM_THE_HUB}
+    if name is not None and given is None and device.type != "cpu":
+        dtype = torch.bfloat16
     path = Path(source)
     if adapters.is_adapter(path):
         return _load_adapted(path, dtype=dtype, device=device, **place, **options)

@@ -135,7 +135,8 @@ def scores_trees(target: TreeTarget) -> bool:
                 pass
         for node in (3, 4):
             path = tree.path_to(node)
-            rows = [s.logits(node).float() for s in target.score(slots, [tree] * 2, want)]
+            # Copies: the next step of this shape writes its logits into the same place.
+            rows = [s.logits(node).to(torch.float32, copy=True) for s in target.score(slots, [tree] * 2, want)]
             chain = TokenTree.chain(ids[0], tree.tokens[path[1:]])
             alone = [s.logits(len(path) - 1).float() for s in target.score(slots, [chain] * 2, want)]
             if target.exact and not is_exact(target.model) and not all(map(torch.equal, rows, alone)):

@@ -12,6 +12,9 @@ live      `none`, `auto` and single drafters take turns on the same prompts, wit
 fresh     as the command line is used: for each prompt and repeat a new process, in which `auto` answers first, then
           `none`, the first of the singles, and `auto` once more
 
+batches   what `auto` decides with 1, 4, 16 and 64 sequences, plain decoding in turn with it: by whom it asked and whether
+          it verified anything, how many tokens per sequence it expected and got, what proposing and steps took
+
 A single drafter is a name, or NAME:NODES for at most so many nodes a step. Behind `settings`, `live` takes the two that
 did best there. Tables go to stderr, one JSON line last.
 """
@@ -262,6 +265,65 @@ def process(given: argparse.Namespace) -> dict[str, Any]:
     return {**taken, "same": all(text == texts[0] for text in texts)}
 
 
+# ---- batches
+
+
+def batches(given: argparse.Namespace) -> dict[str, Any]:
+    model, tokenizer = load_model(given.model, dtype=given.dtype, device=given.device)
+    prompts = [p.turns[0] for p in prompts_of(given)]
+    told: dict[str, Any] = {}
+    for size in (1, 4, 16, 64):
+        asked = (prompts * (1 + size // len(prompts)))[:size]
+        llms = {name: LLM(model, tokenizer, name, max_batch=size, compile=given.compile) for name in ("none", "auto")}
+        log = watched(llms["auto"])
+        taken = np.zeros((2, 1 + given.repeats))
+        for repeat in range(1 + given.repeats):  # the first time, code is loaded
+            log.clear()
+            for i, llm in enumerate(llms.values()):
+                clock = perf_counter()
+                llm.generate(asked, max_new_tokens=given.tokens, ignore_eos=True)
+                taken[i, repeat] = perf_counter() - clock
+        told[str(size)] = interval(taken[:1, 1:], taken[1:, 1:])
+        tell(f"{size} sequences: auto {told[str(size)]} × plain; the last time:")
+        groups: dict[tuple[int, tuple[str, ...], bool], list[tuple[float, ...]]] = {}
+        for key, numbers in log:
+            groups.setdefault(key, []).append(numbers)
+        for (batch, names, verified), lines in sorted(groups.items(), key=lambda item: -len(item[1]))[:8]:
+            nodes, expected, got, proposing, step, plain = np.mean(lines, 0)
+            what = f"{nodes:.0f} nodes" if verified else "nothing"
+            tell(
+                f"  {len(lines):4} steps of {batch}, asked {' '.join(names) or 'nobody'}, verified {what}: expected "
+                f"{expected:.2f} tokens, got {got:.2f}; proposing {proposing * 1e3:.3f} ms, all {step * 1e3:.3f}, "
+                f"a plain one is taken to be {plain * 1e3:.3f}"
+            )
+        for source in llms["auto"].engine.drafter.pilot.sources(size).values():
+            tell(f"      {source}")
+    return told
+
+
+def watched(llm: LLM) -> list[tuple[tuple[int, tuple[str, ...], bool], tuple[float, ...]]]:
+    """A list that each step of it is added to."""
+    engine, log = llm.engine, list[tuple[tuple[int, tuple[str, ...], bool], tuple[float, ...]]]()
+    drafter, step, propose, spent = engine.drafter, engine.step, engine.drafter.propose, [0.0]
+
+    def proposed(*asked: Any) -> Any:
+        clock = perf_counter()
+        found = propose(*asked)
+        spent[0] = perf_counter() - clock
+        return found
+
+    def stepped(running: list[Any]) -> None:
+        batch, before, clock = len(running), sum(len(s.tokens) for s in running), perf_counter()
+        step(running)
+        taken, choice = perf_counter() - clock, drafter.choice
+        got = sum(len(s.tokens) for s in running) - before
+        numbers = choice.nodes / batch, choice.tokens / batch, got / batch, spent[0], taken, batch / choice.plain
+        log.append(((batch, choice.asked, choice.nodes > 0), numbers))
+
+    drafter.propose, engine.step = proposed, stepped
+    return log
+
+
 class Answer:
     """An answer that is given bit by bit."""
 
@@ -324,6 +386,7 @@ PARTS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
     "settings": settings,
     "live": live,
     "fresh": fresh,
+    "batches": batches,
 }
 
 

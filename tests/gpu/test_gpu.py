@@ -2,6 +2,7 @@
 row's logits depend on its own tokens alone, bit for bit."""
 
 import copy
+import itertools
 import random
 from concurrent.futures import ThreadPoolExecutor
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import slipstream
 from families import FAMILIES
 from oracle import Oracle
 from slipstream import LLM, drafters
@@ -41,7 +43,7 @@ def texts(llm, prompts=PROMPTS, **options):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_text_does_not_depend_on_drafts_or_device(family, tiny):
     here, there = LLM(tiny(family), drafter="none"), LLM(copy.deepcopy(tiny(family)).to("cuda"), drafter="none")
-    assert isinstance(there.target, GraphTarget) or family in OTHERS
+    assert isinstance(there.target, GraphTarget) or family in OTHERS | EXPERTS
     plain = there.engine.drafter
     for options in WAYS.values():
         expected = texts(here, **options)
@@ -94,14 +96,27 @@ def test_threads_get_the_answers_that_one_after_the_other_gets(drafter, tiny):
     assert llm.engine._open == []
 
 
+def test_the_first_answers_capture_nothing(monkeypatch):
+    """Of one sequence, and of two that take turns: what they need is captured before them."""
+    llm, captures = slipstream.load(drafter="auto", device="cuda"), []
+    assert llm.model.dtype == torch.bfloat16
+    for place in ("fixed_step", "function"):
+        monkeypatch.setattr(f"slipstream.targets.captured.{place}.capture", lambda *given: captures.append(given))
+    streams = [llm.stream(prompt, max_new_tokens=48) for prompt in ("Hello!", "Say this again: " + "so be it, " * 40)]
+    for _ in itertools.zip_longest(*streams):
+        pass
+    assert all(stream.result.tokens for stream in streams)
+    assert captures == []
+
+
 def test_a_capture_writes_into_nobody_elses_memory():
     captured = Captured(lambda table, given: table + given, torch.device("cuda"))
     table, given = torch.tensor([[1, 2, 3]]), torch.ones((1, 3), dtype=torch.long, device="cuda")
     captured.fetch(table, given)
-    captured.start(table, still=(given,)).wait()
+    captured.fetch(table, still=(given,))
     others = [torch.zeros(3, dtype=torch.long, device="cuda") for _ in range(64)]  # small ones fill every gap
     assert captured.fetch(10 * table, given).tolist() == [[11, 21, 31]]
-    assert captured.start(10 * table, still=(given,)).wait().tolist() == [[11, 21, 31]]
+    assert captured.fetch(10 * table, still=(given,)).tolist() == [[11, 21, 31]]
     assert not any(other.any() for other in others)
 
 

@@ -105,7 +105,7 @@ class FeatureDrafter(ChainDrafter):
         m = (table.shape[1] - 3) // 2
         return self._states(cast(Sequence[FeatureSession], sessions))[table[:, 3 + m :].to(self.device)]
 
-    def given(self, sessions: Sequence[HeadSession], roots: Sequence[int], batch: int, lying: bool = False) -> Tensor:
+    def given(self, sessions: Sequence[HeadSession], roots: Sequence[int], batch: int, lying: bool) -> Tensor:
         """(b, 3 + 2m) each sequence's row, how many keys are there, how many states wait, the tokens after those, and
         where each lies: in its step, or among all that wait. The latter two stand at the end of their m."""
         mine = cast(Sequence[FeatureSession], sessions)
@@ -254,9 +254,9 @@ class FeatureSession(HeadSession):
     def ready(self) -> bool:
         return bool(self.pieces)
 
-    @property
-    def lying(self) -> bool:
-        return len(self.pieces) == 1 and self.pieces[0].lasting
+    def lying(self) -> tuple[Tensor, ...]:
+        one = self.pieces[0]
+        return tuple(one.tensors.values()) if len(self.pieces) == 1 and one.lasting else ()
 
     def known(self) -> list[int] | None:
         """Its row, and the keys there once the draft's root is part of the text; if it has read all before that."""

@@ -151,13 +151,7 @@ class HeadDrafter(Drafter):
 
     # ---- on the host
 
-    def given(
-        self,
-        sessions: Sequence[HeadSession],
-        roots: Sequence[int],
-        batch: int,
-        lying: bool = False,  # noqa: ARG002
-    ) -> Tensor:
+    def given(self, sessions: Sequence[HeadSession], roots: Sequence[int], batch: int, lying: bool) -> Tensor:  # noqa: ARG002
         """(b, 3) int64, padded to `batch` sequences: as `ops.walk` gives it, one state, the root, and where the state
         lies in its step. lying: whether states are read from there."""
         table = np.ones((batch, 3), np.int64)
@@ -177,9 +171,12 @@ class HeadDrafter(Drafter):
         batch = bucket(len(sessions), BATCHES)
         if not self.fixed:
             self.most = max(budget.nodes for budget in budgets)
-        nodes = self._started(sessions[0], roots[0]) if batch == 1 else None
-        if nodes is None:
-            table = self.given(sessions, roots, batch)
+        lying = sessions[0].lying() if batch == 1 else ()
+        table = self.given(sessions, roots, batch, bool(lying))
+        nodes = self._started(sessions[0], table) if lying else None
+        if nodes is None and lying:
+            nodes = self.captured.fetch(table, still=lying).numpy()
+        elif nodes is None:
             nodes = self.captured.fetch(table, self.joined(sessions, table)).numpy()
         proposals = []
         for i, (session, root, budget) in enumerate(zip(sessions, roots, budgets, strict=True)):
@@ -188,13 +185,13 @@ class HeadDrafter(Drafter):
             proposals.append(Proposal(tree, unpack_first(nodes[i]) if self.first else None))
         return proposals
 
-    def _started(self, session: HeadSession, root: int) -> NDArray[np.int32] | None:
-        """(1, 3, n) the nodes of the draft that was queued after the step, if it was made of what was decided."""
-        if session.ahead is None or not session.lying:
+    def _started(self, session: HeadSession, table: Tensor) -> NDArray[np.int32] | None:
+        """(1, 3, n) the nodes of the draft that was queued after the step, if it was made of this table."""
+        if session.ahead is None:
             return None
-        found, table = session.ahead.wait()[0].numpy(), self.given([session], [root], 1, lying=True)[0].numpy()
-        same = np.array_equal(found[: len(table)], table)
-        return found[len(table) :].reshape(1, 3, -1) if same else None
+        found, width = session.ahead.wait()[0].numpy(), table.shape[1]
+        same = np.array_equal(found[:width], table[0].numpy())
+        return found[width:].reshape(1, 3, -1) if same else None
 
     @torch.inference_mode()
     def _drawn(
@@ -204,7 +201,7 @@ class HeadDrafter(Drafter):
         padded = [*sessions, *[sessions[0]] * (batch - len(sessions))]
         keys = np.array([s.keys(self.length) for s in padded], np.uint64).view(np.int64)
         heat = np.array([s.request.sampling.temperature for s in padded])
-        table = self.given(sessions, roots, batch)
+        table = self.given(sessions, roots, batch, False)
         noise = torch.from_numpy(keys), torch.from_numpy(heat)
         chains, q = self.captured_draws(table, self.joined(sessions, table), *noise)
         below = chains.cpu().numpy()
@@ -267,10 +264,9 @@ class HeadSession(DraftSession):
         assert self.hidden.rows is not None, "the last row is one row"
         return self.hidden.rows[0]
 
-    @property
-    def lying(self) -> bool:
-        """Whether what it reads lies where a captured step put it."""
-        return self.hidden.lasting
+    def lying(self) -> tuple[Tensor, ...]:
+        """All states of the step, layer by layer, (n, H) each, if a capture may read them where they lie."""
+        return tuple(self.hidden.tensors.values()) if self.hidden.lasting else ()
 
     @property
     def unstarted(self) -> bool:

@@ -61,7 +61,13 @@ def rehearse(target: Target, pilot: Pilot, parts: Mapping[str, Drafter], layers:
     want = Want(layers, samplers=(Sampler(Sampling(), words),), during=start_all)
     for rows in target.widths:
         if rows <= min(1 + limit.nodes, room):
-            target.score([slot], [TokenTree.chain(root, words[1:rows])], want)
+            (score,) = target.score([slot], [TokenTree.chain(root, words[1:rows])], want)
+            for (
+                name
+            ) in pilot.heads:  # where nothing was started, a draft reads the step's states with a capture of its own
+                hidden = Hidden(score.hidden, [0], score.replayed).of(can.layers(parts[name]))
+                sessions[name].observe(Seen([root], slot.length, hidden))
+                parts[name].propose([sessions[name]], [root], [limit])
     for session in sessions.values():
         session.close()
     target.close(slot)

@@ -18,7 +18,8 @@ from slipstream.kernels.ops import attend, write_keys
 if TYPE_CHECKING:
     from slipstream.heads.layer_config import LayerConfig
 
-FIRST_CAPACITY = 8192  # every growth captures anew, and capacity that isn't used costs nothing but memory
+# Every growth captures anew, and room that isn't used costs nothing but memory. Row 0 is padding's: three sequences.
+FIRST_ROWS, FIRST_CAPACITY = 4, 8192
 
 
 class KeyCache:
@@ -34,7 +35,7 @@ class KeyCache:
         with torch.inference_mode():
             empty = torch.zeros(1, config.num_key_value_heads, 0, config.head_dim, dtype=dtype, device=device)
         self.layers = [(empty, empty)] * config.num_hidden_layers
-        self._resize(2, FIRST_CAPACITY)
+        self._resize(FIRST_ROWS, FIRST_CAPACITY)
 
     @property
     def keys(self) -> Tensor:

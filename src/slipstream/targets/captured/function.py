@@ -82,14 +82,15 @@ class Captured:
         return result
 
     @torch.inference_mode()
-    def fetch(self, table: Tensor, *inputs: Tensor) -> Tensor:
+    def fetch(self, table: Tensor, *inputs: Tensor, still: tuple[Tensor, ...] = ()) -> Tensor:
         """The result, which must be one tensor, on the host, until the next call. table: on the host, goes up and the
-        result comes down within the launch."""
-        return self.start(table, *inputs).wait()
+        result comes down within the launch. still: tensors that are read where they are; others have captures of their
+        own."""
+        return self.start(table, *inputs, still=still).wait()
 
     @torch.inference_mode()
     def start(self, table: Tensor, *inputs: Tensor, still: tuple[Tensor, ...] = ()) -> Pending:
-        """`fetch`, not waited for. still: tensors that are read where they are; others have captures of their own."""
+        """`fetch`, not waited for."""
         if not self._captures:
             result: Tensor = self._function(table.to(self._device), *inputs, *still)
             return Pending(result.cpu())

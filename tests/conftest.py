@@ -1,16 +1,12 @@
+import gc
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
-import transformers
 
-from families import tiny_model
-
-transformers.logging.set_verbosity_error()
-transformers.logging.disable_progress_bar()
-
+# Nothing heavy is imported here: the process that only hands out tests would wait for it before the others begin.
 
 REAL = {"smol", "forked", "browser", "forker"}
 
@@ -23,9 +19,17 @@ def pytest_collection_modifyitems(items):
             item.add_marker("slow")
 
 
+def pytest_collection_finish():
+    """What imports made stays: the collector need not go through it again and again."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session")
 def tiny():
     """tiny(family) -> a random model, made once."""
+    from families import tiny_model
+
     made = {}
 
     def make(family):
@@ -34,6 +38,14 @@ def tiny():
         return made[family]
 
     return make
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quiet():
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -4,6 +4,7 @@ One process loads them and then becomes each program by forking, which takes mil
 runs nothing itself: threads would not be copied.
 """
 
+import gc
 import json
 import os
 import runpy
@@ -139,4 +140,6 @@ def load():
 
 if __name__ == "__main__":
     load()
+    gc.collect()
+    gc.freeze()  # or each program's collector goes through all of it, and copies the pages
     become(serve(socket.socket(fileno=int(sys.argv[1]))))

@@ -3,6 +3,7 @@
 One process loads and compiles everything and then becomes each job by forking, which takes milliseconds.
 """
 
+import gc
 import json
 import mmap
 import os
@@ -55,6 +56,8 @@ class Forker:
 
 def serve():
     warm_up()
+    gc.collect()
+    gc.freeze()  # or each job's collector goes through all of it, and copies the pages
     for line in sys.stdin.buffer:
         job, kill, arguments = json.loads(line)
         PHASE[:] = b"-" + bytes(15)

@@ -13,7 +13,7 @@ from transformers.generation.logits_process import (
 )
 
 from slipstream.errors import NumericalError, OptionError
-from slipstream.sampling import Sampler, Sampling, gumbel, noise_bits, noise_key, nucleus, uniform
+from slipstream.sampling import Sampler, Sampling, _bits, gumbel, noise_bits, noise_key, nucleus, uniform
 
 HISTORY = [3, 1, 4, 1, 5, 9, 2, 6]
 
@@ -125,6 +125,15 @@ def test_noise_is_a_function_of_its_key_and_the_token_alone():
     assert torch.equal(gumbel(key, torch.tensor([7, 500])), whole[[7, 500]])
     others = [noise_key(0, 2, 3), noise_key(1, 0, 3), noise_key(1, 2, 4), noise_key(1, 2, 3, "flip")]
     assert len({key, *others}) == 5
+
+
+def test_noise_bits_are_the_same_in_one_pass_and_by_tensors():
+    tokens = torch.cat([torch.arange(300), torch.tensor([2**31 - 1, 2**31, 2**32 - 1, 151_935])])
+    for key in (0, 1, 2**32 - 1, 2**32, 2**63 - 1, 2**63, 2**64 - 1, noise_key(3, 1, 4)):
+        found = noise_bits(key, tokens)
+        assert found.dtype == torch.int64
+        assert torch.equal(found, noise_bits(key, tokens[None])[0])
+        assert found.tolist() == [_bits(key, token) for token in tokens.tolist()]
 
 
 def test_noise_bits_are_pinned():

@@ -12,8 +12,8 @@ live      `none`, `auto` and single drafters take turns on the same prompts, wit
 fresh     as the command line is used: for each prompt and repeat a new process, in which `auto` answers first, then
           `none`, the first of the singles, and `auto` once more
 
-batches   what `auto` decides with 1, 4, 16 and 64 sequences, plain decoding in turn with it: by whom it asked and whether
-          it verified anything, how many tokens per sequence it expected and got, what proposing and steps took
+batches   what `auto` decides with 1, 4, 16 and 64 sequences, beside plain decoding: whom it asked, whether it verified
+          anything, how many tokens per sequence it expected and got, what proposing and steps took
 
 A single drafter is a name, or NAME:NODES for at most so many nodes a step. Behind `settings`, `live` takes the two that
 did best there. Tables go to stderr, one JSON line last.

@@ -266,6 +266,7 @@ class Engine:
     def _observe(self, sequence: Sequence, tree: TokenTree, score: Scores, verdict: Verdict) -> None:
         """Show the drafter what was accepted."""
         self._report(sequence, tree, score, verdict)
+        can.choices(sequence.session, tree, score.chosen)
         position = sequence.slot.length - len(verdict.path)
         hidden = Hidden(score.hidden, verdict.path, score.replayed)
         sequence.session.observe(Seen(tree.tokens[verdict.path].tolist(), position, hidden))

@@ -17,6 +17,7 @@ import torch
 from slipstream import drafters
 from slipstream.accept import Rule, make_rule
 from slipstream.checks import integer, listed, real
+from slipstream.drafters import _capabilities as can
 from slipstream.drafters.base import Drafter
 from slipstream.engine import Engine, Kept, TokenLogprobs, check_prompt
 from slipstream.engine import Sequence as Running
@@ -261,7 +262,9 @@ class LLM:
                 f"those for sampling are {', '.join(sorted(known))}"
             )
         if max_draft is None:
-            max_draft = self.target.default_draft if prediction is None else MAX_DRAFT_PREDICTED
+            max_draft = (
+                can.default_draft(self.engine.drafter, self.target) if prediction is None else MAX_DRAFT_PREDICTED
+            )
         stop = [stop] if isinstance(stop, str) else listed("stop", stop, "strings")
         if wrong := [s for s in stop if not isinstance(s, str)]:
             raise OptionError(f"stop names {wrong[:5]}: give strings, and token ids as stop_tokens")

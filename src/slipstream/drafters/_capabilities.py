@@ -6,17 +6,21 @@ The engine, and drafters that ask others, ask for them here and nowhere else. Wh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from slipstream.drafters.base import Drafter, DraftSession, Seen
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from slipstream.budget.pilot import Choice
     from slipstream.datastores.live import EarlierAnswers
     from slipstream.request import Request
+    from slipstream.targets.base import Target
     from slipstream.targets.captured.fixed_step import FixedStep
+    from slipstream.tree import TokenTree
 
 
 # ---- of a drafter
@@ -43,6 +47,12 @@ class TakesWishes(Protocol):
     """It makes something of fields of a request that others must refuse."""
 
     takes: tuple[str, ...]  # "prediction", "drafters"
+
+
+class DraftsMuch(Protocol):
+    """It says how many nodes a step drafts at most where a request does not. The default is the target's."""
+
+    default_draft: int
 
 
 class Pads(Protocol):
@@ -106,6 +116,15 @@ class LetsGo(Protocol):
 
 
 @runtime_checkable
+class SeesChoices(Protocol):
+    """It learns from what the target chose after nodes of its own, accepted or not."""
+
+    def choices(self, tree: TokenTree, chosen: Callable[[Sequence[int]], NDArray[Any]]) -> None:
+        """A step has verified this tree, which its draft is part of. chosen: the tokens that the target would put after
+        some of its nodes; where a request's tokens are chosen on the host, the most probable ones. To be asked now."""
+
+
+@runtime_checkable
 class Pauses(Protocol):
     def pause(self) -> None:
         """Forwards for others come before the next of this sequence: what lies in the target's own tensors and is still
@@ -139,6 +158,10 @@ def layers(drafter: Drafter | type[Drafter]) -> tuple[int, ...]:
 
 def rereads(drafter: Drafter) -> int | None:
     return getattr(drafter, "rereads", None if layers(drafter) else 0)
+
+
+def default_draft(drafter: Drafter, target: Target) -> int:
+    return getattr(drafter, "default_draft", target.default_draft)
 
 
 def pads(drafter: Drafter) -> bool:
@@ -193,6 +216,11 @@ def unstarted(session: DraftSession) -> bool:
 def keep(session: Any) -> None:
     if _offers(session, HoldsStates):
         session.keep()
+
+
+def choices(session: Any, tree: TokenTree, chosen: Callable[[Sequence[int]], NDArray[Any]]) -> None:
+    if _offers(session, SeesChoices):
+        session.choices(tree, chosen)
 
 
 def skip(session: Any) -> None:

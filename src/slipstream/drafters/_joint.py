@@ -4,7 +4,7 @@ labelled by the text that follows."""
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, cast
 
@@ -13,6 +13,8 @@ from slipstream.drafters import _capabilities as can
 from slipstream.drafters.base import Drafter, DraftSession, Hidden, Proposal, Seen
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from slipstream.budget import Budget
     from slipstream.datastores.live import EarlierAnswers
     from slipstream.request import Request
@@ -76,6 +78,10 @@ class JointSession(DraftSession):
             layers = can.layers(self.drafter.parts[name])
             hidden = seen.hidden.of(layers) if layers else Hidden()
             part.observe(Seen(seen.tokens, seen.position, hidden))
+
+    def choices(self, tree: TokenTree, chosen: Callable[[Sequence[int]], NDArray[Any]]) -> None:
+        for part in self.parts.values():
+            can.choices(part, tree, chosen)
 
     def keep(self) -> None:
         for part in self.parts.values():

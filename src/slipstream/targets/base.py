@@ -84,6 +84,14 @@ class Scores:
             return int(self._tokens[i])
         return sampler.sample(self.logits(node))
 
+    def chosen(self, nodes: Sequence[int]) -> NDArray[np.int64]:
+        """(m,) the tokens after these nodes: chosen along with the forward, or else the most probable ones."""
+        rows = np.asarray(nodes, np.int64) - self._first
+        if self._tokens is not None:
+            return self._tokens[rows]
+        found: NDArray[np.int64] = self._logits[torch.from_numpy(rows)].argmax(-1).cpu().numpy()
+        return found
+
 
 class Target(ABC):
     """One frozen model on one device. A batch is a list of slots."""

@@ -18,7 +18,7 @@ SHAPES = [(5, 7, 7), (5, 15, 15), (3, 1, 1), (4, 2, 3), (7, 5, 2)]
 
 
 class Published:
-    """As `jacobi_greedy_search_multilevel` of hao-ai-lab/LookaheadDecoding does it with ALWAYS_FWD_ONE: all of a step in
+    """As `jacobi_greedy_search_multilevel` of hao-ai-lab/LookaheadDecoding does with ALWAYS_FWD_ONE: all of a step in
     one flat list, a mask and positions beside it."""
 
     def __init__(self, level, window_size, guess_set_size, first):

@@ -12,7 +12,7 @@ from families import graphs
 from slipstream import LLM, Store, kept
 from slipstream.budget import Budget
 from slipstream.budget.costs import Costs
-from slipstream.budget.pilot import TRIAL, Pilot, Text
+from slipstream.budget.pilot import INVESTING, TRIAL, Pilot, Text
 from slipstream.drafters import _capabilities
 from slipstream.drafters.base import Seen
 from slipstream.errors import DrafterError, OptionError
@@ -288,6 +288,21 @@ def test_a_cache_that_cannot_be_written_to_is_harmless(steps, tiny, cache, monke
     _, result = answer(tiny("llama"))
     assert result.stats.nodes_verified > 100
     assert costs_of(open_target(tiny("llama"))).seconds(1) > 0
+
+
+def test_an_investor_is_tried_for_long_where_rows_cost_little_and_nowhere_else(steps, tiny):
+    """lookahead finds nothing before its window is full."""
+    plain = LLM(tiny("llama"), drafter="none").generate(REPEATING, max_new_tokens=120, ignore_eos=True)
+    for curve, pays in ((FREE, True), (DEAR, False)):
+        steps(curve)
+        llm = LLM(tiny("llama"), drafter="auto", drafters="lookahead")
+        for _ in range(3):
+            result = llm.generate(REPEATING, max_new_tokens=120, ignore_eos=True, max_draft=55)
+            assert result.tokens == plain.tokens
+        source = llm.engine.drafter.pilot.sources()["lookahead"]
+        assert source.pays == pays
+        assert (source.drafting.times > 2 * INVESTING) if pays else (source.drafting.times == TRIAL)  # the rehearsal's
+        assert bool(result.stats.by_source.get("lookahead", {}).get("accepted")) == pays
 
 
 def test_it_does_not_ask_itself(tiny):

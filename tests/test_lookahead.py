@@ -12,7 +12,7 @@ from slipstream.drafters.base import Seen
 from slipstream.drafters.lookahead import Draft, Lookahead, Pool, Window
 from slipstream.errors import OptionError
 from slipstream.request import Request
-from slipstream.tree import TokenTree
+from slipstream.tree import TokenTree, fuse
 
 SHAPES = [(5, 7, 7), (5, 15, 15), (3, 1, 1), (4, 2, 3), (7, 5, 2)]
 
@@ -107,7 +107,7 @@ def test_window_and_pool_are_the_published_ones(ngram, window, guesses, tiny):
     session.observe(Seen(text, 0))
     published, tokens = None, 0
     for _ in range(300):
-        tree = session.propose(root, Budget(drafter.default_draft, 1000)).tree
+        tree = proposed(session, root, Budget(drafter.default_draft, 1000))
         if published is None:
             published = Published(ngram, window, guesses, session.window.levels[0])
         tree.check(13, root)
@@ -125,6 +125,12 @@ def test_window_and_pool_are_the_published_ones(ngram, window, guesses, tiny):
         session.observe(Seen(accepted, len(text)))
         text, root, tokens = [*text, *accepted], bonus, tokens + len(path)
     assert window == 1 or tokens > 330  # it finds what repeats
+
+
+def proposed(session, root, budget):
+    """As the engine verifies it."""
+    proposal = session.propose(root, budget)
+    return proposal.tree if proposal.beside is None else fuse([budget.limit(proposal.tree), proposal.beside])
 
 
 def contains(tree, tokens):
@@ -186,7 +192,7 @@ def test_it_keeps_to_what_a_request_allows(most, tiny):
     session.observe(Seen([1, 2, 3], 0))
     root, widest = 4, 0
     for i in range(40):
-        tree = session.propose(root, step_budget(most, 1000, 1000)).tree
+        tree = proposed(session, root, step_budget(most, 1000, 1000))
         assert len(tree) - 1 <= most
         widest = max(widest, len(tree) - 1)
         session.choices(tree, chosen(tree, [1, 2, 3]))
@@ -209,7 +215,7 @@ def test_a_draft_that_was_cut_or_fused_moves_the_window_on_too(tiny):
         for session in sessions:
             if not step:
                 session.observe(Seen([1, 2, 3], 0))
-            trees.append(session.propose(4 + step % 3, Budget(100, 100)).tree)
+            trees.append(proposed(session, 4 + step % 3, Budget(100, 100)))
         assert trees[0].tokens.tolist() == trees[1].tokens.tolist()
         sessions[0].choices(trees[0], chosen(trees[0], [1, 2, 3]))
         order = [0, *range(len(trees[1]) - 1, 0, -1)]  # the same nodes, numbered anew where that is possible
@@ -219,7 +225,7 @@ def test_a_draft_that_was_cut_or_fused_moves_the_window_on_too(tiny):
         other = TokenTree.build(trees[1].tokens[kept], parents)
         sessions[1].choices(other, chosen(other, [1, 2, 3]))
         assert sessions[0].window.levels == sessions[1].window.levels
-    tree = sessions[0].propose(4, Budget(100, 100)).tree
+    tree = proposed(sessions[0], 4, Budget(100, 100))
     before = [list(level) for level in sessions[0].window.levels]
     alone = TokenTree.root(4)
     sessions[0].choices(alone, chosen(alone, [1, 2, 3]))

@@ -10,7 +10,7 @@ import pytest
 
 from slipstream.budget.calibration import BINS, DEPTHS, NEWEST, Calibration
 from slipstream.budget.costs import WILD, Costs
-from slipstream.budget.pilot import EXPLORING, LEVELS, TRIAL, Pilot, Text, TypicalTime
+from slipstream.budget.pilot import EXPLORING, INVESTING, LEVELS, TRIAL, Pilot, Text, TypicalTime
 from slipstream.tree import TokenTree, fuse
 
 # Milliseconds of a step by rows: two CPU cores in float32 and bfloat16, and a GPU, where rows cost next to nothing.
@@ -232,10 +232,10 @@ def chain(tokens, score=0.9, source="a"):
     return TokenTree.chain(0, list(tokens), source=source, raw=[score] * len(tokens))
 
 
-def known(pilot, seconds, batch=1):
+def known(pilot, seconds, batch=1, trial=TRIAL):
     """These drafters were asked often enough, and took so long. Returns their sources."""
     sources = {pilot.sources(batch)[name]: taken for name, taken in seconds.items()}
-    for _ in range(TRIAL):
+    for _ in range(trial):
         pilot.took(sources)
     return list(sources)
 
@@ -589,6 +589,24 @@ def test_what_it_takes_to_begin_counts_as_lost():
             lost += 25.0 if new else 0.5
     assert drafts > TRIAL
     assert lost < EXPLORING * steps + (TRIAL + 4) * 25.0
+
+
+@pytest.mark.parametrize("beside", [0, 24])
+def test_rows_that_an_investor_wants_count_as_its_own(beside):
+    """Another's draft is worth what it was without them; what the step takes besides is the investor's to earn."""
+    costs = Costs({1: 1.0, 2: 1.01, 33: 1.32, 64: 1.63})
+    pilot = Pilot(costs, ["a", "b"], investors={"b": beside})
+    sources = known(pilot, {"a": 0.0, "b": 0.0}, trial=INVESTING)
+    drafts = [fuse([chain([1, 2, 3]), chain([1, 2, 3], source="b")])]
+    for _ in range(round(5 / NEWEST)):
+        pilot.choose([Text()], drafts, [16], sources, beside=beside)
+        pilot.judge()
+    a, b = sources
+    if beside:
+        assert b.gain() == pytest.approx(costs.seconds(4) / costs.seconds(4 + beside) - 1, abs=0.01)
+        assert b.gain() < a.gain()
+    else:
+        assert b.gain() == pytest.approx(a.gain())
 
 
 def test_a_source_that_costs_nothing_is_not_kept_waiting():

@@ -27,7 +27,7 @@ from slipstream.sampling import Sampler
 from slipstream.stats import Stats
 from slipstream.targets.base import Scores, Slot, Target, Want
 from slipstream.targets.captured.recording import Stopwatch
-from slipstream.tree import TokenTree
+from slipstream.tree import TokenTree, fuse
 
 log = logging.getLogger("slipstream")
 
@@ -260,6 +260,9 @@ class Engine:
         for sequence, proposal, budget in zip(running, proposals, budgets, strict=True):
             proposal.tree.check(self.target.vocabulary, sequence.root)
             tree = budget.limit(proposal.tree)
+            if proposal.beside is not None and budget.nodes:
+                proposal.beside.check(self.target.vocabulary, sequence.root)
+                tree = fuse([tree, proposal.beside.cut(budget.depth)])
             trees.append(tree if self.target.trees else tree.best_chain())
         return trees
 

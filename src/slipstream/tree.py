@@ -255,6 +255,12 @@ _NO_SOURCES = np.empty((1, 0), np.float32)
 _CERTAIN = np.ones(1, np.float32)
 
 
+def places(tree: TokenTree, part: TokenTree) -> NDArray[np.int64]:
+    """(m,) which node of the tree each node of another one is; -1: the tree does not have it."""
+    found: NDArray[np.int64] = _places(tree.tokens, tree.parents, part.tokens, part.parents)
+    return found
+
+
 def fuse(trees: Sequence[TokenTree]) -> TokenTree:
     """Several drafts of one root as one tree: common prefixes merge, each node keeps what every source said of it.
 
@@ -440,3 +446,18 @@ def _lay(tokens, parents, raw, score, columns, merged, links, n):  # type: ignor
             if np.isnan(said) or raw[i, source] > said:
                 merged_raw[place, columns[source]] = raw[i, source]
     return n
+
+
+@compiled
+def _places(tokens, parents, part_tokens, part_parents):  # type: ignore[no-untyped-def]
+    found = np.full(len(part_tokens), -1, np.int64)
+    found[0] = 0
+    for k in range(1, len(part_tokens)):
+        above = found[part_parents[k]]
+        if above < 0:
+            continue
+        for node in range(above + 1, len(tokens)):
+            if parents[node] == above and tokens[node] == part_tokens[k]:
+                found[k] = node
+                break
+    return found

@@ -31,6 +31,8 @@ from slipstream.tree import TokenTree
 
 LEVELS = 5  # of tokens that are expected already: less than 1.4, 2, 2.8, 4, more
 TRIAL = 4  # drafts by which it is known what one takes: the first ones load code, or begin late
+INVESTING = 32  # drafts of one that learns from what is verified beside them: its window fills, then finds something
+INVESTED = 0.25  # of a plain step, that rows beside may take at most: what such a one finds is not worth more
 EXPLORING = 0.01  # of all time, that trying sources may lose
 CREDIT = 3.0  # tokens that every text is taken to have promised and given before it begins
 
@@ -59,6 +61,7 @@ class Source:
     number: int  # of its calibration, which all ways share
     most: int = sys.maxsize  # nodes that it is asked for
     head: bool = False  # of these one is asked at most
+    trial: int = TRIAL  # drafts before anything is known of it
     drafting: TypicalTime = field(default_factory=TypicalTime)  # of a draft for all sequences,
     starting: TypicalTime = field(default_factory=TypicalTime)  # and of one that has to begin with their texts
     gains: list[float] = field(default_factory=lambda: [0.0] * LEVELS)  # of the rate, by asking it
@@ -72,7 +75,7 @@ class Source:
 
     @property
     def known(self) -> bool:
-        return self.drafting.times >= TRIAL
+        return self.drafting.times >= self.trial
 
     @property
     def pays(self) -> bool:
@@ -139,6 +142,16 @@ class Draft(NamedTuple):
     share: float  # of what is promised, that this expects to come
 
 
+class Unjudged(NamedTuple):
+    """A step whose sources are still to be judged."""
+
+    sources: list[Source]
+    drafts: list[Draft]
+    taken: float  # seconds, as expected
+    begun: list[float]  # by source: seconds that it took to begin with the texts
+    beside: int  # nodes that were verified for investors
+
+
 class Pilot:
     def __init__(
         self,
@@ -146,11 +159,13 @@ class Pilot:
         drafters: Sequence[str],
         trees: bool = True,
         heads: Mapping[str, Sequence[int]] = MappingProxyType({}),
+        investors: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         """trees: whether a step can verify branches; else each draft's best chain counts. heads: which of the drafters
         are models of their own, and numbers of nodes that they may be asked for instead of all: each is a source of its
-        own."""
+        own. investors: those that have nodes verified beside the tree, and how many."""
         self.costs, self.trees, self.drafters, self.heads = costs, trees, list(drafters), heads
+        self.investors = investors
         self.calibration = Calibration(self.drafters)
         self.fusing = TypicalTime()  # what is done with a sequence's drafts: fusing, choosing, learning
         self._by_batch = dict[int, dict[str, Source]]()
@@ -158,7 +173,7 @@ class Pilot:
         self._trial: Source | None = None  # the head that is tried,
         self._left = 0  # and the drafts that are left of that
         self._drafts: list[Draft] = []  # for the step that comes
-        self._unjudged: tuple[list[Source], list[Draft], float, list[float]] | None = None  # until `judge` has time
+        self._unjudged: Unjudged | None = None  # until `judge` has time
         self.promised: list[float] = []  # tokens beyond one, of each sequence's chosen tree
         self.last: Choice | None = None
 
@@ -170,7 +185,8 @@ class Pilot:
             for i, name in enumerate(self.drafters):
                 for most in self.heads.get(name, ()):
                     found[f"{name}:{most}"] = Source(f"{name}:{most}", name, i, most, True)
-                found[name] = Source(name, name, i, head=name in self.heads)
+                trial = INVESTING if name in self.investors else TRIAL
+                found[name] = Source(name, name, i, head=name in self.heads, trial=trial)
         return found
 
     # ---- before a step
@@ -183,13 +199,17 @@ class Pilot:
         self.judge()
         there = [s for s in self.sources(batch).values() if s.drafter in names]
         for source in sorted([s for s in there if not s.head], key=lambda s: s.drafting.seconds):
-            if source.due(_level(expected())) or source.gain() > 0:
+            if self._affords(source, batch) and (source.due(_level(expected())) or source.gain() > 0):
                 yield source
         if heads := [s for s in there if s.head]:
             level = _level(expected())
             chosen = self._best_head(heads, [s for s in heads if s.due(level)], unstarted)
             if chosen is not None:
                 yield chosen
+
+    def _affords(self, source: Source, batch: int) -> bool:
+        rows = self.investors.get(source.drafter, 0)
+        return not rows or self.costs.seconds(1 + rows, batch) <= (1 + INVESTED) * self.costs.seconds(1, batch)
 
     def _best_head(self, heads: list[Source], due: list[Source], unstarted: Container[str]) -> Source | None:
         if self._left and self._trial in heads:
@@ -231,13 +251,15 @@ class Pilot:
         limits: Sequence[int],
         asked: Iterable[Source],
         unstarted: Container[str] = (),
+        beside: int = 0,
     ) -> list[TokenTree]:
-        """What of these drafts, one per text, is worth verifying; at most `limits` nodes of each."""
+        """What of these drafts, one per text, is worth verifying; at most `limits` nodes of each. beside: nodes of each
+        that are verified besides, for the investors that were asked."""
         batch, sources = len(trees), list(asked)
         spent, plain = self._spent(sources, batch), batch / self.costs.seconds(1, batch)
         drafts = self._rank(texts, trees, limits)
         expected = _together(drafts)
-        seconds = self.costs.upto(len(expected), batch)
+        seconds = self._seconds(expected, batch, beside)
         width = int(best_nodes(expected, seconds, spent, plain))
         kept = [draft.best.first(width) for draft in drafts]
         self.promised = [(float(d.worth[len(tree) - 1]) - 1) / d.share for d, tree in zip(drafts, kept, strict=True)]
@@ -246,7 +268,7 @@ class Pilot:
         rate = tokens / (spent + float(seconds[width]))
         self.last = Choice(tuple(s.name for s in sources), resting, nodes, tokens, rate, plain)
         begun = [max(0.0, s.starting.seconds - s.drafting.seconds) * (s.drafter in unstarted) for s in sources]
-        self._unjudged = sources, drafts, spent + float(seconds[width]), begun
+        self._unjudged = Unjudged(sources, drafts, spent + float(seconds[width]), begun, beside)
         return kept
 
     def decline(self, batch: int) -> None:
@@ -259,10 +281,10 @@ class Pilot:
         until the step runs, but not until more is known."""
         if self._unjudged is None:
             return
-        (sources, drafts, taken, begun), self._unjudged = self._unjudged, None
+        (sources, drafts, taken, begun, beside), self._unjudged = self._unjudged, None
         batch, spent = len(drafts), self._spent(sources, len(drafts))
         step = self.costs.seconds(1, batch)
-        plain, with_all = batch / step, self._rate(_together(drafts), batch, spent)
+        plain, with_all = batch / step, self._rate(_together(drafts), batch, spent, beside)
         without = np.zeros((len(sources), max(len(draft.whole) for draft in drafts)))
         if len(sources) > 1:
             numbers = np.array([s.number for s in sources], np.int64)
@@ -270,7 +292,8 @@ class Pilot:
                 columns, bins = self._numbers(tree.sources), self.calibration.bins
                 add_without(without, numbers, tree.parents, tree.raw, columns, bins, limit, self.trees, share)
         for source, expected, beginning in zip(sources, without, begun, strict=True):
-            rate = self._rate(expected, batch, spent - source.drafting.seconds) if len(sources) > 1 else plain
+            rows = 0 if source.drafter in self.investors else beside
+            rate = self._rate(expected, batch, spent - source.drafting.seconds, rows) if len(sources) > 1 else plain
             if source.known:
                 self._judge(source, with_all / rate - 1, taken / step, beginning / step, self.sources(batch).values())
 
@@ -329,8 +352,12 @@ class Pilot:
         """Seconds that drafts of these sources take, and what is done with them."""
         return sum(s.drafting.seconds for s in sources) + batch * self.fusing.seconds
 
-    def _rate(self, expected: NDArray[np.float64], batch: int, spent: float) -> float:
-        return float(best_rate(expected, self.costs.upto(len(expected), batch), spent))
+    def _rate(self, expected: NDArray[np.float64], batch: int, spent: float, beside: int) -> float:
+        return float(best_rate(expected, self._seconds(expected, batch, beside), spent))
+
+    def _seconds(self, expected: NDArray[np.float64], batch: int, beside: int) -> NDArray[np.float64]:
+        """Of steps with 0, 1, … nodes, and those beside them."""
+        return self.costs.upto(len(expected) + beside, batch)[beside:]
 
     def _rank(self, texts: Sequence[Text], trees: Sequence[TokenTree], limits: Sequence[int]) -> list[Draft]:
         """Several ask about the same trees within a step."""

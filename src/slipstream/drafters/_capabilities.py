@@ -55,6 +55,12 @@ class DraftsMuch(Protocol):
     default_draft: int
 
 
+class Invests(Protocol):
+    """Its proposals have nodes `beside` the tree, and get better while it is asked."""
+
+    invests: int  # how many at most
+
+
 class Pads(Protocol):
     """It says whether every step is computed as wide as the widest, so that in low precision a text does not depend on
     how much was drafted. The default is to pad: only plain decoding can do without."""
@@ -174,6 +180,10 @@ def takes(drafter: Drafter) -> tuple[str, ...]:
 
 def generates(drafter: Drafter | type[Drafter]) -> bool:
     return getattr(drafter, "generates", False)
+
+
+def invests(drafter: Drafter) -> int:
+    return getattr(drafter, "invests", 0)
 
 
 def sizes(drafter: Drafter) -> tuple[int, ...]:

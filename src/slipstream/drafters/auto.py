@@ -34,7 +34,9 @@ class AutoDrafter(JointDrafter):
     def __init__(self, target: Any, tokenizer: Any, options: AutoOptions) -> None:
         super().__init__(target, tokenizer, options)
         heads = {name: can.sizes(part) for name, part in self.parts.items() if can.generates(part)}
-        self.pilot = Pilot(costs_of(target), list(self.parts), target.trees, heads)
+        half = target.default_draft // 2
+        investors = {name: min(half, can.invests(part)) for name, part in self.parts.items() if can.invests(part)}
+        self.pilot = Pilot(costs_of(target), list(self.parts), target.trees, heads, investors)
         self._step: tuple[int, int, float] | None = None  # batch, rows, seconds of the step that was verified last
         self._unlearnt: Callable[[], None] | None = None  # what the last steps say, if nobody had time for it yet
         self._answers = 0
@@ -99,6 +101,7 @@ class AutoDrafter(JointDrafter):
         names = {name for session, limit in zip(mine, limits, strict=True) if limit for name in session.parts}
         unstarted = {name for name, part in mine[0].parts.items() if can.unstarted(part)} if mine[0].ahead else set()
         taken: dict[Source, float] = {}
+        beside: list[TokenTree | None] = [None] * len(mine)
         expected = lambda: self.pilot.expects(texts, trees, limits) if taken else 1.0  # noqa: E731
         for source in self.pilot.asks(names, len(mine), expected, unstarted):
             who = [i for i, session in enumerate(mine) if limits[i] and source.drafter in session.parts]
@@ -114,18 +117,21 @@ class AutoDrafter(JointDrafter):
             for i, proposal in zip(who, found, strict=True):
                 draft = proposal.tree.cut(budgets[i].depth)
                 trees[i] = fuse([trees[i], draft]) if len(trees[i]) > 1 else draft
+                beside[i] = proposal.beside or beside[i]
         for session in mine:
             session.begun, session.ahead, session.promised = True, False, 0.0
         if not taken:
             self.pilot.decline(len(roots))
             return [Proposal(tree) for tree in trees]
         self.pilot.took(taken, unstarted)
-        kept = self.pilot.choose(texts, trees, limits, taken, unstarted)
+        rows = max((len(tree) - 1 for tree in beside if tree is not None), default=0)
+        limits = [max(0, limit - rows) for limit in limits]
+        kept = self.pilot.choose(texts, trees, limits, taken, unstarted, rows)
         for session, tree, promised in zip(mine, trees, self.pilot.promised, strict=True):
             session.promised = promised
             session.proposed(tree)
         self.pilot.fusing.see((whole.seconds() - sum(taken.values())) / len(mine))
-        return [Proposal(tree) for tree in kept]
+        return [Proposal(tree, beside=window) for tree, window in zip(kept, beside, strict=True)]
 
     def _learn(self) -> None:
         work, self._unlearnt = self._unlearnt, None

@@ -90,6 +90,8 @@ class Seen:
 class Proposal:
     tree: TokenTree  # its node 0 is the root that was asked about
     first: tuple[int, ...] | None = None  # the tokens likeliest after the root, in order, if somebody wants them named
+    # Nodes that are verified too, whatever they are worth: their drafter wants to know what the target says of them.
+    beside: TokenTree | None = None
 
 
 class Drafter(ABC):

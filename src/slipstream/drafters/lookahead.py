@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from slipstream.drafters.base import Drafter, DraftSession, Proposal, Seen
 from slipstream.errors import OptionError
-from slipstream.tree import TokenTree
+from slipstream.tree import TokenTree, places
 
 if TYPE_CHECKING:
     from slipstream.budget import Budget
@@ -60,9 +60,13 @@ class Lookahead(Drafter):
         self._pools: dict[str, Pool] = {}  # by collection
 
     @property
+    def invests(self) -> int:
+        """The window's nodes: of its first column the root is there anyway."""
+        return int((self.options.ngram - 1) * self.options.window) - 1
+
+    @property
     def default_draft(self) -> int:
-        o = self.options
-        return int((o.ngram - 1) * (o.window + o.guesses)) - 1
+        return self.invests + int((self.options.ngram - 1) * self.options.guesses)
 
     def begin(self, request: Request) -> DraftSession:
         o = self.options
@@ -81,7 +85,7 @@ class LookaheadSession(DraftSession):
         self._ngram, self._width, self._guesses, self._noise = ngram, width, guesses, noise
         self.window: Window | None = None  # begins when the prompt is known
         self._prompt: list[int] = []
-        self._cells: tuple[TokenTree, list[int]] | None = None  # the tree, and its nodes that are the last level
+        self._cells: tuple[TokenTree, list[int]] | None = None  # the window as a tree, and its last level's nodes
 
     def observe(self, seen: Seen) -> None:
         if self.window is None:
@@ -93,25 +97,24 @@ class LookaheadSession(DraftSession):
         if self.window is None:
             first = self._noise.choice([*self._prompt, root], self._width + self._ngram - 3).tolist()
             self.window = Window(self._ngram, first)
+        ngrams = self.pool.about(root)[: self._guesses]
+        weights = [0.5**age for age in range(len(ngrams))]  # the latest is the likeliest
+        tree = TokenTree.from_continuations(root, ngrams, weights=weights, source="lookahead")
         draft = Draft(root)
-        for tokens in self.pool.about(root)[: self._guesses]:
-            draft.add(0, tokens)
         last = self.window.put(draft)
-        tree = TokenTree.build(draft.tokens, draft.parents, source="lookahead")
-        self._cells = tree, last
-        return Proposal(tree)
+        hopes = np.zeros(len(draft.tokens), np.float32)  # it is there to learn from
+        self._cells = TokenTree.build(draft.tokens, draft.parents, source="lookahead", raw=hopes), last
+        return Proposal(tree.cut(budget.depth), beside=self._cells[0])
 
     def choices(self, tree: TokenTree, chosen: Callable[[Sequence[int]], NDArray[Any]]) -> None:
         """The target chose after each node of its window: it moves on, whatever was accepted."""
         if self._cells is None or self.window is None:
             return
-        (whole, last), self._cells = self._cells, None
-        root = int(tree.tokens[0])
-        if tree is not whole:  # cut, or fused with others' drafts
-            last = [_find(tree, _path(whole, node)) for node in last]
-        there = [node for node in last if node >= 0]
+        (cells, last), self._cells = self._cells, None
+        nodes = places(tree, cells)[last].tolist()
+        there = [node for node in nodes if node >= 0]
         found = dict(zip(there, chosen(there).tolist(), strict=True)) if there else {}
-        for first, tokens in self.window.shift(root, [found.get(node) for node in last]):
+        for first, tokens in self.window.shift(int(tree.tokens[0]), [found.get(node) for node in nodes]):
             self.pool.add(first, tokens)
 
 
@@ -171,7 +174,7 @@ class Pool:
 
 
 class Draft:
-    """A tree that grows by tokens: what is there already is not added twice."""
+    """A tree that grows token by token: what is there already is not added twice."""
 
     def __init__(self, root: int) -> None:
         self.tokens, self.parents = [root], [-1]
@@ -192,19 +195,3 @@ class Draft:
             node = self.child(node, token)
             path.append(node)
         return path
-
-
-def _path(tree: TokenTree, node: int) -> list[int]:
-    """The tokens from below the root to a node."""
-    return [int(token) for token in tree.tokens[tree.path_to(node)[1:]]]
-
-
-def _find(tree: TokenTree, tokens: Sequence[int]) -> int:
-    """The node at the end of these tokens; -1: it is not there."""
-    node = 0
-    for token in tokens:
-        child = tree.child(node, token)
-        if child is None:
-            return -1
-        node = child
-    return node

@@ -652,6 +652,23 @@ def test_of_heads_the_better_one_is_asked_and_never_both():
     assert often["bad"] < 60
 
 
+def test_a_head_gives_way_only_for_more_than_the_other_takes_to_begin():
+    pilot = Pilot(Costs({1: 1.0, 64: 1.1}), ["a", "b"], heads={"a": (), "b": ()})
+    a, b = known(pilot, {"a": 0.1, "b": 0.1})
+    for source, gain in ((a, 0.5), (b, 0.6)):
+        source.gains, source.looks, source.waits = [gain] * LEVELS, [9] * LEVELS, [1000] * LEVELS
+        pilot.took({source: 0.4}, unstarted={source.drafter})  # 0.3 more than one that was started
+
+    def chosen(*unstarted):
+        return list(pilot.asks(["a", "b"], 1, lambda: 1.0, unstarted))
+
+    assert chosen() == [b]
+    assert chosen("b") == [a]
+    assert chosen("a", "b") == [b]
+    b.gains = [0.9] * LEVELS
+    assert chosen("b") == [b]
+
+
 def test_a_head_whose_whole_draft_takes_too_long_is_asked_for_as_much_as_pays():
     """Three rows cost little more than one, four nearly two: its first two tokens are all there is to gain."""
     often, text, taken = Counter(), [1, 2, 3, 4, 5, 0], {"head:2": 0.15, "head": 0.9}

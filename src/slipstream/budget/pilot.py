@@ -78,6 +78,11 @@ class Source:
         return self.drafting.times >= self.trial
 
     @property
+    def beginning(self) -> float:
+        """Seconds that a draft takes besides if it has to begin with the texts, or now."""
+        return max(0.0, self.starting.seconds - self.drafting.seconds) if self.starting.times else 0.0
+
+    @property
     def pays(self) -> bool:
         """At any level."""
         return max(self.gains) > 0
@@ -203,7 +208,8 @@ class Pilot:
                 yield source
         if heads := [s for s in there if s.head]:
             level = _level(expected())
-            chosen = self._best_head(heads, [s for s in heads if s.due(level)], unstarted)
+            due, step = [s for s in heads if s.due(level)], self.costs.seconds(1, batch)
+            chosen = self._best_head(heads, due, unstarted, step)
             if chosen is not None:
                 yield chosen
 
@@ -211,12 +217,15 @@ class Pilot:
         rows = self.investors.get(source.drafter, 0)
         return not rows or self.costs.seconds(1 + rows, batch) <= (1 + INVESTED) * self.costs.seconds(1, batch)
 
-    def _best_head(self, heads: list[Source], due: list[Source], unstarted: Container[str]) -> Source | None:
+    def _best_head(
+        self, heads: list[Source], due: list[Source], unstarted: Container[str], step: float
+    ) -> Source | None:
+        """A head gives way to another only if that gains more than it takes to begin."""
         if self._left and self._trial in heads:
             self._left -= 1
             return self._trial
         self._trial = None
-        best = max(heads, key=lambda s: s.gain())
+        best = max(heads, key=lambda s: s.gain() - s.beginning * (s.drafter in unstarted) / step)
         if due := [s for s in due if s is not best or s.gain() <= 0]:
             chosen = min(due, key=lambda s: s.drafting.times)
             if not chosen.known or chosen.drafter in unstarted:
@@ -267,7 +276,7 @@ class Pilot:
         nodes, tokens = sum(map(len, kept)) - batch, float(expected[width])
         rate = tokens / (spent + float(seconds[width]))
         self.last = Choice(tuple(s.name for s in sources), resting, nodes, tokens, rate, plain)
-        begun = [max(0.0, s.starting.seconds - s.drafting.seconds) * (s.drafter in unstarted) for s in sources]
+        begun = [s.beginning * (s.drafter in unstarted) for s in sources]
         self._unjudged = Unjudged(sources, drafts, spent + float(seconds[width]), begun, beside)
         return kept
 

@@ -3,12 +3,15 @@
 import json
 import re
 import threading
+import weakref
 
 import pytest
 import torch
 
 import slipstream
 from slipstream import LLM, OptionError, PromptError
+from slipstream.errors import ModelError
+from slipstream.heads import HEADS
 from slipstream.text import Detokenizer
 
 FRUIT = "Repeat this list twice: apples, oranges, bananas, pears, grapes, lemons, cherries, plums."
@@ -279,3 +282,35 @@ def test_a_late_answer_to_a_running_prompt_copies_a_cache_that_has_grown(tiny, m
     requests = [llm.request([5, 6, 7, 8], max_new_tokens=n, ignore_eos=True) for n in lengths]
     ended = {len(s.tokens): s.tokens for s in llm.engine.run(requests) if s.finish}
     assert [ended[n] for n in lengths] == [ended[40][:n] for n in lengths]
+
+
+# ---- closing
+
+
+@pytest.mark.parametrize("drafter", ["none", "eagle3", "auto"])
+def test_what_is_closed_holds_nothing_but_the_model(drafter, tiny):
+    model = tiny("llama")
+    head = {"drafter_path": HEADS["eagle3"].fresh(model)} if drafter == "eagle3" else {}
+    with LLM(model, drafter=drafter, **head) as llm:
+        llm.generate([5, 6, 7], max_new_tokens=4)
+        held = [weakref.ref(llm.target), weakref.ref(llm.engine.drafter)]
+    assert [one() for one in held] == [None, None]
+    llm.close()  # again, which does nothing
+    for ask in (llm.generate, llm.stream):
+        with pytest.raises(ModelError, match="closed"):
+            ask([5, 6, 7])
+    assert LLM(model, drafter="none").generate([5, 6, 7], max_new_tokens=4).tokens
+
+
+def test_it_is_not_closed_while_an_answer_is_written(tiny):
+    llm = LLM(tiny("llama"), tokenizer=None, drafter="none")
+    steps = llm.engine.run([llm.request([5, 6, 7], max_new_tokens=8)])
+    next(steps)
+    with pytest.raises(OptionError, match="1 answers are still being written"):
+        llm.close()
+    assert [len(s.tokens) for s in steps][-1] == 8  # nothing was lost
+    chat = llm.chat()
+    llm.close()
+    chat.close()
+    with pytest.raises(ModelError, match="closed"):
+        next(llm.engine.run([]))

@@ -21,7 +21,7 @@ from slipstream.datastores.live import EarlierAnswers
 from slipstream.datastores.sparse.runs import token_type
 from slipstream.drafters import _capabilities as can
 from slipstream.drafters.base import Drafter, DraftSession, Hidden, Seen
-from slipstream.errors import ContextError, OptionError, PromptError
+from slipstream.errors import ContextError, ModelError, OptionError, PromptError
 from slipstream.request import Request, Step
 from slipstream.sampling import Sampler
 from slipstream.stats import Stats
@@ -93,12 +93,14 @@ class Engine:
         self._turns = target.turns
         self._open: list[Sequence] = []  # of all runs
         self._latest: list[Sequence] = []  # those of the latest step
+        self.closed = False
         self._left: deque[tuple[list[Sequence], Kept | None]] = deque()  # runs that ended early, to be retired
 
     def run(self, requests: Iterable[Request], kept: Kept | None = None) -> Iterator[Sequence]:
         """Continue all requests, at most max_batch at a time. Yields a sequence each time it has new tokens; its
         `finish` is set the last time. What the (only) request's prompt shares with the kept text is not read again,
         and its own text is kept there. requests: a deque may grow meanwhile."""
+        self.check_open()
         waiting = requests if isinstance(requests, deque) else deque(requests)
         running, sound = list[Sequence](), True
         try:
@@ -139,8 +141,25 @@ class Engine:
             finally:
                 self._turns.__exit__()
 
+    def check_open(self) -> None:
+        if self.closed:
+            raise ModelError("this LLM was closed: make another to ask for answers")
+
+    def close(self) -> None:
+        """Let go of target and drafter, and with them of caches and captures."""
+        with self.turn():
+            if self._open:
+                raise OptionError(
+                    f"{len(self._open)} answers are still being written: read their streams to the end or close them, "
+                    "then close this"
+                )
+            self.closed, self._latest = True, []
+            del self.target, self.drafter
+
     def forget(self, kept: Kept) -> None:
         """Give back what a kept text holds."""
+        if self.closed:
+            return
         with self.turn():
             slot, session = kept.slot, kept.session
             kept.slot = kept.session = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
 import secrets
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -120,6 +121,7 @@ class LLM:
         llm.generate(["Hello!", "Good bye!"])           # a list of one for each prompt
         for piece in llm.stream("Hello!"): ...          # as it is written
         with llm.chat("You are brief.") as chat: ...    # a conversation that reads each turn once
+        llm.close()                                     # caches are given back; or use it in a `with`
 
     Answers are those of the model alone, whatever the drafter: `Result.stats` tells what it gained.
     """
@@ -145,6 +147,23 @@ class LLM:
         # Greedy decoding by transformers applies this default of the model's, so ours does.
         default = getattr(getattr(model, "generation_config", None), "repetition_penalty", None)
         self._repetition_penalty = 1.0 if default is None else float(default)
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give back what it holds besides the model: caches, captured steps, the drafter. It can't be asked after that.
+        Answers that are being written must be read, or their streams closed, before."""
+        if self.engine.closed:
+            return
+        self.engine.close()
+        del self.target
+        gc.collect()  # parts that refer to each other, which Python may keep for long
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
     @overload
     def generate(self, prompt: Prompt, *, n: Literal[1] = 1, **options: Unpack[Options]) -> Result: ...  # type: ignore[overload-overlap]
@@ -255,6 +274,7 @@ class LLM:
     ) -> Request:
         """What `generate` asks the engine for. shared: other answers use the same processor objects. trace: may be a
         function that receives each line of the trace as soon as it is final."""
+        self.engine.check_open()
         known = {f.name for f in fields(Sampling)}
         if unknown := set(sampling) - known:
             raise OptionError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from typing import Any
 
@@ -59,6 +60,7 @@ def _graphs(
     try:
         from slipstream.targets.captured.graph_target import GraphTarget
 
+        gc.collect()  # an LLM that is gone: its parts refer to each other, and may still hold a cache
         target = GraphTarget(model, shapes, kinds, vocabulary, chunk, compile="inductor" if compile else "")
         if scores_trees(target):
             return target

@@ -24,7 +24,8 @@ LAYERS = [
     {"engine"},
     {"trace"},
     {"llm", "rows"},
-    {"demo", "evaluate", "hook", "training"},
+    {"demo", "evaluate", "hook"},
+    {"training"},
     {"cli"},
     {"__main__"},
 ]

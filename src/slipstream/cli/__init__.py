@@ -19,6 +19,7 @@ from slipstream.cli.inform import demo, drafters, models, prepare
 from slipstream.cli.store import app as store
 from slipstream.cli.terminal import err, out
 from slipstream.cli.train import train
+from slipstream.cli.tune import tune
 from slipstream.errors import SlipstreamError
 from slipstream.version import __version__
 
@@ -30,7 +31,7 @@ app = typer.Typer(
 store.command()(embed)
 app.add_typer(store, name="store")
 app.add_typer(heads, name="heads")
-for command in (generate, chat, trace, bench, collect, train, export, drafters, models, prepare, demo):
+for command in (generate, chat, trace, bench, collect, train, tune, export, drafters, models, prepare, demo):
     app.command()(command)
 
 

@@ -1,0 +1,160 @@
+"""tune: one command from a model to its drafter; every phase goes on where it stopped."""
+
+import json
+
+import pytest
+
+from families import tiny_model
+from slipstream import LLM, OptionError
+from slipstream.heads import registry
+from slipstream.training import tune as module
+from slipstream.training.prompts import Question
+from slipstream.training.tune import Tuned, TuneSettings, is_new, read_prompts, split, tune, user_opening, write_prompts
+from test_collect import letters
+
+QUICK = TuneSettings(minutes=0.02, head="redrafter", max_new_tokens=12)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("SLIPSTREAM_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture(scope="module")
+def target():
+    """Its tokenizer knows letters alone, so what it says is a word: any length will do here."""
+    return tiny_model("llama"), letters()
+
+
+@pytest.fixture
+def short(monkeypatch):
+    """Prompts of one word pass, and little is asked at a time."""
+    monkeypatch.setattr(module, "builtin", lambda: [])
+    monkeypatch.setattr(module, "write_prompts", lambda *_: (Question((word,)) for word in words()))
+
+
+def words():
+    for i in range(10_000):
+        yield "".join(chr(97 + (i // 7**k) % 7) for k in range(5))
+
+
+def test_near_duplicates_are_not_new():
+    seen = set()
+    assert is_new("Write a poem about the sea in winter", seen)
+    assert not is_new("write a poem about the sea in winter", seen)
+    assert not is_new("Write a poem about the sea in spring", seen)
+    assert is_new("Explain how a heat pump works to a child", seen)
+    assert is_new("Why?", seen)
+    assert not is_new("why?", seen)
+
+
+def test_every_tenth_prompt_is_for_the_trial():
+    asked = [Question((str(i),)) for i in range(25)]
+    learnt, held = split(asked)
+    assert [q.turns[0] for q in held] == ["9", "19"]
+    assert len(learnt) == 23
+    assert split(asked[:15])[1] == held[:1]  # whatever comes later
+
+
+def test_prompts_are_written_where_the_user_speaks(target):
+    llm = LLM(*target, drafter="none")
+    shown = llm.tokenizer.decode(user_opening(llm))
+    whole = llm.tokenizer.apply_chat_template([{"role": "user", "content": "abc"}], tokenize=False)
+    assert whole.startswith(shown)
+    assert whole[len(shown) :].startswith("abc")
+    plain = letters()
+    plain.chat_template = None
+    assert user_opening(LLM(target[0], plain, drafter="none")) == [plain.eos_token_id]
+
+
+def test_a_model_that_writes_none_says_so(target, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "builtin", lambda: [])
+    monkeypatch.setattr(module, "write_prompts", lambda *_: iter(()))
+    with pytest.raises(OptionError, match="--prompts"):
+        tune(*target, tmp_path / "t", QUICK)
+
+
+def test_written_prompts_are_real_ones(target, monkeypatch):
+    monkeypatch.setattr(module, "DRAWN", 8)
+    llm = LLM(*target, drafter="none")
+    some = [q for q, _ in zip(write_prompts(llm, [], 0), range(3), strict=False)]
+    assert all(len(q.turns[0].split()) >= 3 for q in some)  # this one writes words without spaces: none
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("short")
+def test_from_a_model_to_a_registered_head(target, tmp_path, monkeypatch):
+    """Whether it pays is decided by the clock: here, by a trial that says so."""
+    said = []
+    monkeypatch.setattr(Tuned, "gain", lambda *_: 1.5)
+    done = tune(*target, tmp_path / "t", QUICK, tell=said.append)
+    assert done.registered
+    assert done.accuracy
+    assert all(trial.same for trial in done.trials)
+    assert {trial.kind for trial in done.trials} <= {"own", "builtin"}
+    assert [kind for kind, _ in registry.heads_for(target[0])] == ["redrafter"]
+    assert "redrafter" in LLM(*target).engine.drafter.parts  # unnamed
+    assert [s.split(":")[0] for s in said][:1] == ["answering"]
+    # Run again, nothing is done anew.
+    before = {p: p.stat().st_mtime_ns for p in (tmp_path / "t").rglob("*") if p.name != "tuned.json"}
+    again = tune(*target, tmp_path / "t", QUICK)
+    assert again.registered
+    assert {p: p.stat().st_mtime_ns for p in before} == before
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("short")
+@pytest.mark.parametrize("phase", ["collect", "train", "attempt"])
+def test_an_interrupted_run_goes_on(phase, target, tmp_path, monkeypatch):
+    monkeypatch.setattr(Tuned, "gain", lambda *_: 0.5)
+    whole = getattr(module, phase)
+
+    def broken(*given, **options):
+        if phase == "collect" and not given[1]:  # nothing is asked yet
+            return whole(*given, **options)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, phase, broken)
+    with pytest.raises(KeyboardInterrupt):
+        tune(*target, tmp_path / "t", QUICK)
+    kept = read_prompts(tmp_path / "t" / "prompts.jsonl")
+    assert kept
+    monkeypatch.setattr(module, phase, whole)
+    done = tune(*target, tmp_path / "t", QUICK)
+    assert done.registered is False
+    assert registry.heads_for(target[0]) == []
+    assert read_prompts(tmp_path / "t" / "prompts.jsonl")[: len(kept)] == kept
+    asked = [json.loads(line)["id"] for line in (tmp_path / "t" / "answers.jsonl").open()]
+    assert len(set(asked)) == len(asked)
+
+
+def test_a_folder_of_another_run_is_refused(target, tmp_path):
+    Tuned(QUICK, "another").save(tmp_path)
+    with pytest.raises(OptionError, match="holds a run for another"):
+        tune(*target, tmp_path, QUICK)
+    (tmp_path / "tuned.json").write_text("{")
+    with pytest.raises(OptionError, match="can't be read"):
+        tune(*target, tmp_path, QUICK)
+
+
+def test_a_line_that_was_cut_off_is_no_prompt(tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    module.append(file, [Question(("a", "b"), "s"), Question(("c",))])
+    with file.open("a") as out:
+        out.write('{"turns": ["d')
+    assert read_prompts(file) == [Question(("a", "b"), "s"), Question(("c",))]
+
+
+@pytest.mark.parametrize("wrong", [{"minutes": 0}, {"max_new_tokens": 0}, {"head": "tail"}])
+def test_settings_that_cannot_be_are_refused(wrong):
+    with pytest.raises(OptionError):
+        TuneSettings(**wrong)
+
+
+def test_gains_are_over_all_prompts():
+    trials = [module.Trial("own", {"plain": 2.0, "without": 1.0, "with": 0.5}, True)] * 2
+    run = Tuned(
+        QUICK, "m", trials=[*trials, module.Trial("builtin", {"plain": 1.0, "without": 1.0, "with": 2.0}, True)]
+    )
+    assert run.gain("plain") == pytest.approx((4 * 4 * 0.5) ** (1 / 3))
+    assert run.gain("without") == pytest.approx((2 * 2 * 0.5) ** (1 / 3))

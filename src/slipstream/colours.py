@@ -16,6 +16,7 @@ COLOURS = {
     "eagle": ("#56b4e9", "#a5dcfa"),
     "auto": ("#e0218a", "#ff5fae"),
     "dresd": ("#8b1a3f", "#b5466e"),
+    "lookahead": ("#2e8b00", "#38cc07"),
     "medusa": ("#8a8a00", "#a9a92e"),
     "mlp": ("#7a4a1e", "#b08050"),
     "prediction": ("#a32cc4", "#cf6ee8"),

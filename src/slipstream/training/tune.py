@@ -166,7 +166,8 @@ def answer(llm: LLM, folder: Path, run: Tuned, given: Sequence[Question], tell: 
         run.spent["answering"] = run.spent.get("answering", 0.0) + perf_counter() - clock
         run.save(folder)
         part = min(1.0, run.spent["answering"] / at_most)
-        tell(f"answering: {len(asked):,} prompts, {found.tokens:,} tokens more, {part:.0%} of its time")
+        if asked:
+            tell(f"answering: {len(asked):,} prompts, {found.tokens:,} tokens more, {part:.0%} of its time")
         if asked and part >= 1:
             return
         clock = perf_counter()

@@ -86,7 +86,8 @@ def test_written_prompts_are_real_ones(target, monkeypatch):
 def test_from_a_model_to_a_registered_head(target, tmp_path, monkeypatch):
     """Whether it pays is decided by the clock: here, by a trial that says so."""
     said = []
-    monkeypatch.setattr(Tuned, "gain", lambda *_: 1.5)
+    for way in ("gain", "at_least"):
+        monkeypatch.setattr(Tuned, way, lambda *_: 1.5)
     done = tune(*target, tmp_path / "t", QUICK, tell=said.append)
     assert done.registered
     assert done.accuracy
@@ -106,7 +107,7 @@ def test_from_a_model_to_a_registered_head(target, tmp_path, monkeypatch):
 @pytest.mark.usefixtures("short")
 @pytest.mark.parametrize("phase", ["collect", "train", "attempt"])
 def test_an_interrupted_run_goes_on(phase, target, tmp_path, monkeypatch):
-    monkeypatch.setattr(Tuned, "gain", lambda *_: 0.5)
+    monkeypatch.setattr(Tuned, "at_least", lambda *_: 0.5)
     whole = getattr(module, phase)
 
     def broken(*given, **options):
@@ -158,3 +159,6 @@ def test_gains_are_over_all_prompts():
     )
     assert run.gain("plain") == pytest.approx((4 * 4 * 0.5) ** (1 / 3))
     assert run.gain("without") == pytest.approx((2 * 2 * 0.5) ** (1 / 3))
+    assert run.at_least("without") < 1 < run.gain("without")  # one prompt of three says otherwise
+    assert Tuned(QUICK, "m", trials=trials).at_least("without") == pytest.approx(2.0)
+    assert Tuned(QUICK, "m").at_least("without") == Tuned(QUICK, "m").gain("without") == 0

@@ -63,9 +63,10 @@ def tune(
         raise
     taken = ", ".join(f"{name} {seconds / 60:.1f}" for name, seconds in found.spent.items())
     out.print(f"{found.prompts:,} prompts; minutes: {taken}; right on held-out texts: {shares(found.accuracy)}")
-    gained = f"{found.gain('plain'):.2f} × plain decoding, {found.gain('without'):.2f} × auto without it"
-    out.print(f"auto with the head: {gained}, on {len(found.trials)} prompts that it had not seen")
+    gained = f"{found.gain('without'):.2f} × auto without it (at least {found.at_least('without'):.2f})"
+    said = f"auto with the head: {found.gain('plain'):.2f} × plain decoding, {gained}"
+    out.print(f"{said}, on {len(found.trials)} prompts that it had not seen")
     if found.registered:
         out.print("It is registered: auto asks it for this model from now on.")
     else:
-        out.print(f"It does not pay here, so it is not registered; it is in {folder / 'head'}.", markup=False)
+        out.print(f"That it pays is not shown, so it is not registered; it is in {folder / 'head'}.", markup=False)

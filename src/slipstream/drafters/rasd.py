@@ -48,7 +48,7 @@ class RasdOptions:
             raise OptionError(f"rasd retrieves: name at least one of {_known(False)} in retrievers=…")
         for name, generates in ((self.generator, True), *((name, False) for name in self.names())):
             kind = registry.find(name)
-            if can.generates(kind) != generates or issubclass(kind, JointDrafter):
+            if not _fits(kind, generates):
                 role = "generator" if generates else "retriever"
                 raise OptionError(
                     f"{name} can't be a {role}: name {'one' if generates else 'some'} of {_known(generates)}"
@@ -60,7 +60,12 @@ class RasdOptions:
 
 def _known(generates: bool) -> str:
     kinds = {name: registry.find(name) for name in registry.names() if name != "none"}
-    return ", ".join(n for n, k in kinds.items() if can.generates(k) == generates and not issubclass(k, JointDrafter))
+    return ", ".join(name for name, kind in kinds.items() if _fits(kind, generates))
+
+
+def _fits(kind: type[Drafter], generates: bool) -> bool:
+    """Who asks others is neither, and nodes that somebody wants verified beside the tree would be pruned here."""
+    return can.generates(kind) == generates and not issubclass(kind, JointDrafter) and not hasattr(kind, "invests")
 
 
 class RasdDrafter(JointDrafter):

@@ -591,6 +591,22 @@ def test_what_it_takes_to_begin_counts_as_lost():
     assert lost < EXPLORING * steps + (TRIAL + 4) * 25.0
 
 
+def test_what_was_expected_of_more_nodes_is_not_chosen_where_fewer_are_allowed():
+    """Rows beside a tree leave it fewer than it was ranked with before."""
+    pilot = Pilot(Costs({1: 1.0, 64: 1.0}), ["a"])
+    sources, texts, trees = known(pilot, {"a": 0.0}), [Text()], [chain(range(1, 9))]
+    pilot.expects(texts, trees, [8])
+    (kept,) = pilot.choose(texts, trees, [3], sources, beside=5)
+    assert len(kept) - 1 == 3
+
+
+def test_an_investor_is_known_to_the_next():
+    pilot, after = (Pilot(Costs({1: 1.0, 64: 1.0}), ["b"], investors={"b": 4}) for _ in range(2))
+    known(pilot, {"b": 0.1}, trial=INVESTING)
+    after.recall(pilot.known())
+    assert after.sources()["b"].known
+
+
 @pytest.mark.parametrize("beside", [0, 24])
 def test_rows_that_an_investor_wants_count_as_its_own(beside):
     """Another's draft is worth what it was without them; what the step takes besides is the investor's to earn."""

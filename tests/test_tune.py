@@ -113,6 +113,9 @@ def test_an_interrupted_run_goes_on(phase, target, tmp_path, monkeypatch):
     def broken(*given, **options):
         if phase == "collect" and not given[1]:  # nothing is asked yet
             return whole(*given, **options)
+        if phase == "train":  # before the first checkpoint
+            (tmp_path / "t" / "head").mkdir()
+            (tmp_path / "t" / "head" / "log.jsonl").touch()
         raise KeyboardInterrupt
 
     monkeypatch.setattr(module, phase, broken)

@@ -345,7 +345,7 @@ class Pilot:
                     source = self.sources(1 << int(size) - 1).get(name)
                     if source is not None and len(gains) == len(looks) == LEVELS:
                         source.drafting, source.gains, source.looks = (
-                            TypicalTime(TRIAL, seconds),
+                            TypicalTime(source.trial, seconds),
                             list(gains),
                             list(looks),
                         )
@@ -370,7 +370,7 @@ class Pilot:
 
     def _rank(self, texts: Sequence[Text], trees: Sequence[TokenTree], limits: Sequence[int]) -> list[Draft]:
         """Several ask about the same trees within a step."""
-        if [draft.whole for draft in self._drafts] != trees:
+        if [(draft.whole, draft.limit) for draft in self._drafts] != list(zip(trees, limits, strict=True)):
             self._drafts = []
             for text, tree, limit in zip(texts, trees, limits, strict=True):
                 columns, bins, share = self._numbers(tree.sources), self.calibration.bins, text.share

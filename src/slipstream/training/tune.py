@@ -13,6 +13,7 @@ All of that lies in one folder, so that an interrupted run goes on in whichever 
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain, islice
@@ -259,6 +260,8 @@ def learn(model: Any, folder: Path, run: Tuned, tell: Tell, watch: Watch | None)
         minutes=TRAINING * run.settings.minutes, rate=find(run.settings.head).rate, seed=run.settings.seed
     )
     going = (place / checkpoint.NAME).is_file()
+    if place.exists() and not going:  # killed before its first checkpoint: nothing was learnt
+        shutil.rmtree(place)
     done = train(model, [folder / "answers.jsonl"], place, Lesson(run.settings.head), plan, resume=going, watch=watch)
     run.accuracy = done.accuracy
     run.spent["training"] = run.spent.get("training", 0.0) + perf_counter() - clock

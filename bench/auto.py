@@ -10,7 +10,8 @@ live      `none`, `auto` and single drafters take turns on the same prompts, wit
           process, are given again. Interrupted, it tells what it has
 
 fresh     as the command line is used: for each prompt and repeat a new process, in which `auto` answers first, then
-          `none`, the first of the singles, and `auto` once more
+          `none` and the first of the singles; beside it, for each repeat, a process that answers all of them after
+          eight other prompts, so that `auto` is compared with itself when it is warm
 
 batches   what `auto` decides with 1, 4, 16 and 64 sequences, beside plain decoding: whom it asked, whether it verified
           anything, how many tokens per sequence it expected and got, what proposing and steps took
@@ -222,47 +223,67 @@ def live(given: argparse.Namespace) -> dict[str, Any]:
 
 def fresh(given: argparse.Namespace) -> dict[str, Any]:
     asked, single = prompts_of(given), given.singles.split(",")[0]
-    names = ("auto", "none", single, "auto again")
-    taken = {name: np.zeros((len(asked), given.repeats)) for name in names}
+    names = ("auto", "none", single)
+    taken = {f"{name}{when}": np.zeros((len(asked), given.repeats)) for name in names for when in ("", " warmed")}
     same = 0
     for repeat in range(given.repeats):
         for i, prompt in enumerate(asked):
-            words = [sys.executable, __file__, "process", "--singles", single, "--tokens", str(given.tokens)]
-            for option in ("model", "dtype", "device"):
-                if getattr(given, option):
-                    words += [f"--{option}", getattr(given, option)]
-            done = subprocess.run(words, input=prompt.turns[0], capture_output=True, text=True, check=True)
-            found = json.loads(done.stdout.splitlines()[-1])["process"]
+            (found,) = in_process(given, single, [prompt], 0)
             same += found["same"]
             for name in names:
                 taken[name][i, repeat] = found[name]
-            tell(
-                f"{prompt.category:20} "
-                + "  ".join(f"{n} {found['none'] / found[n]:.2f}" for n in names if n != "none")
-            )
-    told = {name: interval(taken["none"], taken[name]) for name in names if name != "none"}
-    told["auto / auto again"] = interval(taken["auto again"], taken["auto"])
-    for name, (found, low, high) in told.items():
-        tell(f"{name:20} {found:.3f} ({low:.3f}-{high:.3f})")
-    return {"times_plain": told, "same_text_as_plain": f"{same}/{len(asked) * given.repeats}", "tokens": given.tokens}
+            tell(f"{prompt.category:20} " + "  ".join(f"{n} {found['none'] / found[n]:.2f}" for n in ("auto", single)))
+        for i, found in enumerate(in_process(given, single, asked, WARMING)):
+            same += found["same"]
+            for name in names:
+                taken[f"{name} warmed"][i, repeat] = found[name]
+        tell(f"repeat {repeat + 1}: " + ratios({n: t for n, t in taken.items() if n in names}, repeat + 1))
+    told = {name: interval(taken["none"], taken[name]) for name in ("auto", single)}
+    told["auto warmed"] = interval(taken["none warmed"], taken["auto warmed"])
+    told["auto / warmed"] = interval(taken["auto warmed"] / taken["none warmed"], taken["auto"] / taken["none"])
+    for name, (ratio, low, high) in told.items():
+        tell(f"{name:20} {ratio:.3f} ({low:.3f}-{high:.3f})")
+    answered = 2 * len(asked) * given.repeats
+    return {"times_plain": told, "same_text_as_plain": f"{same}/{answered}", "tokens": given.tokens}
 
 
-def process(given: argparse.Namespace) -> dict[str, Any]:
-    """What one of `fresh` does: answers the prompt on standard input."""
-    prompt, name = sys.stdin.read(), given.singles
+WARMING = 8  # built-in prompts
+
+
+def in_process(given: argparse.Namespace, single: str, prompts: list[Prompt], warm: int) -> list[dict[str, Any]]:
+    """What a new process says of these prompts."""
+    words = [sys.executable, __file__, "process", "--singles", single, "--tokens", str(given.tokens)]
+    words += ["--warm", str(warm)]
+    for option in ("model", "dtype", "device"):
+        if getattr(given, option):
+            words += [f"--{option}", getattr(given, option)]
+    text = json.dumps([prompt.turns[0] for prompt in prompts])
+    done = subprocess.run(words, input=text, stdout=subprocess.PIPE, text=True, check=True)
+    found: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])["process"]
+    return found
+
+
+def process(given: argparse.Namespace) -> list[dict[str, Any]]:
+    """What one of `fresh` does: answers the prompts on standard input, after so many others."""
+    name = given.singles
     drafter, _, nodes = name.partition(":")
     auto = slipstream.load(given.model, drafter="auto", dtype=given.dtype, device=given.device)
     others = {each: LLM(auto.model, auto.tokenizer, each) for each in ("none", drafter)}
-    most = int(nodes) if nodes else None
-    taken, texts = dict[str, float](), []
-    for label, llm, limit in (
-        ("auto", auto, None), ("none", others["none"], None), (name, others[drafter], most), ("auto again", auto, None)
-    ):  # fmt: skip
-        answer = Answer(llm, prompt, max_new_tokens=given.tokens, max_draft=limit)
-        answer.go_on(given.tokens)
-        taken[label] = answer.seconds / max(1, len(answer.tokens) - 1)
-        texts.append(answer.tokens)
-    return {**taken, "same": all(text == texts[0] for text in texts)}
+    llms = {"auto": auto, "none": others["none"], name: others[drafter]}
+    for llm in llms.values():
+        for prompt in builtin()[: given.warm]:
+            llm.generate(prompt.turns[0], max_new_tokens=given.tokens)
+    found = []
+    for prompt in json.load(sys.stdin):
+        taken, texts = dict[str, Any](), []
+        for label, llm in llms.items():
+            limit = int(nodes) if nodes and label == name else None
+            answer = Answer(llm, prompt, max_new_tokens=given.tokens, max_draft=limit)
+            answer.go_on(given.tokens)
+            taken[label] = answer.seconds / max(1, len(answer.tokens) - 1)
+            texts.append(answer.tokens)
+        found.append({**taken, "same": all(text == texts[0] for text in texts)})
+    return found
 
 
 # ---- batches

@@ -482,3 +482,33 @@ def test_costs_can_be_measured_of_any_target(family, tiny):
 def test_a_large_model_is_measured_for_few_numbers_of_rows(tiny):
     """As long as users will wait, and one row among them; what lies between follows from these."""
     assert set(measure(open_target(tiny("llama")), [1, 2, 3], at_most=0)) == {1, 16}
+
+
+def test_where_nobody_gains_steps_are_plain_and_nobody_reads_their_states(steps, tiny, monkeypatch):
+    """After its trial a source waits: until it is due, `auto` does nothing, and wants no states but the last step's."""
+    steps(DEAR)
+    for place in ("auto", "_rehearsal"):  # a draft takes a tenth of a step
+        monkeypatch.setattr(f"slipstream.drafters.{place}.Stopwatch", lambda: SimpleNamespace(seconds=lambda: 1e-3))
+    llm = LLM(tiny("llama"), drafter="auto", drafters="suffix")
+    drafter, wanted, asked = llm.engine.drafter, [], []
+    drafter.layers = drafter.parts["suffix"].layers = (1,)
+    score, asks = llm.target.score, drafter.pilot.asks
+
+    def scored(slots, trees, want):
+        wanted.append(want.layers)
+        return score(slots, trees, want)
+
+    def counted(*given):
+        found = list(asks(*given))
+        asked.append((len(wanted), len(found)))
+        return found
+
+    monkeypatch.setattr(llm.target, "score", scored)
+    monkeypatch.setattr(drafter.pilot, "asks", counted)
+    plain = LLM(tiny("llama"), drafter="none").generate(REPEATING, max_new_tokens=90, ignore_eos=True)
+    assert llm.generate(REPEATING, max_new_tokens=90, ignore_eos=True).tokens == plain.tokens
+    assert len(asked) < len(wanted) / 2  # most steps asked nothing at all
+    assert () in wanted
+    trials = [step for step, sources in asked[1:] if sources]
+    assert trials
+    assert all(wanted[step - 1] == (1,) for step in trials)  # there to be shown

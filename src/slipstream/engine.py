@@ -179,7 +179,7 @@ class Engine:
         drafted, taken = perf_counter(), Stopwatch()
         rows = 1 + max(s.request.max_draft for s in running) if can.pads(self.drafter) else 1
         during = partial(can.draft_ahead, self.drafter, running[0].session) if len(running) == 1 else None
-        want = Want(can.layers(self.drafter), rows, tuple(chooser(s) for s in running), during)
+        want = Want(can.step_layers(self.drafter), rows, tuple(chooser(s) for s in running), during)
         scores = self.target.score([s.slot for s in running], trees, want)
         scored = perf_counter()
         verdicts = []

@@ -280,10 +280,19 @@ class Pilot:
         self._unjudged = Unjudged(sources, drafts, spent + float(seconds[width]), begun, beside)
         return kept
 
-    def decline(self, batch: int) -> None:
-        """Nobody was asked: the step will be a plain one."""
+    def decline(self, names: Container[str], batch: int) -> int:
+        """None of these drafters was asked: the step will be a plain one. Returns for how many more steps that will be
+        so: `rested` is to be told how many there were."""
         plain = batch / self.costs.seconds(1, batch)
         self.last = Choice((), False, 0, batch, plain, plain)
+        waits = [s.waits[0] for s in self.sources(batch).values() if s.drafter in names and self._affords(s, batch)]
+        return max(0, min(waits, default=0) - 1)
+
+    def rested(self, steps: int, batch: int) -> None:
+        """There were so many plain steps without a question."""
+        if steps:
+            for source in self.sources(batch).values():
+                source.waits[0] = max(0, source.waits[0] - steps)
 
     def judge(self) -> None:
         """What the drafters that were asked about the last step gained, against the step without them. That can wait

@@ -35,6 +35,12 @@ class ReadsStates(Protocol):
     rereads: int | None
 
 
+class Rests(Protocol):
+    """It asks for states of some steps only."""
+
+    resting: bool  # whether it goes without those of the step that was proposed last
+
+
 class Generates(Protocol):
     """It has a probability for every token."""
 
@@ -160,6 +166,11 @@ def _class_offers(kind: Any, capability: type) -> bool:
 
 def layers(drafter: Drafter | type[Drafter]) -> tuple[int, ...]:
     return getattr(drafter, "layers", ())
+
+
+def step_layers(drafter: Drafter) -> tuple[int, ...]:
+    """Whose states the step that was proposed last should give."""
+    return () if getattr(drafter, "resting", False) else layers(drafter)
 
 
 def rereads(drafter: Drafter) -> int | None:

@@ -60,16 +60,15 @@ def rehearse(target: Target, pilot: Pilot, parts: Mapping[str, Drafter], layers:
         for name in pilot.heads:
             can.draft_ahead(parts[name], sessions[name], step)
 
-    want = Want(layers, samplers=(Sampler(Sampling(), words),), during=start_all)
+    want = Want(layers, 1 + limit.nodes, (Sampler(Sampling(), words),), start_all)  # as the engine's
     for rows in target.widths:
         if rows <= min(1 + limit.nodes, room):
             (score,) = target.score([slot], [TokenTree.chain(root, words[1:rows])], want)
-            for (
-                name
-            ) in pilot.heads:  # where nothing was started, a draft reads the step's states with a capture of its own
+            for name in pilot.heads:  # a draft that nobody started reads the step's states with a capture of its own
                 hidden = Hidden(score.hidden, [0], score.replayed).of(can.layers(parts[name]))
                 sessions[name].observe(Seen([root], slot.length, hidden))
                 parts[name].propose([sessions[name]], [root], [limit])
+    target.score([slot], [TokenTree.root(root)], Want((), 1 + limit.nodes, want.samplers))  # nobody is asked
     for session in sessions.values():
         session.close()
     target.close(slot)

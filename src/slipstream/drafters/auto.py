@@ -22,6 +22,8 @@ from slipstream.targets.timing import costs_of, described
 from slipstream.tree import TokenTree, fuse
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from slipstream.targets.captured.fixed_step import FixedStep
 
 
@@ -40,6 +42,7 @@ class AutoDrafter(JointDrafter):
         self._step: tuple[int, int, float] | None = None  # batch, rows, seconds of the step that was verified last
         self._unlearnt: Callable[[], None] | None = None  # what the last steps say, if nobody had time for it yet
         self._answers = 0
+        self._rest = self._rested = self._batch = 0  # plain steps to come, those that were, and of how many sequences
         if getattr(target, "model", None) is not None:  # a recording has nothing to say to a text of no meaning
             self._key = " | ".join([described(target), *self.parts, *paths(options)])
             self.pilot.recall(recall("auto", self._key))
@@ -55,6 +58,7 @@ class AutoDrafter(JointDrafter):
                 f"drafters names {', '.join(sorted(unknown))}: this model's auto asks {', '.join(self.parts)}"
             )
         names.discard("prediction")
+        self._rest = 0
         if request.prediction:  # given to be used
             names.add("prediction")
             self.pilot.renew("prediction")
@@ -74,6 +78,10 @@ class AutoDrafter(JointDrafter):
         """What was decided about the step that was proposed last."""
         return self.pilot.last
 
+    @property
+    def resting(self) -> bool:
+        return self._rest > 0
+
     def measured(self, batch: int, rows: int, seconds: float) -> None:
         self._step = batch, rows, seconds
 
@@ -90,7 +98,12 @@ class AutoDrafter(JointDrafter):
     def propose(
         self, sessions: Sequence[DraftSession], roots: Sequence[int], budgets: Sequence[Budget]
     ) -> list[Proposal]:
-        mine, whole = cast(Sequence[AutoSession], sessions), Stopwatch()
+        mine = cast(Sequence[AutoSession], sessions)
+        if self._rest and len(mine) == self._batch and all([session.begun for session in mine]):
+            return self._plain(roots)
+        whole = Stopwatch()
+        self.pilot.rested(self._rested, self._batch)
+        self._rest, self._rested, self._batch = 0, 0, len(mine)
         self._learn()
         self._unlearnt = partial(self._look_back, mine, roots, self._step)
         self._step = None
@@ -121,7 +134,7 @@ class AutoDrafter(JointDrafter):
         for session in mine:
             session.begun, session.ahead, session.promised = True, False, 0.0
         if not taken:
-            self.pilot.decline(len(roots))
+            self._rest = self.pilot.decline(names, len(mine))
             return [Proposal(tree) for tree in trees]
         self.pilot.took(taken, unstarted)
         rows = max((len(tree) - 1 for tree in beside if tree is not None), default=0)
@@ -132,6 +145,11 @@ class AutoDrafter(JointDrafter):
             session.proposed(tree)
         self.pilot.fusing.see((whole.seconds() - sum(taken.values())) / len(mine))
         return [Proposal(tree, beside=window) for tree, window in zip(kept, beside, strict=True)]
+
+    def _plain(self, roots: Sequence[int]) -> list[Proposal]:
+        """Of a step about which nobody needs to be asked."""
+        self._rest, self._rested = self._rest - 1, self._rested + 1
+        return [Proposal(TokenTree.root(root)) for root in roots]
 
     def _learn(self) -> None:
         work, self._unlearnt = self._unlearnt, None
@@ -190,6 +208,10 @@ class AutoSession(JointSession):
             if layers:
                 part.observe(Seen(last.tokens, last.position, last.hidden.of(layers)))
         return first
+
+    def choices(self, tree: TokenTree, chosen: Callable[[Sequence[int]], NDArray[Any]]) -> None:
+        for source in self.latest:
+            can.choices(self.parts[source.drafter], tree, chosen)
 
     def keep(self) -> None:
         if not self.asked and not self.latest:  # as in large batches, where every microsecond counts for each

@@ -172,26 +172,27 @@ class GraphTarget(TreeTarget):
         """How many rows to compute. Fewer than wanted only where that changes no bit."""
         least, wanted = bucket(max(len(tree) for tree in trees), ROWS), bucket(want.rows, ROWS)
         batch = bucket(len(slots), BATCHES)
-        if least < wanted and not (self.alike(batch, least) and self.alike(batch, wanted)):
+        if least < wanted and not all(self.alike(batch, rows, want.layers) for rows in (least, wanted)):
             least = wanted
-        if batch > 1 and self.exact_together and not self.alike(batch, least):
+        if batch > 1 and self.exact_together and not self.alike(batch, least, want.layers):
             self.exact_together = False
         return least
 
-    def alike(self, batch: int, rows: int) -> bool:
+    def alike(self, batch: int, rows: int, layers: tuple[int, ...] = ()) -> bool:
         """Whether steps of this shape give a text the bits that other shapes give it. Tried once per shape, on a
-        sample text; the first shape sets the example."""
+        sample text; the first shape sets the example. layers: whose states are wanted, so that the step which is tried
+        is one that will be used."""
         if (batch, rows) not in self._alike:
             with preparing:
-                self._alike[batch, rows] = self._try(batch, rows)
+                self._alike[batch, rows] = self._try(batch, rows, layers)
         return self._alike[batch, rows]
 
-    def _try(self, batch: int, rows: int) -> bool:
+    def _try(self, batch: int, rows: int, layers: tuple[int, ...]) -> bool:
         slot, tree = self.open(), TokenTree.chain(1, [2, 3, 4][: rows - 1])
         for _ in self.prefill(slot, [1 + 389 * i % (self.vocabulary - 1) for i in range(40)], Want()):
             pass
         self.pool.reserve(len(self._slots), slot.length + rows)
-        step = self.step(batch, rows, (), BEST)
+        step = self.step(batch, rows, layers, BEST)
         self._fill(step.host, [slot], [tree])
         step()
         self.close(slot)

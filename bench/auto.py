@@ -53,6 +53,7 @@ from slipstream.evaluate.measure import prepare
 from slipstream.evaluate.replay import Replayed, record
 from slipstream.evaluate.workloads import Prompt, builtin, read, select
 from slipstream.targets import load_model
+from slipstream.targets.captured.recording import Stopwatch
 from slipstream.tree import TokenTree, fuse
 
 RESAMPLES = 2000
@@ -301,9 +302,9 @@ def batches(given: argparse.Namespace) -> dict[str, Any]:
         for repeat in range(1 + given.repeats):  # the first time, code is loaded
             log.clear()
             for i, llm in enumerate(llms.values()):
-                clock = perf_counter()
+                whole = Stopwatch()  # without captures
                 llm.generate(asked, max_new_tokens=given.tokens, ignore_eos=True)
-                taken[i, repeat] = perf_counter() - clock
+                taken[i, repeat] = whole.seconds()
         told[str(size)] = interval(taken[:1, 1:], taken[1:, 1:])
         tell(f"{size} sequences: auto {told[str(size)]} × plain; the last time:")
         groups: dict[tuple[int, tuple[str, ...], bool], list[tuple[float, ...]]] = {}

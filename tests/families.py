@@ -34,7 +34,8 @@ FAMILIES = {
     "mistral": {"sliding_window": 6, "head_dim": 8},
     "mixtral": {"num_local_experts": 4, "sliding_window": None},
     "gemma": {"head_dim": 8},
-    "gemma2": {"head_dim": 8, "sliding_window": 6, "query_pre_attn_scalar": 8},
+    # Not every transformers knows that sdpa leaves out its softcapping.
+    "gemma2": {"head_dim": 8, "sliding_window": 6, "query_pre_attn_scalar": 8, "attn_implementation": "eager"},
     "gemma3_text": {
         "head_dim": 8,
         "sliding_window": 6,

@@ -820,3 +820,16 @@ def test_what_does_not_fit_is_left_out(told):
     assert np.array_equal(pilot.calibration.bins, Calibration(["a"]).bins)
     assert asked(pilot, "a")
     assert len(pilot.sources()["a"].gains) == LEVELS
+
+
+def test_a_trial_that_began_with_the_texts_counts_that_whichever_of_its_drafts_is_judged():
+    """Of a batch's first trial only the last draft is judged, long after the one that read the prompts."""
+    pilot = Pilot(Costs({1: 1.0, 64: 1.0}), ["a"], heads={"a": ()})
+    source, state, waits = pilot.sources()["a"], Text(), []
+    for i in range(TRIAL):
+        assert asked(pilot, "a")
+        unstarted = {"a"} if not i else ()
+        pilot.took({source: 25.0 if not i else 0.5}, unstarted)
+        step(pilot, state, chain(range(1, 9)), [source], [0], unstarted=unstarted)
+        waits.append(source.waits[source.level])
+    assert waits[-1] > 20 / EXPLORING

@@ -248,9 +248,10 @@ class Pilot:
     def took(self, seconds: Mapping[Source, float], unstarted: Container[str] = ()) -> None:
         """Drafts took so long. unstarted: drafters that had to begin now, or to read the text first, which is rare."""
         for source, taken in seconds.items():
-            if source.known and source.drafter in unstarted:
+            begins = source.drafter in unstarted
+            if begins:
                 source.starting.see(taken)
-            else:
+            if not (begins and source.known):
                 source.drafting.see(taken)
 
     def choose(
@@ -276,7 +277,7 @@ class Pilot:
         nodes, tokens = sum(map(len, kept)) - batch, float(expected[width])
         rate = tokens / (spent + float(seconds[width]))
         self.last = Choice(tuple(s.name for s in sources), resting, nodes, tokens, rate, plain)
-        begun = [s.beginning * (s.drafter in unstarted) for s in sources]
+        begun = [s.beginning * (s.drafter in unstarted or s is self._trial) for s in sources]
         self._unjudged = Unjudged(sources, drafts, spent + float(seconds[width]), begun, beside)
         return kept
 

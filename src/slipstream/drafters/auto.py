@@ -83,7 +83,10 @@ class AutoDrafter(JointDrafter):
         return self._rest > 0
 
     def measured(self, batch: int, rows: int, seconds: float) -> None:
-        self._step = batch, rows, seconds
+        if self._rested:
+            self.pilot.costs.observe(rows, batch, seconds)
+        else:
+            self._step = batch, rows, seconds
 
     def draft_ahead(self, session: DraftSession, step: FixedStep) -> None:
         """Those that were asked about this step will probably be asked about the next."""

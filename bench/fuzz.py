@@ -29,9 +29,9 @@ from transformers import GenerationConfig
 from fuzz_cases import CASES, Ask, Case, draw, predicted
 from fuzz_lab import ORACLE, Lab, described, leaks
 from slipstream import LLM, SlipstreamError
+from slipstream.answers import Result
 from slipstream.drafters import _capabilities as can
 from slipstream.evaluate.report import provenance
-from slipstream.llm import Result
 
 OURS = ("max_draft", "accept", "collection", "prediction", "drafters")  # options that must not matter to the text
 # and those that `transformers` has too, if under other names

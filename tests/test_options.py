@@ -189,7 +189,9 @@ def test_mypy_knows_options_and_results(tmp_path):
     )
     lines = done.stdout.splitlines()
     revealed = [line.split('"')[1].replace("builtins.", "") for line in lines if "Revealed type" in line]
-    assert [r.replace("slipstream.llm.", "") for r in revealed] == TYPES, done.stdout + done.stderr
+    assert [r.replace("slipstream.llm.", "").replace("slipstream.answers.", "") for r in revealed] == TYPES, (
+        done.stdout + done.stderr
+    )
     wrong = {int(line.split(":")[1]) for line in lines if ": error:" in line}
     first = GOOD.count("\n") + 2
     assert wrong == set(range(first, first + BAD.count("\n") - 1)), done.stdout

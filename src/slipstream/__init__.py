@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from slipstream.errors import (
+    BusyError,
     ContextError,
     DrafterError,
     ModelError,
@@ -21,10 +22,11 @@ from slipstream.errors import (
 from slipstream.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from slipstream.answers import AsyncStream, Result, Stream
     from slipstream.datastores.durable.store import Store
     from slipstream.drafters.base import Drafter, DraftSession, Proposal, Seen
     from slipstream.hook import speculate
-    from slipstream.llm import LLM, Chat, Result, Stream, load
+    from slipstream.llm import LLM, Chat, load
     from slipstream.loading import embedded as embedded
     from slipstream.sampling import Sampling
     from slipstream.stats import Stats
@@ -33,8 +35,9 @@ if TYPE_CHECKING:
 _HOMES = {
     "LLM": "llm",
     "Chat": "llm",
-    "Result": "llm",
-    "Stream": "llm",
+    "AsyncStream": "answers",
+    "Result": "answers",
+    "Stream": "answers",
     "load": "llm",
     "speculate": "hook",
     "Sampling": "sampling",
@@ -49,6 +52,8 @@ _HOMES = {
 
 __all__ = [
     "LLM",
+    "AsyncStream",
+    "BusyError",
     "Chat",
     "ContextError",
     "DraftSession",

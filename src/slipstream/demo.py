@@ -10,7 +10,8 @@ from rich.live import Live
 from rich.panel import Panel
 from rich.text import Text
 
-from slipstream.llm import LLM, Stream
+from slipstream.answers import Stream
+from slipstream.llm import LLM
 
 PROMPT = """Copy this text and correct the spelling.
 

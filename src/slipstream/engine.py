@@ -53,7 +53,8 @@ class Sequence:
     root: int = -1  # decided, not yet read by the target
     tokens: list[int] = field(default_factory=list)  # emitted
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    finish: str | None = None  # why it ended: stop, length, cancelled, or a reason of the request's own
+    finish: str | None = None  # why it ended: stop, length, cancelled, failed, or a reason of the request's own
+    error: Exception | None = None  # what it failed with, and nobody else
     started: float = field(default_factory=perf_counter)
 
     def over(self, token: int) -> bool:
@@ -113,6 +114,9 @@ class Engine:
                     else:
                         self.step(running)
                         told = list(running)
+                    for sequence in told:
+                        if sequence.error is not None:
+                            raise sequence.error
                     self.retire(running, kept)
                     sound = True
                 yield from told
@@ -169,7 +173,8 @@ class Engine:
                 self.target.close(slot)
 
     def step(self, running: list[Sequence]) -> None:
-        """One forward of the target for all running sequences: each gets at least one token further."""
+        """One forward of the target for all running sequences: each gets at least one token further, or fails by
+        itself."""
         self._pause_all_but(running)
         clock = perf_counter()
         trees = self._propose(running)
@@ -182,12 +187,7 @@ class Engine:
         want = Want(can.step_layers(self.drafter), rows, tuple(chooser(s) for s in running), during)
         scores = self.target.score([s.slot for s in running], trees, want)
         scored = perf_counter()
-        verdicts = []
-        for sequence, tree, score in zip(running, trees, scores, strict=True):
-            verdict = verify(sequence.request.accept, tree, score, sequence.sampler, sequence.over)
-            self.target.commit(sequence.slot, verdict.path)
-            self._observe(sequence, tree, score, verdict)
-            verdicts.append(verdict)
+        verdicts = [self._decide(*each) for each in zip(running, trees, scores, strict=True)]
         can.measured(self.drafter, len(running), max(map(len, trees)), taken.seconds())
         if len(running) > 1 and not self.target.exact_together:
             for sequence in running:
@@ -195,11 +195,32 @@ class Engine:
         times = (t / len(running) for t in (drafted - clock, scored - drafted, perf_counter() - scored))
         draft_seconds, verify_seconds, host_seconds = times
         for sequence, tree, verdict in zip(running, trees, verdicts, strict=True):
-            self._advance(sequence, Step(tree, verdict, draft_seconds, verify_seconds, host_seconds, choice))
+            if verdict is not None:
+                self._advance(sequence, Step(tree, verdict, draft_seconds, verify_seconds, host_seconds, choice))
+
+    def _decide(self, sequence: Sequence, tree: TokenTree, score: Scores) -> Verdict | None:
+        """What is accepted of a tree. What raises here, as a user's processor may, concerns this sequence alone."""
+        try:
+            verdict = verify(sequence.request.accept, tree, score, sequence.sampler, sequence.over)
+            self.target.commit(sequence.slot, verdict.path)
+            self._observe(sequence, tree, score, verdict)
+        except Exception as error:
+            sequence.error, sequence.finish = error, "failed"
+            return None
+        return verdict
 
     def start(self, request: Request, running: Iterable[Sequence] = (), kept: Kept | None = None) -> Sequence:
         """Read the prompt; its last row decides the first token. What it begins with is not read again where a kept
         text, or a running sequence with the same prompt, has read it."""
+        *_, sequence = self.read(request, running, kept)
+        assert sequence is not None, "the last one is the sequence"
+        return sequence
+
+    def read(
+        self, request: Request, running: Iterable[Sequence] = (), kept: Kept | None = None
+    ) -> Iterator[Sequence | None]:
+        """The same piece by piece: None after each piece of the prompt but the last, then the sequence. Steps of others
+        may come in between."""
         check_prompt(request, self.target)
         check_drafting(request, self.drafter)
         self._pause_all_but(())
@@ -210,14 +231,17 @@ class Engine:
         slot = None
         try:
             slot = self._resumed(request, session, running, kept) or self.target.open()
-            sequence = self._read_prompt(Sequence(request, slot, session, sampler, stats))
+            sequence = Sequence(request, slot, session, sampler, stats)
+            for _ in self._read_prompt(sequence):
+                yield None
+                self._pause_all_but(())
         except BaseException:
             session.close()
             if slot is not None:
                 self.target.close(slot)
             raise
         self._open.append(sequence)
-        return sequence
+        yield sequence
 
     def _pause_all_but(self, running: Collection[Sequence]) -> None:
         """Sequences that have no part in the forward to come: what they hold of the latest one is copied."""
@@ -256,21 +280,23 @@ class Engine:
                 other.close()
         return slot
 
-    def _read_prompt(self, sequence: Sequence) -> Sequence:
+    def _read_prompt(self, sequence: Sequence) -> Iterator[None]:
         request, read = sequence.request, sequence.slot.length
         want = Want(can.layers(self.drafter), samplers=(chooser(sequence),))
-        clock = perf_counter()
+        clock, spent = perf_counter(), 0.0
         for score in self.target.prefill(sequence.slot, request.tokens[read:], want):
             count = sequence.slot.length - read
             sequence.session.observe(Seen(request.tokens[read : read + count], read, Hidden(score.hidden)))
             read += count
-        read_at = perf_counter()
+            spent += perf_counter() - clock
+            if read < len(request.tokens):
+                yield
+            clock = perf_counter()
         tree = TokenTree.root(request.tokens[-1])
         verdict = verify(request.accept, tree, score, sequence.sampler, sequence.over)
         self._report(sequence, tree, score, verdict)
         sequence.stats.first_token_seconds = perf_counter() - sequence.started
-        self._advance(sequence, Step(tree, verdict, 0.0, read_at - clock, perf_counter() - read_at))
-        return sequence
+        self._advance(sequence, Step(tree, verdict, 0.0, spent, perf_counter() - clock))
 
     def _propose(self, running: list[Sequence]) -> list[TokenTree]:
         budgets = [s.budget(self.target) for s in running]

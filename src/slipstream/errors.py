@@ -46,3 +46,7 @@ class PromptError(SlipstreamError):
 
 class ContextError(PromptError):
     """A prompt longer than the model's context."""
+
+
+class BusyError(SlipstreamError):
+    """More requests wait than may: to be tried again later."""

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 
 from slipstream.errors import OptionError
+
+# By tokenizer, vocabulary and end tokens: what the grammar library makes of a tokenizer.
+_wrapped: WeakKeyDictionary[Any, dict[tuple[int, tuple[int, ...]], Any]] = WeakKeyDictionary()
 
 
 class GrammarProcessor:
@@ -60,9 +64,11 @@ def grammar_processor(
         raise OptionError(f"regex={regex!r} is a {type(regex).__name__}: give the expression as a string")
     if refused := llguidance.LLMatcher.validate_grammar(grammar):
         raise OptionError(f"the grammar is not understood: {refused}")
-    ends = sorted(eos)
-    wrapped = llguidance.hf.from_tokenizer(tokenizer, n_vocab=vocabulary, eos_token=ends or None)
-    return GrammarProcessor(llguidance.LLMatcher(wrapped, grammar), vocabulary)
+    known = _wrapped.setdefault(tokenizer, {})
+    key = (vocabulary, tuple(sorted(eos)))
+    if key not in known:  # a second for a large vocabulary, so once
+        known[key] = llguidance.hf.from_tokenizer(tokenizer, n_vocab=vocabulary, eos_token=list(key[1]) or None)
+    return GrammarProcessor(llguidance.LLMatcher(known[key], grammar), vocabulary)
 
 
 def schema_text(schema: Any) -> str:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import gc
 import math
 import secrets
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from numbers import Integral
 from pathlib import Path
 from threading import Lock
@@ -17,48 +18,24 @@ import torch
 
 from slipstream import drafters
 from slipstream.accept import Rule, make_rule
+from slipstream.answers import AsyncStream, Result, Stream, answered, result
 from slipstream.checks import integer, listed, real
 from slipstream.drafters import _capabilities as can
 from slipstream.drafters.base import Drafter
-from slipstream.engine import Engine, Kept, TokenLogprobs, check_prompt
+from slipstream.engine import Engine, Kept, check_prompt
 from slipstream.engine import Sequence as Running
 from slipstream.errors import OptionError, PromptError
 from slipstream.grammar import GrammarProcessor, grammar_processor
 from slipstream.options import Options
 from slipstream.request import Request
 from slipstream.sampling import Sampling
-from slipstream.stats import Stats
+from slipstream.service import Service
 from slipstream.targets import load_model, open_target
 from slipstream.text import Detokenizer, Prompt, encode, split_batch
 from slipstream.trace.record import Recorder
 
 PROCESSORS = "transformers' LogitsProcessor objects"
 MAX_DRAFT_PREDICTED = 63  # where a long draft may be right as a whole; with the root, 64 rows
-
-
-@dataclass(frozen=True)
-class Result:
-    """One answer."""
-
-    text: str  # without the stop string that ended it
-    tokens: list[int]  # every emitted token, the one that ended it included
-    finish_reason: str  # stop, length, cancelled
-    stats: Stats
-    seed: int  # what it was drawn with: pass seed and sample again to draw it again
-    sample: int = 0
-    logprobs: list[TokenLogprobs] | None = None
-    trace: list[dict[str, Any]] | None = None  # the lines of a trace file: see docs/trace-format.md
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "text": self.text,
-            "tokens": self.tokens,
-            "finish_reason": self.finish_reason,
-            "seed": self.seed,
-            "sample": self.sample,
-            **({} if self.logprobs is None else {"logprobs": [asdict(entry) for entry in self.logprobs]}),
-            "stats": self.stats.as_dict(),
-        }
 
 
 def load(
@@ -120,6 +97,7 @@ class LLM:
         llm.generate("Hello!", n=3, temperature=0.8)    # a list of three
         llm.generate(["Hello!", "Good bye!"])           # a list of one for each prompt
         for piece in llm.stream("Hello!"): ...          # as it is written
+        await llm.agenerate("Hello!"); async for piece in llm.astream("Hello!"): ...    # in an event loop
         with llm.chat("You are brief.") as chat: ...    # a conversation that reads each turn once
         llm.close()                                     # caches are given back; or use it in a `with`
 
@@ -143,6 +121,7 @@ class LLM:
         made = drafters.make(drafter, self.target, tokenizer, **options)
         name = drafter if isinstance(drafter, str) else type(drafter).__name__
         self.engine = Engine(self.target, made, name, max_batch)
+        self._service: Service | None = None
         self.eos = end_tokens(model, tokenizer)
         # Greedy decoding by transformers applies this default of the model's, so ours does.
         default = getattr(getattr(model, "generation_config", None), "repetition_penalty", None)
@@ -159,6 +138,8 @@ class LLM:
         Answers that are being written must be read, or their streams closed, before."""
         if self.engine.closed:
             return
+        if self._service is not None:
+            self._service.close()
         self.engine.close()
         del self.target
         gc.collect()  # parts that refer to each other, which Python may keep for long
@@ -208,6 +189,26 @@ class LLM:
         template (True): False continues a string as it is; logprobs: alternatives to report for each token; trace
         (False): record what happened at each step.
         """
+        requests = self.requests(prompt, n=n, **options)
+        ended: dict[int, Running] = {}
+        for sequence in self.engine.run(requests):
+            if sequence.finish is not None:
+                ended[id(sequence.request)] = sequence
+        return arranged([result(ended[id(r)]) for r in requests], prompt, n)
+
+    async def agenerate(self, prompt: Prompt | Sequence[Prompt], *, n: int = 1, **options: Unpack[Options]) -> Any:
+        """As `generate`, from an event loop. Answers that are asked for at the same time are written together; a task
+        that is cancelled ends its own."""
+        requests = self.requests(prompt, n=n, **options)
+        tasks = [asyncio.ensure_future(answered(self.service, request)) for request in requests]
+        try:
+            return arranged(await asyncio.gather(*tasks), prompt, n)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    def requests(self, prompt: Prompt | Sequence[Prompt], *, n: int = 1, **options: Unpack[Options]) -> list[Request]:
+        """What `generate` asks the engine for, in the order of its answers; checked."""
         wishes: dict[str, Any] = {**options}
         prompts, many = split_batch(prompt)
         n = integer("n", n, 1)
@@ -224,25 +225,31 @@ class LLM:
         ]
         for request in requests:  # a mistake in the last one must not cost the answers of the first
             check_prompt(request, self.target)
-        ended: dict[int, Running] = {}
-        for sequence in self.engine.run(requests):
-            if sequence.finish is not None:
-                ended[id(sequence.request)] = sequence
-        results = [result(ended[id(r)]) for r in requests]
-        if n == 1:
-            return results if many else results[0]
-        groups = [results[i : i + n] for i in range(0, len(results), n)]
-        return groups if many else groups[0]
+        return requests
 
     def stream(self, prompt: Prompt, **options: Unpack[Options]) -> Stream:
         """Answer one prompt piece by piece, with the options of `generate`: iterate over text; `.result` afterwards,
         `.cancel()` at any time."""
-        wishes: dict[str, Any] = {**options}
+        return Stream(self.engine, self._one_request(prompt, {**options}))
+
+    def astream(self, prompt: Prompt, **options: Unpack[Options]) -> AsyncStream:
+        """As `stream`, in an event loop: `async for piece in llm.astream(…)`."""
+        return AsyncStream(self.service, self._one_request(prompt, {**options}))
+
+    @property
+    def service(self) -> Service:
+        """What answers many callers at a time, from any thread or event loop."""
+        self.engine.check_open()
+        if self._service is None:
+            self._service = Service(self.engine)
+        return self._service
+
+    def _one_request(self, prompt: Prompt, wishes: dict[str, Any]) -> Request:
         prompts, many = split_batch(prompt)
         if many:
             raise PromptError(f"stream takes one prompt, found {len(prompts)}: call it once for each, or use generate")
         (seed,) = spread(wishes.pop("seed", None), 1)
-        return Stream(self.engine, self.request(prompts[0], seed=seed, **self._with_grammar(wishes)))
+        return self.request(prompts[0], seed=seed, **self._with_grammar(wishes))
 
     def chat(self, system: str | None = None) -> Chat:
         """A conversation that keeps its cache: each turn reads only what is new."""
@@ -353,56 +360,6 @@ class LLM:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-class Stream:
-    """Pieces of text while they come. Leaving the loop, or Ctrl-C in it, ends the generation; what was said stays."""
-
-    def __init__(self, engine: Engine, request: Request) -> None:
-        self._engine, self._request = engine, request
-        self._running: Running | None = None
-        self._steps: Iterator[Running] | None = None
-
-    def __iter__(self) -> Iterator[str]:
-        if self._steps is None:
-            self._steps = self._begin()
-        sent = 0
-        try:
-            for running in self._steps:
-                self._running, text = running, running.request.stop
-                assert isinstance(text, Detokenizer)
-                now = text.visible() if running.finish is None else text.finish()
-                if len(now) > sent:
-                    yield now[sent:]
-                    sent = len(now)
-        finally:
-            self.close()
-
-    def _begin(self) -> Iterator[Running]:
-        return self._engine.run([self._request])
-
-    def cancel(self) -> None:
-        """End it after the step under way. Safe from another thread."""
-        self._request.cancel()
-
-    def close(self) -> None:
-        """End it now, between two steps; what was said stays. Leaving the loop over a stream closes it."""
-        if self._steps is None:
-            self._steps = iter(())
-        elif isinstance(self._steps, Generator):
-            self._steps.close()
-
-    @property
-    def stats(self) -> Stats | None:
-        """So far."""
-        return self._running.stats if self._running else None
-
-    @property
-    def result(self) -> Result:
-        """What was said, up to now or to the end."""
-        if self._running is None:
-            raise PromptError("nothing was generated yet: iterate over the stream first")
-        return result(self._running)
-
-
 class Chat:
     """A conversation: `messages` so far, and a cache that has already read them. Close it, or use it in a `with`.
 
@@ -475,18 +432,10 @@ class ChatStream(Stream):
             chat._reading.release()
 
 
-def result(sequence: Running) -> Result:
-    text, watch = sequence.request.stop, sequence.request.watch
-    return Result(
-        text=text.finish() if isinstance(text, Detokenizer) else "",
-        tokens=list(sequence.tokens),
-        finish_reason=sequence.finish or "cancelled",
-        stats=sequence.stats,
-        seed=sequence.request.seed,
-        sample=sequence.request.sample,
-        logprobs=list(sequence.logprobs) if sequence.request.logprobs is not None else None,
-        trace=watch.end(sequence) if isinstance(watch, Recorder) and sequence.finish else None,
-    )
+def arranged(results: list[Result], prompt: Any, n: int) -> Any:
+    """As `generate` hands them back: one for one prompt, else lists."""
+    groups: list[Any] = results if n == 1 else [results[i : i + n] for i in range(0, len(results), n)]
+    return groups if split_batch(prompt)[1] else groups[0]
 
 
 def names(given: str | Sequence[str]) -> list[str]:

@@ -18,6 +18,7 @@ class Stats:
     accepted: int = 0  # drafted tokens that were kept
     drafted_depth: int = 0  # of each step's tree, added up
     nodes_verified: int = 0
+    drafts: int = 0  # steps that verified some
     seconds: float = 0.0
     first_token_seconds: float = 0.0
     draft_seconds: float = 0.0
@@ -36,6 +37,7 @@ class Stats:
         self.accepted_lengths[len(path) - 1] = self.accepted_lengths.get(len(path) - 1, 0) + 1
         self.drafted_depth += tree.depth
         self.nodes_verified += len(tree) - 1
+        self.drafts += len(tree) > 1
         for name, (proposed, accepted) in tree.proposed(path).items() if tree.sources else ():
             source = self.by_source.setdefault(name, {"proposed": 0, "accepted": 0})
             source["proposed"] += proposed

@@ -19,7 +19,8 @@ from slipstream.errors import OptionError
 from slipstream.user_files import check_writable, told
 
 if TYPE_CHECKING:
-    from slipstream.llm import LLM, Result
+    from slipstream.answers import Result
+    from slipstream.llm import LLM
 
 
 def generate(

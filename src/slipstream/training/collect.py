@@ -19,10 +19,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from slipstream.answers import result
 from slipstream.engine import Sequence as Running
 from slipstream.engine import check_prompt
 from slipstream.errors import ContextError, OptionError, PromptError
-from slipstream.llm import LLM, result
+from slipstream.llm import LLM
 from slipstream.request import Request
 from slipstream.text import Prompt
 from slipstream.training.prompts import Question

@@ -1,0 +1,143 @@
+"""Answers: as a whole, and while they are written, in a loop of either kind."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Generator, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from slipstream.engine import Engine, TokenLogprobs
+from slipstream.engine import Sequence as Running
+from slipstream.errors import ModelError, PromptError
+from slipstream.request import Request
+from slipstream.service import Service, Updates
+from slipstream.stats import Stats
+from slipstream.text import Detokenizer
+from slipstream.trace.record import Recorder
+
+
+@dataclass(frozen=True)
+class Result:
+    """One answer."""
+
+    text: str  # without the stop string that ended it
+    tokens: list[int]  # every emitted token, the one that ended it included
+    finish_reason: str  # stop, length, cancelled
+    stats: Stats
+    seed: int  # what it was drawn with: pass seed and sample again to draw it again
+    sample: int = 0
+    logprobs: list[TokenLogprobs] | None = None
+    trace: list[dict[str, Any]] | None = None  # the lines of a trace file: see docs/trace-format.md
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "text": self.text,
+            "tokens": self.tokens,
+            "finish_reason": self.finish_reason,
+            "seed": self.seed,
+            "sample": self.sample,
+            **({} if self.logprobs is None else {"logprobs": [asdict(entry) for entry in self.logprobs]}),
+            "stats": self.stats.as_dict(),
+        }
+
+
+def result(sequence: Running) -> Result:
+    text, watch = sequence.request.stop, sequence.request.watch
+    return Result(
+        text=text.finish() if isinstance(text, Detokenizer) else "",
+        tokens=list(sequence.tokens),
+        finish_reason=sequence.finish or "cancelled",
+        stats=sequence.stats,
+        seed=sequence.request.seed,
+        sample=sequence.request.sample,
+        logprobs=list(sequence.logprobs) if sequence.request.logprobs is not None else None,
+        trace=watch.end(sequence) if isinstance(watch, Recorder) and sequence.finish else None,
+    )
+
+
+class Stream:
+    """Pieces of text while they come. Leaving the loop, or Ctrl-C in it, ends the generation; what was said stays."""
+
+    def __init__(self, engine: Engine, request: Request) -> None:
+        self._engine, self._request = engine, request
+        self._running: Running | None = None
+        self._steps: Iterator[Running] | None = None
+
+    def __iter__(self) -> Iterator[str]:
+        if self._steps is None:
+            self._steps = self._begin()
+        sent = 0
+        try:
+            for running in self._steps:
+                self._running, text = running, running.request.stop
+                assert isinstance(text, Detokenizer)
+                now = text.visible() if running.finish is None else text.finish()
+                if len(now) > sent:
+                    yield now[sent:]
+                    sent = len(now)
+        finally:
+            self.close()
+
+    def _begin(self) -> Iterator[Running]:
+        return self._engine.run([self._request])
+
+    def cancel(self) -> None:
+        """End it after the step under way. Safe from another thread."""
+        self._request.cancel()
+
+    def close(self) -> None:
+        """End it now, between two steps; what was said stays. Leaving the loop over a stream closes it."""
+        if self._steps is None:
+            self._steps = iter(())
+        elif isinstance(self._steps, Generator):
+            self._steps.close()
+
+    @property
+    def stats(self) -> Stats | None:
+        """So far."""
+        return self._running.stats if self._running else None
+
+    @property
+    def result(self) -> Result:
+        """What was said, up to now or to the end."""
+        if self._running is None:
+            raise PromptError("nothing was generated yet: iterate over the stream first")
+        return result(self._running)
+
+
+class AsyncStream:
+    """The same in an event loop: `async for` over text. Leaving the loop ends the answer; what was said stays."""
+
+    def __init__(self, service: Service, request: Request) -> None:
+        self._service, self._request = service, request
+        self._running: Running | None = None
+
+    async def __aiter__(self) -> AsyncIterator[str]:
+        async for update in Updates(self._service, self._request):
+            self._running = update.sequence
+            if update.error is not None:
+                raise update.error
+            if update.text:
+                yield update.text
+
+    def cancel(self) -> None:
+        """End it after the step under way. Safe from another thread."""
+        self._request.cancel()
+
+    @property
+    def result(self) -> Result:
+        """What was said."""
+        if self._running is None:
+            raise PromptError("this answer has not ended: iterate over the stream first")
+        return result(self._running)
+
+
+async def answered(service: Service, request: Request) -> Result:
+    """The whole answer, from an event loop."""
+    async for update in Updates(service, request, streams=False):
+        if update.error is not None:
+            raise update.error
+        if update.sequence is None:
+            raise ModelError("this LLM was closed before it could answer: make another")
+        return result(update.sequence)
+    raise AssertionError("a stream ends with an update that says so")

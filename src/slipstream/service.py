@@ -1,0 +1,407 @@
+"""Service: many callers, one engine. A thread of its own drives it; answers come to their callers as they grow.
+
+Requests wait in the order of their priority, then of their arrival. In each round one piece of the next prompt is read
+and all running answers go a step further: nobody who is answered waits for more than a piece of somebody else's prompt.
+Whatever fails, fails for its own request alone.
+
+Texts of finished answers stay read for a while: a request that begins with one of them, as the next turn of a chat
+does, reads what is new. Nothing passes from one collection to another, not even by how long it takes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+import logging
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from time import monotonic
+
+import torch
+
+from slipstream.engine import Engine, Kept, Sequence, TokenLogprobs, check_drafting, check_prompt
+from slipstream.errors import BusyError, ModelError
+from slipstream.request import Request
+from slipstream.stats import Stats
+from slipstream.text import Detokenizer
+
+log = logging.getLogger("slipstream")
+
+LINGER = 5.0  # seconds without work after which its thread ends; the next request starts another
+KEPT = 4  # texts that stay read at most: each holds memory for its whole length
+WORTH = 32  # tokens that a request must share with such a text: for fewer, taking it from another is not worth it
+
+
+@dataclass(frozen=True)
+class Update:
+    """What is new of an answer. `finish` comes once, with the last one; `error` where it failed."""
+
+    text: str  # characters that nothing takes back
+    tokens: list[int]
+    logprobs: list[TokenLogprobs]  # of these, if they were asked for
+    finish: str | None = None
+    error: Exception | None = None
+    sequence: Sequence | None = None  # with the last one, if its prompt was read
+
+
+@dataclass(eq=False)
+class Job:
+    """A request on its way."""
+
+    request: Request
+    deliver: Callable[[Update], None]  # called by the service's thread: it must not wait for anything
+    priority: int = 0  # smaller ones go first
+    deadline: float | None = None  # by `monotonic`
+    streams: bool = True  # whether it wants to hear of every step, or of the end alone
+    arrived: float = field(default_factory=monotonic)
+    sequence: Sequence | None = None  # once its prompt is read
+    over: bool = False
+    _texts: int = 0  # characters that were delivered
+    _tokens: int = 0
+
+    def new(self, finish: str | None = None, error: Exception | None = None) -> Update:
+        tokens = self.sequence.tokens[self._tokens :] if self.sequence else []
+        logprobs = self.sequence.logprobs[self._tokens :] if self.sequence else []
+        text, stop = "", self.request.stop
+        if isinstance(stop, Detokenizer):
+            text = (stop.visible() if finish is None else stop.finish())[self._texts :]
+        self._texts += len(text)
+        self._tokens += len(tokens)
+        ended = self.sequence if finish is not None else None
+        return Update(text, list(tokens), list(logprobs), finish, error, ended)
+
+
+@dataclass
+class Spread:
+    """How often a time was within each bound, as Prometheus counts."""
+
+    bounds: tuple[float, ...] = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+    counts: list[int] = field(default_factory=list)
+    sum: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.counts = [0] * (len(self.bounds) + 1)
+
+    def see(self, seconds: float, times: int = 1) -> None:
+        place = next((i for i, bound in enumerate(self.bounds) if seconds <= bound), len(self.bounds))
+        self.counts[place] += times
+        self.sum += times * seconds
+
+
+@dataclass
+class Counts:
+    """Of everything since the service began."""
+
+    requests: int = 0
+    refused: int = 0  # too many waited
+    ended: dict[str, int] = field(default_factory=dict)  # by why: stop, length, cancelled, failed, …
+    prompt_tokens: int = 0
+    found_tokens: int = 0  # of those, that were read before
+    new_tokens: int = 0
+    steps: int = 0
+    drafts: int = 0  # steps that verified something
+    nodes: int = 0  # that were verified
+    accepted: int = 0
+    by_depth: list[int] = field(default_factory=list)  # drafted tokens that were accepted at depth 1, 2, …
+    by_source: dict[str, dict[str, int]] = field(default_factory=dict)
+    first_token: Spread = field(default_factory=Spread)
+    per_token: Spread = field(default_factory=Spread)
+
+    def add(self, stats: Stats) -> None:
+        self.prompt_tokens += stats.prompt_tokens
+        self.new_tokens += stats.new_tokens
+        self.steps += stats.steps
+        self.nodes += stats.nodes_verified
+        self.accepted += stats.accepted
+        self.drafts += stats.drafts
+        longest = max(stats.accepted_lengths, default=0)
+        self.by_depth += [0] * (longest - len(self.by_depth))
+        for length, times in stats.accepted_lengths.items():
+            for depth in range(length):
+                self.by_depth[depth] += times
+        for name, counted in stats.by_source.items():
+            known = self.by_source.setdefault(name, {"proposed": 0, "accepted": 0})
+            for what, times in counted.items():
+                known[what] += times
+
+
+class Updates:
+    """An answer as it grows, for an event loop: submitted at once, then to be iterated over. Whoever leaves the loop,
+    or is cancelled in it, ends the answer."""
+
+    def __init__(
+        self,
+        service: Service,
+        request: Request,
+        *,
+        timeout: float | None = None,
+        priority: int = 0,
+        streams: bool = True,
+    ) -> None:
+        """timeout: seconds after which it ends with what it has, and the reason `timeout`."""
+        loop, self._service = asyncio.get_running_loop(), service
+        self._queue = asyncio.Queue[Update]()
+
+        def deliver(update: Update) -> None:
+            loop.call_soon_threadsafe(self._queue.put_nowait, update)
+
+        deadline = None if timeout is None else monotonic() + timeout
+        self.job = service.submit(Job(request, deliver, priority, deadline, streams))
+
+    async def __aiter__(self) -> AsyncIterator[Update]:
+        try:
+            while True:
+                update = await self._queue.get()
+                yield update
+                if update.finish is not None:
+                    return
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        if not self.job.over:
+            self._service.cancel(self.job)
+
+
+class Service:
+    def __init__(self, engine: Engine, max_waiting: int | None = None) -> None:
+        """max_waiting: requests that may wait; more are refused with BusyError. None: any number."""
+        self.engine, self.max_waiting = engine, max_waiting
+        self.counts = Counts()
+        self.running: list[Job] = []
+        self.reading: Job | None = None
+        self._pieces: Iterator[Sequence | None] = iter(())  # of the prompt that is being read
+        self._waiting: list[tuple[int, int, Job]] = []  # a heap: priority, number, request
+        self._numbers = itertools.count()
+        self._kept: list[tuple[str, Kept]] = []  # by collection, the latest last
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._closing: float | None = None  # when running answers are cancelled
+
+    # ---- for callers, from any thread
+
+    def submit(self, job: Job) -> Job:
+        """Refuses at once what can't be answered."""
+        check_prompt(job.request, self.engine.target)
+        check_drafting(job.request, self.engine.drafter)
+        with self._changed:
+            if self._closing is not None:
+                raise ModelError("this service is closing: it takes no more requests")
+            if self.max_waiting is not None and len(self._waiting) >= self.max_waiting:
+                self.counts.refused += 1
+                raise BusyError(f"{len(self._waiting)} requests wait already, which is as many as may: try again later")
+            self.counts.requests += 1
+            heapq.heappush(self._waiting, (job.priority, next(self._numbers), job))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="slipstream", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+        return job
+
+    def cancel(self, job: Job) -> None:
+        """It ends before its next step."""
+        job.request.cancel()
+        with self._changed:
+            self._changed.notify_all()
+
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    def close(self, within: float = 0.0) -> None:
+        """No more requests; those that run may end within so many seconds, those that wait are cancelled."""
+        with self._changed:
+            self._closing = monotonic() + within
+            self._changed.notify_all()
+            thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+        self._forget(0)
+
+    # ---- the thread
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                idle = not (self._waiting or self.running or self.reading)
+                if idle and self._closing is None:
+                    self._changed.wait(LINGER)
+                    idle = not self._waiting
+                if idle:
+                    self._thread = None
+                    return
+            try:
+                self._round()
+            except Exception as error:
+                log.exception("the service failed at something that is nobody's: all its requests end")
+                self._fail_all(error)
+
+    def _round(self) -> None:
+        """One piece of a prompt, and one step of everybody."""
+        self._drop_ended()
+        with self.engine.turn():
+            if self.reading is None and len(self.running) < self.engine.max_batch:
+                self._begin()
+            if self.reading is not None:
+                self._read()
+            if self.running:
+                self._step()
+
+    def _begin(self) -> None:
+        with self._changed:
+            if not self._waiting:
+                return
+            *_, job = heapq.heappop(self._waiting)
+        self.reading = job
+        kept, known = self._known(job.request)
+        if kept is not None and len(self._kept) >= KEPT:
+            self._forget(KEPT - 1)
+        self.counts.found_tokens += known
+        running = [other.sequence for other in self.running if other.sequence is not None]
+        self._pieces = self.engine.read(job.request, running, kept)
+
+    def _read(self) -> None:
+        job = self.reading
+        assert job is not None
+        try:
+            sequence = next(self._pieces)
+        except Exception as error:
+            self.reading = None
+            self._end(job, "failed", error)
+            return
+        if sequence is not None:
+            self.reading, job.sequence = None, sequence
+            self.counts.first_token.see(monotonic() - job.arrived)
+            self.running.append(job)
+            self._tell([job])
+
+    def _step(self) -> None:
+        sequences = [job.sequence for job in self.running if job.sequence is not None]
+        try:
+            self.engine.step(sequences)
+        except Exception as error:
+            if len(sequences) == 1:
+                sequences[0].error, sequences[0].finish = error, "failed"
+            else:
+                self._step_one_by_one(sequences)
+        self._tell(list(self.running))
+
+    def _step_one_by_one(self, sequences: list[Sequence]) -> None:
+        """Somebody's draft failed: who, shows when everybody goes alone."""
+        for sequence in sequences:
+            if sequence.finish is None:
+                try:
+                    self.engine.step([sequence])
+                except Exception as error:
+                    sequence.error, sequence.finish = error, "failed"
+
+    def _tell(self, jobs: list[Job]) -> None:
+        """Those that took a step: callers hear of it, and those that ended leave."""
+        for job in jobs:
+            sequence = job.sequence
+            assert sequence is not None
+            if sequence.finish is not None:
+                self.running.remove(job)
+                self._retire(job, sequence)
+            elif job.streams:
+                self._deliver(job, job.new())
+
+    def _retire(self, job: Job, sequence: Sequence) -> None:
+        kept = None
+        # In lower precision bits depend on where the reading of a long prompt began.
+        if sequence.finish not in ("cancelled", "failed") and self.engine.target.dtype == torch.float32:
+            kept = Kept()
+        self.engine.retire([sequence], kept)
+        if kept is not None:
+            self._kept.append((job.request.collection, kept))
+            self._forget(KEPT)
+        self.counts.add(sequence.stats)
+        if sequence.stats.new_tokens > 1:
+            later = sequence.stats.seconds - sequence.stats.first_token_seconds
+            self.counts.per_token.see(later / (sequence.stats.new_tokens - 1), sequence.stats.new_tokens - 1)
+        reason = sequence.finish or "stop"
+        late = reason == "cancelled" and job.deadline is not None and monotonic() > job.deadline
+        self._end(job, "timeout" if late else reason, sequence.error)
+
+    def _end(self, job: Job, finish: str, error: Exception | None = None) -> None:
+        job.over = True
+        self.counts.ended[finish] = self.counts.ended.get(finish, 0) + 1
+        self._deliver(job, job.new(finish, error))
+
+    def _deliver(self, job: Job, update: Update) -> None:
+        if not (update.text or update.tokens or update.finish):
+            return
+        try:
+            job.deliver(update)
+        except Exception:  # nobody listens any more: an event loop that was closed, say
+            job.request.cancel()
+
+    # ---- what nobody needs any more
+
+    def _drop_ended(self) -> None:
+        """Requests that were cancelled, or whose time is over."""
+        now = monotonic()
+        if self._closing is not None:
+            with self._changed:
+                waiting, self._waiting = self._waiting, []
+            for *_, job in waiting:
+                self._end(job, "cancelled")
+        with self._changed:
+            there = [job for *_, job in self._waiting] + self.running + ([self.reading] if self.reading else [])
+        for job in there:
+            late = job.deadline is not None and now > job.deadline
+            if late or (self._closing is not None and now > self._closing):
+                job.request.cancel()
+        with self._changed:
+            gone = [job for *_, job in self._waiting if job.request.cancelled]
+            if gone:
+                self._waiting = [each for each in self._waiting if not each[-1].request.cancelled]
+                heapq.heapify(self._waiting)
+        if self.reading is not None and self.reading.request.cancelled:
+            gone.append(self.reading)
+            self._stop_reading()
+        for job in gone:
+            late = job.deadline is not None and now > job.deadline
+            self._end(job, "timeout" if late else "cancelled")
+
+    def _stop_reading(self) -> None:
+        self.reading = None
+        with self.engine.turn():
+            self._pieces.close()  # type: ignore[attr-defined]  # a generator
+
+    def _fail_all(self, error: Exception) -> None:
+        if self.reading is not None:
+            job = self.reading
+            with suppress(Exception):
+                self._stop_reading()
+            self._end(job, "failed", error)
+        for job in list(self.running):
+            self.running.remove(job)
+            if job.sequence is not None and not job.over:
+                job.sequence.finish = job.sequence.finish or "failed"
+                with suppress(Exception), self.engine.turn():
+                    self.engine.retire([job.sequence])
+            if not job.over:
+                self._end(job, "failed", error)
+
+    # ---- texts that stay read
+
+    def _known(self, request: Request) -> tuple[Kept | None, int]:
+        """The kept text of this collection that a request shares most with, and how much that is."""
+        best, most = None, WORTH - 1
+        for collection, kept in self._kept:
+            if collection == request.collection and kept.slot is not None:
+                shared = kept.slot.shared(request.tokens[:-1])
+                if shared > most:
+                    best, most = kept, shared
+        if best is None:
+            return None, 0
+        self._kept = [each for each in self._kept if each[1] is not best]
+        return best, most
+
+    def _forget(self, at_most: int) -> None:
+        while len(self._kept) > at_most:
+            _, kept = self._kept.pop(0)
+            self.engine.forget(kept)

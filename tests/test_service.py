@@ -1,0 +1,248 @@
+"""Many callers, one engine: an answer under any load is the answer alone."""
+
+import asyncio
+import gc
+import itertools
+import random
+import threading
+import weakref
+from time import monotonic, sleep
+
+import pytest
+
+from slipstream import LLM, BusyError, ModelError, OptionError, PromptError
+from slipstream.service import Job, Service
+
+PROMPTS = [[5, 6, 7, 8] * 6, [9, 10, 11], [3] * 17, [20, 21, 22, 20, 21, 22, 20, 21], list(range(1, 41))]
+WAYS = [{}, {"temperature": 0.9, "seed": 7}, {"temperature": 1.3, "top_k": 20, "seed": 11}]
+
+
+@pytest.fixture(scope="module")
+def llm(tiny):
+    with LLM(tiny("llama"), drafter="suffix", max_batch=4) as found:
+        yield found
+
+
+def alone(llm, prompt, **options):
+    return llm.generate(prompt, ignore_eos=True, **options).tokens
+
+
+class Listener:
+    """What came for one request."""
+
+    def __init__(self, service, request, **how):
+        self.updates, self.ended = [], threading.Event()
+        self.job = service.submit(Job(request, self.hear, **how))
+
+    def hear(self, update):
+        self.updates.append(update)
+        if update.finish is not None:
+            self.ended.set()
+
+    def wait(self):
+        assert self.ended.wait(60), "no end in a minute"
+        return self.updates[-1]
+
+    @property
+    def tokens(self):
+        return [token for update in self.updates for token in update.tokens]
+
+
+class Raises:
+    """A processor that fails after some tokens."""
+
+    def __init__(self, after=5):
+        self.left = after
+
+    def __call__(self, ids, scores):  # noqa: ARG002
+        self.left -= 1
+        if self.left < 0:
+            raise ValueError("a processor that fails")
+        return scores
+
+
+def test_every_answer_is_the_one_it_has_alone(llm):
+    """Random arrivals, lengths, ways to draw and cancellations, from several threads."""
+    rng, service = random.Random(0), Service(llm.engine)
+    asked = [(rng.choice(PROMPTS), rng.choice(WAYS), rng.randint(1, 40)) for _ in range(60)]
+    expected = [alone(llm, p, max_new_tokens=n, **way) for p, way, n in asked]
+    dropped, found = set(rng.sample(range(len(asked)), 12)), {}
+
+    def some(which):
+        for i in which:
+            prompt, way, length = asked[i]
+            request = llm.request(prompt, max_new_tokens=length, ignore_eos=True, **way)
+            found[i] = Listener(service, request, priority=i % 3, streams=i % 2 == 0)
+            sleep(0.002 * (i % 3))
+            if i in dropped:
+                service.cancel(found[i].job)
+
+    threads = [threading.Thread(target=some, args=(range(start, len(asked), 4),)) for start in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for i, listener in found.items():
+        last = listener.wait()
+        assert last.error is None
+        if i in dropped and last.finish == "cancelled":
+            assert listener.tokens == expected[i][: len(listener.tokens)]
+        else:
+            assert listener.tokens == expected[i], (asked[i], last)
+    service.close()
+    assert not llm.engine._open
+    assert not service.running
+    assert all(slot is None for slot in llm.target._slots)
+    assert sum(service.counts.ended.values()) == service.counts.requests == len(asked)
+
+
+def test_prompts_are_read_in_pieces_beside_answers(tiny):
+    with LLM(tiny("llama"), drafter="none", max_batch=4) as llm:
+        llm.target.chunk = 8
+        service, log = Service(llm.engine), []
+        first = Listener(service, llm.request([1, 2, 3], max_new_tokens=400, ignore_eos=True))
+        while not first.updates:
+            sleep(0.001)
+        first.hear, hear = lambda update: (log.append("first"), hear(update)), first.hear
+        first.job.deliver = first.hear
+        long = [1 + i % 60 for i in range(80)]
+        second = Listener(service, llm.request(long, max_new_tokens=4, ignore_eos=True))
+        prefill = llm.target.prefill
+
+        def watched(slot, tokens, want):
+            for score in prefill(slot, tokens, want):
+                log.append("piece")
+                yield score
+
+        llm.target.prefill = watched
+        second.wait()
+        service.cancel(first.job)
+        first.wait()
+        pieces = [i for i, what in enumerate(log) if what == "piece"]
+        assert second.tokens == alone(llm, long, max_new_tokens=4)
+        for one, other in itertools.pairwise(pieces):
+            assert "first" in log[one:other]  # nobody waits for more than a piece
+        service.close()
+
+
+def test_what_fails_fails_alone(llm, monkeypatch):
+    service = Service(llm.engine)
+    good = [Listener(service, llm.request(p, max_new_tokens=30, ignore_eos=True)) for p in PROMPTS[:3]]
+    bad = Listener(service, llm.request(PROMPTS[3], max_new_tokens=30, ignore_eos=True, processors=[Raises()]))
+    assert str(bad.wait().error) == "a processor that fails"
+    assert bad.updates[-1].finish == "failed"
+    for prompt, listener in zip(PROMPTS, good, strict=False):
+        assert listener.wait().error is None
+        assert listener.tokens == alone(llm, prompt, max_new_tokens=30)
+    # A draft that fails for one sequence of a batch.
+    propose = type(llm.engine.drafter).propose
+
+    def picky(self, sessions, roots, budgets):
+        if any(session is victim for session in sessions):
+            raise RuntimeError("a drafter that fails")
+        return propose(self, sessions, roots, budgets)
+
+    victim = None
+    monkeypatch.setattr(type(llm.engine.drafter), "propose", picky)
+    good = [Listener(service, llm.request(p, max_new_tokens=60, ignore_eos=True)) for p in PROMPTS[:3]]
+    while not good[1].job.sequence:
+        sleep(0.001)
+    victim = good[1].job.sequence.session
+    assert str(good[1].wait().error) == "a drafter that fails"
+    for i in (0, 2):
+        assert good[i].wait().error is None
+        assert good[i].tokens == alone(llm, PROMPTS[i], max_new_tokens=60)
+    service.close()
+
+
+def test_a_smaller_priority_goes_first_and_too_many_are_refused(llm):
+    service, order = Service(llm.engine, max_waiting=3), []
+    with llm.engine.turn():  # nothing begins meanwhile
+        busy = []
+        for name, priority in (("late", 2), ("early", 0), ("middle", 1)):
+            listener = Listener(service, llm.request([1, 2], max_new_tokens=1), priority=priority)
+            listener.job.deliver = lambda update, name=name, it=listener: (order.append(name), it.hear(update))
+            busy.append(listener)
+        with pytest.raises(BusyError, match="3 requests wait already"):
+            service.submit(Job(llm.request([1, 2], max_new_tokens=1), print))
+    for listener in busy:
+        listener.wait()
+    assert order == ["early", "middle", "late"]
+    assert service.counts.refused == 1
+    service.close()
+    with pytest.raises(ModelError, match="closing"):
+        service.submit(Job(llm.request([1], max_new_tokens=1), print))
+
+
+def test_what_can_not_be_answered_is_refused_at_once(llm):
+    service = Service(llm.engine)
+    with pytest.raises(PromptError, match="empty"):
+        service.submit(Job(llm.request([], max_new_tokens=1), print))
+    with pytest.raises(OptionError, match="prediction"):
+        service.submit(Job(llm.request([1], prediction=[2], max_new_tokens=1), print))
+
+
+def test_an_answer_whose_time_is_over_ends(llm):
+    service = Service(llm.engine)
+    request = llm.request([1, 2, 3], max_new_tokens=100_000 // 50, ignore_eos=True)
+    listener = Listener(service, request, deadline=monotonic() + 0.05)
+    assert listener.wait().finish == "timeout"
+    service.close()
+
+
+def test_the_next_turn_of_a_chat_reads_what_is_new(llm):
+    service = Service(llm.engine)
+    prompt = [1 + i * i % 60 for i in range(60)]
+    first = Listener(service, llm.request(prompt, max_new_tokens=20, ignore_eos=True))
+    first.wait()
+    longer = [*prompt, *first.tokens, 5, 6, 7]
+    expected = alone(llm, longer, max_new_tokens=20)
+    other = Listener(service, llm.request(longer, max_new_tokens=20, ignore_eos=True, collection="another"))
+    other.wait()
+    assert service.counts.found_tokens == 0  # nothing passes between collections, time included
+    again = Listener(service, llm.request(longer, max_new_tokens=20, ignore_eos=True))
+    again.wait()
+    assert again.tokens == other.tokens == expected
+    assert service.counts.found_tokens == len(longer) - 4
+    service.close()
+    assert all(slot is None for slot in llm.target._slots)
+
+
+def test_in_an_event_loop(llm):
+    async def main():
+        expected = [alone(llm, p, max_new_tokens=20) for p in PROMPTS]
+        answers = await asyncio.gather(*(llm.agenerate(p, max_new_tokens=20, ignore_eos=True) for p in PROMPTS * 3))
+        assert [a.tokens for a in answers] == expected * 3
+        many = await llm.agenerate(PROMPTS[:2], n=2, max_new_tokens=8, ignore_eos=True)
+        assert [[r.tokens for r in group] for group in many] == [[e[:8]] * 2 for e in expected[:2]]
+        stream = llm.astream(PROMPTS[0], max_new_tokens=20, ignore_eos=True)
+        async for _ in stream:
+            pass
+        assert stream.result.tokens == expected[0]
+        with pytest.raises(ValueError, match="a processor that fails"):
+            await llm.agenerate(PROMPTS[0], max_new_tokens=20, processors=[Raises()])
+        task = asyncio.create_task(llm.agenerate(PROMPTS[0], max_new_tokens=1000, ignore_eos=True))
+        await asyncio.sleep(0.05)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        for _ in range(1000):
+            if not llm.service.running:
+                break
+            await asyncio.sleep(0.01)
+        assert not llm.service.running  # a cancelled task ends its answer
+
+    asyncio.run(main())
+
+
+def test_it_is_given_back_with_its_llm(tiny, monkeypatch):
+    monkeypatch.setattr("slipstream.service.LINGER", 0.05)
+    llm = LLM(tiny("llama"), drafter="none")
+    assert asyncio.run(llm.agenerate([1, 2], max_new_tokens=3, ignore_eos=True)).tokens
+    thread, gone = llm.service._thread, weakref.ref(llm.engine)
+    if thread is not None:
+        thread.join(10)
+        assert not thread.is_alive()  # it does not wait for ever
+    del llm
+    gc.collect()
+    assert gone() is None

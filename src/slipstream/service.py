@@ -41,6 +41,7 @@ class Update:
 
     text: str  # characters that nothing takes back
     tokens: list[int]
+    ends: list[int]  # of a stream, after each of these tokens: the characters of the whole answer that are certain
     logprobs: list[TokenLogprobs]  # of these, if they were asked for
     finish: str | None = None
     error: Exception | None = None
@@ -65,13 +66,14 @@ class Job:
     def new(self, finish: str | None = None, error: Exception | None = None) -> Update:
         tokens = self.sequence.tokens[self._tokens :] if self.sequence else []
         logprobs = self.sequence.logprobs[self._tokens :] if self.sequence else []
-        text, stop = "", self.request.stop
+        text, ends, stop = "", list[int](), self.request.stop
         if isinstance(stop, Detokenizer):
             text = (stop.visible() if finish is None else stop.finish())[self._texts :]
+            ends = stop.lengths[self._tokens :] if self.streams else []
         self._texts += len(text)
         self._tokens += len(tokens)
         ended = self.sequence if finish is not None else None
-        return Update(text, list(tokens), list(logprobs), finish, error, ended)
+        return Update(text, list(tokens), ends, list(logprobs), finish, error, ended)
 
 
 @dataclass

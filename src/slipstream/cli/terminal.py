@@ -34,6 +34,7 @@ def open_llm(
     trust: bool,
     compile: bool = False,
     shown: bool = True,
+    max_batch: int = 16,
 ) -> LLM:
     """The model and drafter that the options name; a misspelt one is refused before anything is loaded. shown: whether
     the screen is free to tell that it takes a while."""
@@ -48,7 +49,14 @@ def open_llm(
         from slipstream.llm import load
 
         llm = load(
-            model, drafter=drafter, dtype=dtype, device=device, trust_remote_code=trust, compile=compile, **options
+            model,
+            drafter=drafter,
+            dtype=dtype,
+            device=device,
+            trust_remote_code=trust,
+            compile=compile,
+            max_batch=max_batch,
+            **options,
         )
     with suppress(OSError):
         (cache_folder() / PREPARED).touch()

@@ -1,0 +1,73 @@
+"""serve: a model behind OpenAI's API."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from slipstream.cli import options as o
+from slipstream.cli.terminal import err, open_llm
+from slipstream.errors import OptionError
+
+
+def serve(
+    model: Annotated[
+        str | None, typer.Argument(help="A hub id, a folder or a .gguf file. Default: the embedded model.")
+    ] = None,
+    host: Annotated[str, typer.Option(help="Where to listen. 0.0.0.0: for other machines too.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8000,
+    drafter: o.DrafterName = "auto",
+    option: o.DrafterOption = None,
+    drafter_path: o.DrafterPath = None,
+    head: o.Heads = None,
+    dtype: o.Dtype = None,
+    device: o.Device = None,
+    name: Annotated[str | None, typer.Option(help="What clients call the model. Default: its own name.")] = None,
+    max_batch: Annotated[int, typer.Option(min=1, help="Answers written at a time at most.")] = 16,
+    max_waiting: Annotated[int, typer.Option(min=0, help="Requests that may wait; more are told to try later.")] = 256,
+    max_tokens: Annotated[int, typer.Option(min=1, help="The longest answer.")] = 4096,
+    max_prompt: Annotated[int | None, typer.Option(min=1, help="The longest prompt. Default: the context.")] = None,
+    max_seconds: Annotated[float, typer.Option(min=0.1, help="For an answer, waiting included.")] = 600.0,
+    max_body: Annotated[int, typer.Option(min=1024, help="Bytes of a request.")] = 4 << 20,
+    grace: Annotated[float, typer.Option(min=0, help="Seconds for running answers to end in, when stopped.")] = 30.0,
+    api_key: Annotated[
+        str | None, typer.Option(help="What clients must send. Better: the variable SLIPSTREAM_API_KEY.")
+    ] = None,
+    learn: Annotated[bool, typer.Option("--learn", help="Append the answers to the drafter's store.")] = False,
+    log_requests: Annotated[bool, typer.Option("--log-requests", help="A line for each; never what it says.")] = False,
+    compile: o.Compile = False,
+    trust_remote_code: o.Trust = False,
+) -> None:
+    """Serve a model over OpenAI's API, with a page that shows what it does."""
+    try:
+        import uvicorn
+
+        from slipstream.server.app import Server
+    except ImportError as error:
+        raise OptionError(f"{error.name} is missing: pip install 'slipstream-llm[serve]'") from error
+    from slipstream.server.asking import Limits
+
+    words = o.with_path(option, drafter_path, head) + (["learn=true"] if learn else [])
+    llm = open_llm(model, drafter, words, dtype, device, trust_remote_code, compile, max_batch=max_batch)
+    called = name or (Path(llm.name).name if model is not None else llm.name.rpartition("/")[2])
+    limits = Limits(max_body, max_prompt, max_tokens, max_waiting, max_seconds)
+    key = api_key or os.environ.get("SLIPSTREAM_API_KEY") or None
+    server = Server(llm, called, limits, key)
+    config = uvicorn.Config(
+        server.app,
+        host=host,
+        port=port,
+        log_level="warning",
+        access_log=log_requests,
+        timeout_graceful_shutdown=max(1, round(grace)),
+        server_header=False,
+    )
+    running = uvicorn.Server(config)
+    sockets = [config.bind_socket()]
+    where = f"http://{host}:{sockets[0].getsockname()[1]}"
+    err.print(f"{called} is served at {where}/v1, its page at {where}/; Ctrl-C stops", markup=False)
+    running.run(sockets=sockets)
+    llm.close()

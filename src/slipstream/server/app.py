@@ -1,0 +1,350 @@
+"""The server: OpenAI's API over HTTP, on one service."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from functools import partial
+from importlib.resources import files
+from time import time
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.exceptions import HTTPException
+
+from slipstream.colours import COLOURS, OTHERS, colour
+from slipstream.llm import LLM
+from slipstream.server import bodies, metrics
+from slipstream.server import schema as s
+from slipstream.server.asking import Asked, Asking, Limits, as_message
+from slipstream.server.errors import Refused, invalid, refusal
+from slipstream.service import Service, Update, Updates
+from slipstream.version import __version__
+
+log = logging.getLogger("slipstream.server")
+
+PAGE = {"": ("live.html", "text/html"), "live.css": ("live.css", "text/css"), "live.js": ("live.js", "text/javascript")}
+OPEN = ("/health", "/", "/live.css", "/live.js", "/favicon.ico")  # for everybody, whatever the key
+SAFE = {"Content-Security-Policy": "default-src 'self'", "X-Content-Type-Options": "nosniff"}
+
+
+class Server:
+    """A model behind the API. `app` is what an ASGI server runs."""
+
+    def __init__(self, llm: LLM, name: str, limits: Limits | None = None, key: str | None = None) -> None:
+        """name: what clients call the model. key: what they must know, if anything."""
+        self.llm, self.name, self.limits, self.key = llm, name, limits or Limits(), key
+        self.service = Service(llm.engine, self.limits.waiting)
+        self.asking = Asking(llm, self.limits)
+        self.started = int(time())
+        self._beside = ThreadPoolExecutor(1, "tokenising")
+        self.app = FastAPI(
+            title="slipstream", version=__version__, lifespan=self._lifespan, docs_url=None, redoc_url=None
+        )
+        self.app.add_exception_handler(RequestValidationError, self._invalid)
+        self.app.add_exception_handler(Refused, self._refused)
+        self.app.add_exception_handler(HTTPException, self._http)
+        self.app.add_exception_handler(Exception, self._failed)
+        self._routes()
+        self.app.add_middleware(BodyLimit, most=self.limits.body)
+
+    @asynccontextmanager
+    async def _lifespan(self, _: FastAPI) -> AsyncIterator[None]:
+        try:
+            yield
+        finally:
+            await asyncio.to_thread(self.service.close)
+            self._beside.shutdown()
+
+    # ---- routes
+
+    def _routes(self) -> None:
+        app = self.app
+        app.middleware("http")(self._guard)
+        app.post("/v1/chat/completions")(self.chat)
+        app.post("/v1/completions")(self.completions)
+        app.post("/v1/responses")(self.responses)
+        app.get("/v1/models")(self.models)
+        app.get("/v1/models/{name:path}")(self.model)
+        app.post("/tokenize")(self.tokenize)
+        app.post("/detokenize")(self.detokenize)
+        app.get("/health")(self.health)
+        app.get("/metrics", response_class=PlainTextResponse)(self.metrics)
+        app.get("/live")(self.live)
+        for path, (file, kind) in PAGE.items():
+            text = files("slipstream.server").joinpath(file).read_text("utf-8")
+            page = partial(Response, text, media_type=kind, headers=SAFE)
+            app.get(f"/{path}", include_in_schema=False)(lambda page=page: page())
+
+    async def chat(self, body: s.ChatRequest, http: Request) -> Any:
+        made = bodies.Chat(self._named(body.model), body, self._decode)
+        return await self._answer(body, http, partial(self.asking.chat, body), made)
+
+    async def completions(self, body: s.CompletionRequest, http: Request) -> Any:
+        made = bodies.Completion(self._named(body.model), body, self._decode)
+        return await self._answer(body, http, partial(self.asking.completion, body), made)
+
+    async def responses(self, body: s.ResponseRequest, http: Request) -> Any:
+        made = bodies.Response(self._named(body.model), body)
+        return await self._answer(body, http, partial(self.asking.response, body), made)
+
+    async def models(self) -> Any:
+        return {"object": "list", "data": [self._model()]}
+
+    async def model(self, name: str) -> Any:
+        self._named(name)
+        return self._model()
+
+    async def tokenize(self, body: s.TokenizeRequest) -> Any:
+        self._named(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise Refused(400, "give prompt or messages", "prompt", "missing_required_parameter")
+        tokens = await self._aside(partial(self._tokens, body))
+        return {"tokens": tokens, "count": len(tokens), "max_model_len": self.llm.target.context}
+
+    async def detokenize(self, body: s.DetokenizeRequest) -> Any:
+        self._named(body.model)
+        last = self.llm.target.vocabulary - 1
+        if bad := [token for token in body.tokens if token > last]:
+            raise Refused(400, f"tokens name {bad[:5]}: ids lie in 0..{last}", "tokens", "invalid_value")
+        return {"prompt": await self._aside(partial(self.llm.tokenizer.decode, body.tokens))}
+
+    async def health(self) -> Any:
+        return {"status": "ok"}
+
+    async def metrics(self) -> Response:
+        return PlainTextResponse(metrics.exposition(self.service), media_type="text/plain; version=0.0.4")
+
+    async def live(self) -> Any:
+        """What the page shows."""
+        service, counts = self.service, metrics.so_far(self.service)
+        jobs = [*service.running, *([service.reading] if service.reading else [])]
+        return {
+            "model": self.name,
+            "drafter": self.llm.engine.name,
+            "device": str(self.llm.target.device),
+            "dtype": str(self.llm.target.dtype).removeprefix("torch."),
+            "running": [running(job) for job in jobs],
+            "waiting": service.waiting(),
+            "max_batch": self.llm.engine.max_batch,
+            "cache": {"used": len(jobs), "total": self.llm.engine.max_batch},
+            "totals": {
+                "requests": counts.requests,
+                "finished": sum(counts.ended.values()),
+                "failed": counts.ended.get("failed", 0),
+                "cancelled": counts.ended.get("cancelled", 0),
+                "prompt_tokens": counts.prompt_tokens,
+                "new_tokens": counts.new_tokens,
+                "steps": counts.steps,
+                "seconds": time() - self.started,
+                "by_source": counts.by_source,
+            },
+            "colours": {name: light_dark(name) for name in [*COLOURS, *counts.by_source]},
+        }
+
+    # ---- answering
+
+    async def _answer(self, body: s.Sampled, http: Request, ask: Callable[[], Asked], made: Any) -> Any:
+        asked = await self._aside(ask)
+        choices = [bodies.Choice(i, asked) for i in range(len(asked.requests))]
+        answers: list[Updates] = []
+        try:
+            for request in asked.requests:
+                answers.append(
+                    Updates(
+                        self.service,
+                        request,
+                        timeout=self.limits.seconds,
+                        priority=body.priority,
+                        streams=body.stream,
+                    )
+                )
+        except BaseException:
+            for answer in answers:
+                answer.close()
+            raise
+        updates = told(merged(choices, answers))
+        if body.stream:
+            events = safely(made.events(updates, choices))
+            return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        await until_left(http, finished(updates), answers)
+        return JSONResponse(made.answer(choices))
+
+    async def _aside(self, work: Callable[[], Any]) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._beside, work)
+
+    def _tokens(self, body: s.TokenizeRequest) -> list[int]:
+        if body.messages is not None:
+            return self.asking.encode([as_message(m) for m in body.messages], [])
+        return list(self.llm.tokenizer(body.prompt, add_special_tokens=body.add_special_tokens)["input_ids"])
+
+    def _named(self, model: str | None) -> str:
+        if model is not None and model != self.name:
+            raise Refused(404, f"there is no model {model!r} here: {self.name!r} is served", "model", "model_not_found")
+        return self.name
+
+    def _model(self) -> dict[str, Any]:
+        found = {"id": self.name, "object": "model", "created": self.started, "owned_by": "slipstream"}
+        return {**found, "max_model_len": self.llm.target.context}
+
+    def _decode(self, token: int) -> str:
+        return str(self.llm.tokenizer.decode([token]))
+
+    # ---- whom to answer, and with what
+
+    async def _guard(self, request: Request, go_on: Callable[[Request], Awaitable[Response]]) -> Response:
+        if self.key is not None and request.url.path not in OPEN:
+            given = request.headers.get("authorization", "").removeprefix("Bearer ")
+            if not hmac.compare_digest(given.encode(), self.key.encode()):
+                message = "this server needs an API key: send it as 'Authorization: Bearer …'"
+                return Refused(401, message, code="invalid_api_key").response()
+        return await go_on(request)
+
+    async def _invalid(self, _: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        return invalid(error).response()
+
+    async def _refused(self, _: Request, error: Exception) -> Response:
+        return refusal(error).response()
+
+    async def _http(self, request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        message = f"{request.method} {request.url.path}: {error.detail}"
+        return Refused(error.status_code, message).response()
+
+    async def _failed(self, _: Request, error: Exception) -> Response:
+        found = refusal(error)
+        if found.status == 500:
+            log.error("a request failed", exc_info=error)
+        return found.response()
+
+
+class BodyLimit:
+    """Refuses bodies that are too large, before or while they come."""
+
+    def __init__(self, app: Any, most: int) -> None:
+        self.app, self.most = app, most
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        refused = Refused(413, f"the body has more than the {self.most} bytes that this server reads")
+        length = dict(scope["headers"]).get(b"content-length", b"0")
+        if not length.isdigit() or int(length) > self.most:
+            await refused.response()(scope, receive, send)
+            return
+        read = 0
+
+        async def counted() -> Any:
+            nonlocal read
+            message = await receive()
+            read += len(message.get("body", b""))
+            if read > self.most:
+                raise refused
+            return message
+
+        await self.app(scope, counted, send)
+
+
+async def merged(
+    choices: Sequence[bodies.Choice], answers: Sequence[Updates]
+) -> AsyncIterator[tuple[bodies.Choice, Update]]:
+    """The updates of several answers as they come."""
+    queue = asyncio.Queue[tuple[bodies.Choice, Update]]()
+
+    async def pump(choice: bodies.Choice, answer: Updates) -> None:
+        async for update in answer:
+            queue.put_nowait((choice, update))
+
+    tasks = [asyncio.create_task(pump(*each)) for each in zip(choices, answers, strict=True)]
+    try:
+        left = len(tasks)
+        while left:
+            choice, update = await queue.get()
+            left -= update.finish is not None
+            yield choice, update
+    finally:
+        for task in tasks:
+            task.cancel()
+        for answer in answers:
+            answer.close()
+
+
+async def told(updates: AsyncIterator[tuple[bodies.Choice, Update]]) -> AsyncIterator[tuple[bodies.Choice, Update]]:
+    """What ended without being an answer is raised."""
+    async for choice, update in updates:
+        if update.error is not None:
+            if refusal(update.error).status == 500:
+                log.error("an answer failed", exc_info=update.error)
+            raise refusal(update.error)
+        if update.finish == "timeout":
+            raise Refused(504, "the answer took longer than this server allows: ask for fewer tokens")
+        if update.finish == "cancelled":
+            raise Refused(503, "this server is shutting down")
+        yield choice, update
+
+
+async def finished(updates: AsyncIterator[tuple[bodies.Choice, Update]]) -> None:
+    async for choice, update in updates:
+        choice.take(update)
+
+
+async def safely(events: AsyncIterator[str]) -> AsyncIterator[str]:
+    """A stream that fails says so in an event: its status was sent long ago."""
+    try:
+        async for each in events:
+            yield each
+    except Exception as error:
+        found = refusal(error)
+        if found.status == 500:
+            log.error("a stream failed", exc_info=error)
+        yield bodies.event(found.body())
+        yield bodies.DONE
+
+
+async def until_left(http: Request, work: Any, answers: Sequence[Updates]) -> None:
+    """Do that, unless the client leaves before: then its answers end."""
+    task = asyncio.create_task(work)
+
+    async def watch() -> None:
+        while (await http.receive())["type"] != "http.disconnect":
+            pass
+
+    watching = asyncio.create_task(watch())
+    try:
+        await asyncio.wait({task, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise Refused(499, "the client left")
+        await task
+    finally:
+        watching.cancel()
+        task.cancel()
+        for answer in answers:
+            answer.close()
+
+
+def running(job: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {"id": f"{id(job):x}", "prompt_tokens": len(job.request.tokens), "state": "reading"}
+    stats = job.sequence.stats if job.sequence is not None else None
+    return found | {
+        "state": "reading" if stats is None else "writing",
+        "new_tokens": stats.new_tokens if stats else 0,
+        "seconds": round(stats.seconds, 3) if stats else 0.0,
+        "steps": stats.steps if stats else 0,
+        "tokens_per_step": round(stats.tokens_per_step, 3) if stats else 0.0,
+        "by_source": dict(stats.by_source) if stats else {},
+    }
+
+
+def light_dark(name: str) -> str:
+    """A drafter's colour on either screen."""
+    variable = colour(name).removeprefix("--of-")
+    light, dark = COLOURS[variable] if variable in COLOURS else OTHERS[int(variable.removeprefix("other"))]
+    return f"light-dark({light}, {dark})"

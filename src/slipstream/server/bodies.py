@@ -1,0 +1,348 @@
+"""What clients get: whole answers, and the events of streams, as OpenAI's API has them."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from time import time
+from typing import Any
+
+from slipstream.engine import Sequence as Running
+from slipstream.engine import TokenLogprobs
+from slipstream.server import schema as s
+from slipstream.server.asking import Asked, SourceWatch
+from slipstream.server.tool_calls import CallArguments, CallBegins, Content, Delta, ToolCall, forced_call
+from slipstream.service import Update
+
+DONE = "data: [DONE]\n\n"
+Decode = Callable[[int], str]
+
+
+def event(body: Mapping[str, Any], name: str | None = None) -> str:
+    """One server-sent event."""
+    head = f"event: {name}\n" if name else ""
+    return f"{head}data: {json.dumps(body, ensure_ascii=False)}\n\n"
+
+
+@dataclass
+class Choice:
+    """One answer while it comes."""
+
+    index: int
+    asked: Asked
+    text: str = ""
+    calls: list[ToolCall] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish: str = ""
+    running: Running | None = None
+
+    def __post_init__(self) -> None:
+        self._parser = self.asked.parser() if self.asked.parser is not None else None
+        self._forced = ""
+        self._told = 0  # characters, and tokens, of the stream so far
+        self._tokens = 0
+
+    def take(self, update: Update) -> list[Delta]:
+        """What is new: content and calls."""
+        self.logprobs += update.logprobs
+        deltas = self._deltas(update)
+        for delta in deltas:
+            match delta:
+                case Content():
+                    self.text += delta.text
+                case CallBegins():
+                    self.calls.append(ToolCall(delta.name, ""))
+                case CallArguments():
+                    last = self.calls[delta.index]
+                    self.calls[delta.index] = ToolCall(last.name, last.arguments + delta.piece)
+        if update.finish is not None:
+            self.running = update.sequence
+            self.finish = "tool_calls" if self.calls and update.finish == "stop" else update.finish
+        return deltas
+
+    def _deltas(self, update: Update) -> list[Delta]:
+        if self.asked.forced:
+            self._forced += update.text
+            if update.finish is None:
+                return []
+            call = forced_call(self._forced)
+            if call is None:  # cut short
+                return [Content(self._forced)]
+            return [CallBegins(0, call.name), CallArguments(0, call.arguments)]
+        if self._parser is None:
+            return [Content(update.text)] if update.text else []
+        return [*self._parser.feed(update.text), *(self._parser.finish() if update.finish is not None else [])]
+
+    def pieces(self, update: Update, watch: SourceWatch) -> list[dict[str, Any]]:
+        """The text of an update token by token, and whose draft each was."""
+        found, start = [], self._told
+        for end in update.ends:
+            at, to = self._told - start, max(self._told, end) - start
+            source = watch.names[self._tokens] if self._tokens < len(watch.names) else None
+            if to > at:
+                found.append({"text": update.text[at:to], "source": source})
+            self._told, self._tokens = start + to, self._tokens + 1
+        if rest := update.text[self._told - start :]:
+            found.append({"text": rest, "source": None})
+            self._told += len(rest)
+        return found
+
+
+def usage(choices: Sequence[Choice]) -> dict[str, Any]:
+    """Prompts are counted once for all answers to them, as OpenAI does."""
+    stats = [c.running.stats for c in choices if c.running is not None]
+    prompts = {tuple(r.tokens): len(r.tokens) for c in choices for r in c.asked.requests}
+    new = sum(each.new_tokens for each in stats)
+    details: dict[str, Any] = {}
+    if choices[0].asked.predicted:
+        accepted = sum(each.by_source.get("prediction", {}).get("accepted", 0) for each in stats)
+        predicted = choices[0].asked.predicted * len(stats)
+        details["completion_tokens_details"] = {
+            "accepted_prediction_tokens": accepted,
+            "rejected_prediction_tokens": max(0, predicted - accepted),
+        }
+    prompt = sum(prompts.values())
+    return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new, **details}
+
+
+def own_stats(choices: Sequence[Choice]) -> dict[str, Any]:
+    """What slipstream tells of itself, if it is asked."""
+    found = [c.running.stats for c in choices if c.running is not None]
+    steps, new = sum(each.steps for each in found), sum(each.new_tokens for each in found)
+    by_source: dict[str, dict[str, int]] = {}
+    for each in found:
+        for name, counted in each.by_source.items():
+            known = by_source.setdefault(name, {"proposed": 0, "accepted": 0})
+            for what, times in counted.items():
+                known[what] += times
+    return {
+        "tokens_per_step": round(new / steps, 4) if steps else 0.0,
+        "exact": all(each.exact for each in found),
+        "by_source": by_source,
+    }
+
+
+def chat_logprobs(found: Sequence[TokenLogprobs], decode: Decode) -> dict[str, Any]:
+    def entry(token: int, logprob: float) -> dict[str, Any]:
+        text = decode(token)
+        return {"token": text, "logprob": max(-9999.0, logprob), "bytes": list(text.encode())}
+
+    return {
+        "content": [
+            entry(each.token, each.logprob) | {"top_logprobs": [entry(t, p) for t, p in each.top.items()]}
+            for each in found
+        ],
+        "refusal": None,
+    }
+
+
+def completion_logprobs(found: Sequence[TokenLogprobs], decode: Decode, offset: int) -> dict[str, Any]:
+    texts = [decode(each.token) for each in found]
+    offsets = [offset + sum(map(len, texts[:i])) for i in range(len(texts))]
+    return {
+        "tokens": texts,
+        "token_logprobs": [max(-9999.0, each.logprob) for each in found],
+        "top_logprobs": [{decode(t): max(-9999.0, p) for t, p in each.top.items()} for each in found],
+        "text_offset": offsets,
+    }
+
+
+class Chat:
+    """The bodies of /v1/chat/completions."""
+
+    whole, part, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+
+    def __init__(self, model: str, body: s.Completed, decode: Decode) -> None:
+        self.body, self.decode = body, decode
+        self.head = {"id": f"{self.prefix}-{secrets.token_hex(12)}", "created": int(time()), "model": model}
+
+    def answer(self, choices: Sequence[Choice]) -> dict[str, Any]:
+        found = {
+            **self.head,
+            "object": self.whole,
+            "choices": [self.choice(c) for c in choices],
+            "usage": usage(choices),
+        }
+        if self.body.slipstream.stats:
+            found["slipstream"] = own_stats(choices)
+        return found
+
+    def choice(self, choice: Choice) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": choice.text or None if choice.calls else choice.text}
+        if choice.calls:
+            message["tool_calls"] = [call_body(call) for call in choice.calls]
+        found = {"index": choice.index, "message": message, "finish_reason": choice.finish, "logprobs": None}
+        if isinstance(self.body, s.ChatRequest) and self.body.logprobs:
+            found["logprobs"] = chat_logprobs(choice.logprobs, self.decode)
+        return found
+
+    async def events(
+        self, updates: AsyncIterator[tuple[Choice, Update]], choices: Sequence[Choice]
+    ) -> AsyncIterator[str]:
+        for choice in choices:
+            yield self.chunk(choice.index, self.opening())
+        async for choice, update in updates:
+            deltas = choice.take(update)
+            bodies = [self.delta(delta) for delta in deltas]
+            extras = self.extras(choice, update)
+            logprobs = self.logprobs(choice, update)
+            for i, body in enumerate(bodies or ([{}] if extras or logprobs else [])):
+                first = i == 0
+                yield self.chunk(choice.index, body, logprobs if first else None, None, extras if first else None)
+            if update.finish is not None:
+                told = own_stats([choice]) if self.body.slipstream.stats else None
+                last = {"stats": told} if told else None
+                yield self.chunk(choice.index, self.closing(), None, choice.finish, last)
+        options = self.body.stream_options
+        if options is not None and options.include_usage:
+            yield event({**self.head, "object": self.part, "choices": [], "usage": usage(choices)})
+        yield DONE
+
+    def extras(self, choice: Choice, update: Update) -> dict[str, Any] | None:
+        if not choice.asked.sources:
+            return None
+        return {"tokens": choice.pieces(update, choice.asked.sources[choice.index])}
+
+    def logprobs(self, choice: Choice, update: Update) -> Any:  # noqa: ARG002
+        wanted = isinstance(self.body, s.ChatRequest) and self.body.logprobs and update.logprobs
+        return chat_logprobs(update.logprobs, self.decode) if wanted else None
+
+    def opening(self) -> dict[str, Any]:
+        return {"role": "assistant", "content": ""}
+
+    def closing(self) -> dict[str, Any]:
+        return {}
+
+    def delta(self, delta: Delta) -> dict[str, Any]:
+        match delta:
+            case Content():
+                return {"content": delta.text}
+            case CallBegins():
+                return {"tool_calls": [{"index": delta.index, **call_body(ToolCall(delta.name, ""))}]}
+            case CallArguments():
+                return {"tool_calls": [{"index": delta.index, "function": {"arguments": delta.piece}}]}
+
+    def chunk(self, index: int, delta: Any, logprobs: Any = None, finish: str | None = None, extras: Any = None) -> str:
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
+        body = {**self.head, "object": self.part, "choices": [choice]}
+        return event(body | ({"slipstream": extras} if extras else {}))
+
+
+class Completion(Chat):
+    """The bodies of /v1/completions."""
+
+    whole, part, prefix = "text_completion", "text_completion", "cmpl"
+
+    def choice(self, choice: Choice) -> dict[str, Any]:
+        found = {"index": choice.index, "text": choice.text, "finish_reason": choice.finish, "logprobs": None}
+        if choice.asked.requests[0].logprobs is not None:
+            found["logprobs"] = completion_logprobs(choice.logprobs, self.decode, 0)
+        return found
+
+    def logprobs(self, choice: Choice, update: Update) -> Any:
+        wanted = choice.asked.requests[0].logprobs is not None and update.logprobs
+        return (
+            completion_logprobs(update.logprobs, self.decode, len(choice.text) - len(update.text)) if wanted else None
+        )
+
+    def opening(self) -> Any:
+        return ""
+
+    def closing(self) -> Any:
+        return ""
+
+    def delta(self, delta: Delta) -> Any:
+        return delta.text if isinstance(delta, Content) else ""
+
+    def chunk(self, index: int, delta: Any, logprobs: Any = None, finish: str | None = None, extras: Any = None) -> str:
+        choice = {"index": index, "text": delta or "", "logprobs": logprobs, "finish_reason": finish}
+        body = {**self.head, "object": self.part, "choices": [choice]}
+        return event(body | ({"slipstream": extras} if extras else {}))
+
+
+class Response:
+    """The bodies of /v1/responses."""
+
+    def __init__(self, model: str, body: s.ResponseRequest) -> None:
+        self.body, self.id, self.item = body, f"resp_{secrets.token_hex(12)}", f"msg_{secrets.token_hex(12)}"
+        self.model, self.created = model, int(time())
+
+    def answer(self, choices: Sequence[Choice], status: str | None = None) -> dict[str, Any]:
+        (choice,) = choices
+        cut = choice.finish == "length"
+        done = status is None
+        found: dict[str, Any] = {
+            "id": self.id,
+            "object": "response",
+            "created_at": self.created,
+            "model": self.model,
+            "status": status or ("incomplete" if cut else "completed"),
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if done and cut else None,
+            "instructions": self.body.instructions,
+            "max_output_tokens": self.body.max_output_tokens,
+            "metadata": self.body.metadata or {},
+            "output": [self.message(choice)] if done else [],
+            "parallel_tool_calls": False,
+            "temperature": self.body.temperature,
+            "text": {"format": self.body.text.format.model_dump(by_alias=True, exclude_none=True)},
+            "tool_choice": "auto",
+            "tools": [],
+            "top_p": self.body.top_p,
+            "usage": self.usage(choices) if done else None,
+        }
+        if done and self.body.slipstream.stats:
+            found["slipstream"] = own_stats(choices)
+        return found
+
+    def usage(self, choices: Sequence[Choice]) -> dict[str, Any]:
+        counted = usage(choices)
+        return {
+            "input_tokens": counted["prompt_tokens"],
+            "input_tokens_details": {"cached_tokens": 0},
+            "output_tokens": counted["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": counted["total_tokens"],
+        }
+
+    def message(self, choice: Choice, text: str | None = None, status: str | None = None) -> dict[str, Any]:
+        content = [self.part(choice.text)] if text is None else []
+        status = status or ("incomplete" if choice.finish == "length" else "completed")
+        return {"id": self.item, "type": "message", "role": "assistant", "status": status, "content": content}
+
+    def part(self, text: str) -> dict[str, Any]:
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+    async def events(
+        self, updates: AsyncIterator[tuple[Choice, Update]], choices: Sequence[Choice]
+    ) -> AsyncIterator[str]:
+        number = -1
+
+        def told(kind: str, **more: Any) -> str:
+            nonlocal number
+            number += 1
+            return event({"type": kind, "sequence_number": number, **more}, kind)
+
+        (choice,) = choices
+        place = {"item_id": self.item, "output_index": 0, "content_index": 0}
+        yield told("response.created", response=self.answer(choices, "in_progress"))
+        yield told("response.in_progress", response=self.answer(choices, "in_progress"))
+        item = self.message(choice, "", "in_progress")
+        yield told("response.output_item.added", output_index=0, item=item)
+        yield told("response.content_part.added", **place, part=self.part(""))
+        async for _, update in updates:
+            for delta in choice.take(update):
+                if isinstance(delta, Content):
+                    yield told("response.output_text.delta", **place, delta=delta.text, logprobs=[])
+        yield told("response.output_text.done", **place, text=choice.text, logprobs=[])
+        yield told("response.content_part.done", **place, part=self.part(choice.text))
+        yield told("response.output_item.done", output_index=0, item=self.message(choice))
+        last = "response.incomplete" if choice.finish == "length" else "response.completed"
+        yield told(last, response=self.answer(choices))
+
+
+def call_body(call: ToolCall) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}

@@ -1,0 +1,59 @@
+"""Errors as OpenAI's clients know them: a status, and an object that says what was wrong and with which field."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+
+from slipstream.errors import BusyError, ContextError, ModelError, SlipstreamError
+
+
+class Refused(Exception):
+    """An answer that is not given."""
+
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+
+    def body(self) -> dict[str, Any]:
+        kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+        kind = kinds.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> JSONResponse:
+        headers = {429: {"Retry-After": "1"}, 503: {"Retry-After": "1"}, 401: {"WWW-Authenticate": "Bearer"}}
+        return JSONResponse(self.body(), self.status, headers.get(self.status))
+
+
+def refusal(error: Exception) -> Refused:
+    """What a client is told of whatever went wrong."""
+    if isinstance(error, Refused):
+        return error
+    if isinstance(error, BusyError):
+        return Refused(429, str(error), code="too_many_waiting")
+    if isinstance(error, ContextError):
+        return Refused(400, str(error), "messages", "context_length_exceeded")
+    if isinstance(error, ModelError):
+        return Refused(503, str(error))
+    if isinstance(error, SlipstreamError):
+        return Refused(400, str(error))
+    return Refused(500, "the answer failed; the server's log says why")
+
+
+def invalid(error: RequestValidationError) -> Refused:
+    """The first field that is wrong, in words."""
+    first: Mapping[str, Any] = error.errors()[0]
+    place = [str(part) for part in first["loc"] if part != "body" and not str(part).startswith("function-")]
+    param = ".".join(place) or None
+    if first["type"] == "extra_forbidden":
+        return Refused(400, f"{param} is not supported by this server", param, "unsupported_parameter")
+    if first["type"] == "json_invalid":
+        return Refused(400, f"the body is not JSON: {first.get('ctx', {}).get('error', first['msg'])}")
+    if first["type"] == "missing":
+        return Refused(
+            400, f"{param} is missing" if param else "the body is missing", param, "missing_required_parameter"
+        )
+    return Refused(400, f"{param}: {first['msg']}" if param else str(first["msg"]), param, "invalid_value")

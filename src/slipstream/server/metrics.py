@@ -1,0 +1,92 @@
+"""What the service counts, in the words of the field, for Prometheus."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from copy import deepcopy
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+
+from slipstream.service import Counts, Service, Spread
+
+
+def so_far(service: Service) -> Counts:
+    """What has ended, and what runs."""
+    counts = deepcopy(service.counts)
+    for job in list(service.running):
+        if job.sequence is not None:
+            counts.add(job.sequence.stats)
+    return counts
+
+
+class Collector:
+    def __init__(self, service: Service) -> None:
+        self.service = service
+
+    def collect(self) -> Iterator[Metric]:
+        service, counts = self.service, so_far(self.service)
+        running = len(service.running) + (service.reading is not None)
+        yield GaugeMetricFamily(
+            "slipstream_num_requests_running", "Answers being written or prompts being read", running
+        )
+        yield GaugeMetricFamily("slipstream_num_requests_waiting", "Requests that wait", service.waiting())
+        share = running / service.engine.max_batch
+        yield GaugeMetricFamily("slipstream_kv_cache_usage_perc", "Share of the sequences there is room for", share)
+        for name, told, value in (
+            ("prompt_tokens", "Tokens of prompts", counts.prompt_tokens),
+            ("generation_tokens", "Tokens of answers", counts.new_tokens),
+            ("forward_steps", "Forwards of the model, counted once for each answer in them", counts.steps),
+            ("requests_refused", "Requests refused because too many waited", counts.refused),
+            (
+                "prefix_cache_queries",
+                "Prompt tokens looked for among texts that were read before",
+                counts.prompt_tokens,
+            ),
+            ("prefix_cache_hits", "Prompt tokens found there", counts.found_tokens),
+            ("spec_decode_num_drafts", "Steps that verified a draft", counts.drafts),
+            ("spec_decode_num_draft_tokens", "Drafted tokens that were verified", counts.nodes),
+            ("spec_decode_num_accepted_tokens", "Drafted tokens that were accepted", counts.accepted),
+        ):
+            yield CounterMetricFamily(f"slipstream_{name}", told, value)
+        depths = CounterMetricFamily(
+            "slipstream_spec_decode_num_accepted_tokens_per_pos", "Accepted tokens by depth", labels=["position"]
+        )
+        for depth, times in enumerate(counts.by_depth):
+            depths.add_metric([str(depth)], times)
+        yield depths
+        drafters = CounterMetricFamily(
+            "slipstream_spec_decode_num_accepted_tokens_by_drafter", "Accepted tokens by drafter", labels=["drafter"]
+        )
+        for name, counted in counts.by_source.items():
+            drafters.add_metric([name], counted["accepted"])
+        yield drafters
+        ended = CounterMetricFamily(
+            "slipstream_request_success", "Answers by why they ended", labels=["finished_reason"]
+        )
+        for reason, times in counts.ended.items():
+            ended.add_metric([reason], times)
+        yield ended
+        yield histogram(
+            "slipstream_time_to_first_token_seconds", "From a request to its first token", counts.first_token
+        )
+        yield histogram("slipstream_inter_token_latency_seconds", "Per token behind the first", counts.per_token)
+
+
+def histogram(name: str, told: str, spread: Spread) -> HistogramMetricFamily:
+    below, buckets = 0, []
+    for bound, times in zip((*map(str, spread.bounds), "+Inf"), spread.counts, strict=True):
+        below += times
+        buckets.append((bound, float(below)))
+    return HistogramMetricFamily(name, told, buckets=buckets, sum_value=spread.sum)
+
+
+def exposition(service: Service) -> bytes:
+    registry = CollectorRegistry()
+    registry.register(Collector(service))
+    return generate_latest(registry)

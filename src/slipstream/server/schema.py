@@ -1,0 +1,185 @@
+"""What clients may send, field by field. What is not here is refused by name."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Temperature = Annotated[float, Field(ge=0, le=2)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+TokenIds = list[Annotated[int, Field(ge=0)]]
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class TextPart(Strict):
+    type: Literal["text", "input_text", "output_text"]
+    text: str
+
+
+class FunctionCall(Strict):
+    name: str
+    arguments: str = "{}"
+
+
+class SentCall(Strict):
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class Message(Strict):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_calls: list[SentCall] | None = None
+    tool_call_id: str | None = None
+    refusal: None = None  # as answers carry it, and clients send it back
+
+
+class Function(Strict):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Strict):
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(Strict):
+    name: str
+
+
+class NamedTool(Strict):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class JsonSchema(Strict):
+    name: str = "answer"
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class Format(Strict):
+    """How the answer is to look: text, any JSON object, or JSON that follows a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StreamOptions(Strict):
+    include_usage: bool = False
+
+
+class Prediction(Strict):
+    type: Literal["content"]
+    content: str | list[TextPart]
+
+
+class Wishes(Strict):
+    """What only slipstream knows: `slipstream: {…}` in the body."""
+
+    stats: bool = False  # tokens per step, whether the text is exact, who drafted
+    sources: bool = False  # of a stream: whose draft each token was
+
+
+class Sampled(Strict):
+    """What all endpoints that answer take."""
+
+    model: str | None = None
+    temperature: Temperature = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Field(ge=0)] = 0
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    seed: int | None = None
+    stream: bool = False
+    user: str | None = None  # has no effect
+    metadata: dict[str, str] | None = None  # neither
+    # Ours.
+    max_draft: Annotated[int, Field(ge=0, le=127)] | None = None
+    drafters: list[str] | None = None
+    accept: Literal["match", "rejection", "typical", "lenient"] = "match"
+    collection: Annotated[str, Field(max_length=200)] | None = None
+    priority: int = 0
+    slipstream: Wishes = Field(default_factory=Wishes)
+
+
+class Completed(Sampled):
+    """What chats and completions share."""
+
+    n: Annotated[int, Field(ge=1, le=64)] = 1
+    stop: str | Annotated[list[str], Field(max_length=16)] | None = None
+    stop_token_ids: TokenIds = []
+    ignore_eos: bool = False
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    stream_options: StreamOptions | None = None
+    prediction: Prediction | None = None
+    response_format: Format | None = None
+
+
+class ChatRequest(Completed):
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: Literal[True] | None = None
+
+
+class CompletionRequest(Completed):
+    prompt: str | TokenIds | list[str] | list[TokenIds]
+    max_tokens: Annotated[int, Field(ge=1)] | None = 16
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    echo: Literal[False] = False
+    best_of: Literal[1] | None = None
+
+
+class ResponseFormat(Strict):
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseText(Strict):
+    format: ResponseFormat = Field(default_factory=lambda: ResponseFormat())
+
+
+class InputMessage(Strict):
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart]
+
+
+class ResponseRequest(Sampled):
+    input: str | Annotated[list[InputMessage], Field(min_length=1)]
+    instructions: str | None = None
+    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    text: ResponseText = Field(default_factory=ResponseText)
+    store: Literal[False] | None = None
+
+
+class TokenizeRequest(Strict):
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool = True
+
+
+class DetokenizeRequest(Strict):
+    model: str | None = None
+    tokens: TokenIds

@@ -58,7 +58,7 @@ class Browser:
     def open(self, path, width=1280, height=900):
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
         self._loaded = False
-        self.call("Page.navigate", url=path.as_uri())
+        self.call("Page.navigate", url=path if isinstance(path, str) else path.as_uri())
         while not self._loaded:
             self._receive()
 

@@ -1,0 +1,434 @@
+"""The server, by OpenAI's own client, a browser and bare sockets, around the real model."""
+
+import asyncio
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from time import monotonic, sleep
+
+import openai
+import pydantic
+import pytest
+import uvicorn
+
+from browser import CHROMIUM, Browser
+from slipstream import LLM
+from slipstream.engine import TokenLogprobs
+from slipstream.server.app import Server
+from slipstream.server.asking import Asked, Limits
+from slipstream.server.bodies import Choice
+from slipstream.server.tool_calls import Hermes
+from slipstream.service import Update
+
+pytestmark = pytest.mark.slow
+
+NAME = "the-model"
+HI = [{"role": "user", "content": "Say hi."}]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "parameters": {"type": "object", "properties": {"city": {"enum": ["Bern", "Rome"]}}, "required": ["city"]},
+        },
+    }
+]
+TEMPLATE = (
+    "{% if tools %}<tools>{{ tools | tojson }}</tools> Answer with <tool_call>{}</tool_call>.\n{% endif %}"
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ m.tool_calls | tojson if m.tool_calls }}\n{% endfor %}"
+    "assistant: "
+)
+
+
+class Running:
+    """A server in a thread, at a port of its own."""
+
+    def __init__(self, server):
+        self.server = server
+        config = uvicorn.Config(server.app, port=0, log_level="error", lifespan="on")
+        self._uvicorn = uvicorn.Server(config)
+        listening = config.bind_socket()
+        self.port = listening.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._thread = threading.Thread(target=lambda: self._uvicorn.run(sockets=[listening]))
+        self._thread.start()
+        while not self._uvicorn.started:
+            sleep(0.01)
+
+    def close(self):
+        self._uvicorn.should_exit = True
+        self._thread.join()
+
+    def client(self, key="none"):
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0)
+
+    def post(self, path, body, key=None):
+        """Status and JSON of the answer; the body may be text."""
+        there = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        text = body if isinstance(body, str) else json.dumps(body)
+        headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
+        there.request("POST", path, text.encode(), headers)
+        answer = there.getresponse()
+        return answer.status, json.loads(answer.read()), answer.headers
+
+
+@pytest.fixture(scope="module")
+def llm(smol):
+    return LLM(smol.model, smol.tokenizer, "auto", drafters="suffix", max_batch=4)
+
+
+@pytest.fixture(scope="module")
+def running(llm):
+    found = Running(Server(llm, NAME))
+    yield found
+    found.close()
+
+
+@pytest.fixture(scope="module")
+def client(running):
+    return running.client()
+
+
+def alone(llm, prompt=HI, **options):
+    return llm.generate(prompt, **options)
+
+
+def idle(running):
+    """Nothing is left of what was asked."""
+    end = monotonic() + 60
+    while running.server.service.running or running.server.service.reading or running.server.service.waiting():
+        assert monotonic() < end, "answers go on that nobody reads"
+        sleep(0.01)
+
+
+# ---- chats
+
+
+def test_a_chat_is_the_model_s_own_answer(client, llm):
+    answer = client.chat.completions.create(model=NAME, messages=HI, max_completion_tokens=24, temperature=0)
+    expected = alone(llm, max_new_tokens=24)
+    assert answer.choices[0].message.content == expected.text
+    assert answer.choices[0].finish_reason == expected.finish_reason
+    assert answer.usage.completion_tokens == len(expected.tokens)
+    assert answer.usage.prompt_tokens == expected.stats.prompt_tokens
+    assert (answer.model, answer.object) == (NAME, "chat.completion")
+
+
+def test_a_stream_spells_the_same_and_counts_itself(client, llm):
+    stream = client.chat.completions.create(
+        model=NAME, messages=HI, max_tokens=24, temperature=0, stream=True, stream_options={"include_usage": True},
+        extra_body={"slipstream": {"sources": True, "stats": True}},
+    )  # fmt: skip
+    chunks = list(stream)
+    expected = alone(llm, max_new_tokens=24)
+    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == expected.text
+    assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == expected.finish_reason
+    assert chunks[-1].usage.completion_tokens == len(expected.tokens)
+    told = [c.model_extra["slipstream"] for c in chunks if "slipstream" in c.model_extra]
+    pieces = [token for each in told for token in each.get("tokens", [])]
+    assert "".join(piece["text"] for piece in pieces) == expected.text
+    assert told[-1]["stats"]["tokens_per_step"] >= 1
+    assert told[-1]["stats"]["exact"] is True
+
+
+def test_several_sampled_answers_are_those_of_their_seed(client, llm):
+    asked = {"model": NAME, "messages": HI, "max_tokens": 12, "temperature": 0.9, "top_p": 0.9, "seed": 3, "n": 3}
+    expected = [r.text for r in llm.generate(HI, n=3, max_new_tokens=12, temperature=0.9, top_p=0.9, seed=3)]
+    assert [c.message.content for c in client.chat.completions.create(**asked).choices] == expected
+    texts = ["", "", ""]
+    for chunk in client.chat.completions.create(**asked, stream=True):
+        texts[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+    assert texts == expected
+
+
+def test_stops_biases_and_log_probabilities(client, llm):
+    plain = alone(llm, max_new_tokens=16)
+    word = plain.text.split()[2]
+    answer = client.chat.completions.create(model=NAME, messages=HI, max_tokens=16, temperature=0, stop=[word])
+    assert answer.choices[0].message.content == plain.text[: plain.text.index(word)]
+    assert answer.choices[0].finish_reason == "stop"
+    banned = client.chat.completions.create(
+        model=NAME, messages=HI, max_tokens=4, temperature=0, logit_bias={str(plain.tokens[0]): -100},
+        logprobs=True, top_logprobs=2,
+    )  # fmt: skip
+    entries = banned.choices[0].logprobs.content
+    assert not banned.choices[0].message.content.startswith(llm.tokenizer.decode(plain.tokens[0]))
+    assert "".join(e.token for e in entries) == banned.choices[0].message.content
+    assert all(len(e.top_logprobs) == 2 and e.logprob <= 0 for e in entries)
+    streamed = client.chat.completions.create(
+        model=NAME, messages=HI, max_tokens=4, temperature=0, logprobs=True, stream=True
+    )
+    assert len([e for c in streamed if c.choices[0].logprobs for e in c.choices[0].logprobs.content]) == 4
+
+
+class City(pydantic.BaseModel):
+    name: str
+    inhabitants: int
+
+
+def test_answers_that_follow_a_schema(client):
+    answer = client.chat.completions.parse(
+        model=NAME,
+        messages=[{"role": "user", "content": "A city."}],
+        max_tokens=48,
+        temperature=0,
+        response_format=City,
+    )
+    assert answer.choices[0].finish_reason == "length" or isinstance(answer.choices[0].message.parsed, City)
+    free = client.chat.completions.create(
+        model=NAME, messages=HI, max_tokens=64, temperature=0, response_format={"type": "json_object"}
+    )
+    assert free.choices[0].message.content.startswith("{")
+
+
+def test_a_prediction_is_drafted_and_counted(client, llm):
+    expected = alone(llm, max_new_tokens=40)
+    answer = client.chat.completions.create(
+        model=NAME, messages=HI, max_tokens=40, temperature=0,
+        prediction={"type": "content", "content": expected.text + " And more."},
+    )  # fmt: skip
+    assert answer.choices[0].message.content == expected.text
+    counted = answer.usage.completion_tokens_details
+    assert counted.accepted_prediction_tokens > 20
+    assert counted.rejected_prediction_tokens > 0
+
+
+# ---- tools
+
+
+def test_a_forced_call_is_a_call(smol):
+    tokenizer = type(smol.tokenizer).from_pretrained(smol.tokenizer.name_or_path)
+    tokenizer.chat_template = TEMPLATE
+    there = Running(Server(LLM(smol.model, tokenizer, "none"), NAME))
+    try:
+        client = there.client()
+        for stream in (False, True):
+            asked = {"model": NAME, "messages": HI, "tools": TOOLS, "tool_choice": "required", "max_tokens": 64}
+            answer = client.chat.completions.create(**asked, temperature=0, stream=stream)
+            if stream:
+                chunks = list(answer)
+                calls = [call for c in chunks for call in c.choices[0].delta.tool_calls or []]
+                name = "".join(call.function.name or "" for call in calls)
+                arguments = "".join(call.function.arguments or "" for call in calls)
+                finish = chunks[-1].choices[0].finish_reason
+            else:
+                (call,) = answer.choices[0].message.tool_calls
+                name, arguments, finish = call.function.name, call.function.arguments, answer.choices[0].finish_reason
+                again = [*HI, answer.choices[0].message, {"role": "tool", "tool_call_id": call.id, "content": "sunny"}]
+                assert client.chat.completions.create(model=NAME, messages=again, max_tokens=2).choices
+            assert name == "weather"
+            assert json.loads(arguments)["city"] in ("Bern", "Rome")
+            assert finish == "tool_calls"
+        with pytest.raises(openai.BadRequestError, match="weather"):
+            client.chat.completions.create(
+                model=NAME, messages=HI, tools=TOOLS, tool_choice={"type": "function", "function": {"name": "other"}}
+            )
+    finally:
+        there.close()
+
+
+def test_calls_are_told_from_content_while_they_come():
+    choice, deltas = Choice(0, Asked([], Hermes)), []
+    text = 'Let me see.\n<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
+    for i, char in enumerate(text):
+        last = i == len(text) - 1
+        deltas += choice.take(Update(char, [], [], [], "stop" if last else None))
+    assert choice.text == "Let me see."
+    assert [(c.name, json.loads(c.arguments)) for c in choice.calls] == [("f", {"x": 1})]
+    assert choice.finish == "tool_calls"
+
+
+def test_log_probabilities_come_with_their_text():
+    choice = Choice(0, Asked([]))
+    choice.take(Update("a", [1], [1], [TokenLogprobs(1, -0.5, {1: -0.5})]))
+    assert choice.logprobs[0].logprob == -0.5
+
+
+# ---- the other endpoints
+
+
+def test_completions(client, llm):
+    plain = llm.generate("The sea is", template=False, max_new_tokens=12)
+    answer = client.completions.create(model=NAME, prompt="The sea is", max_tokens=12, temperature=0, logprobs=1)
+    assert answer.choices[0].text == plain.text
+    assert "".join(answer.choices[0].logprobs.tokens) == plain.text
+    tokens = llm.tokenizer("The sea is")["input_ids"]
+    both = client.completions.create(model=NAME, prompt=[tokens, tokens], max_tokens=12, temperature=0)
+    assert [c.text for c in both.choices] == [plain.text] * 2
+    stream = client.completions.create(model=NAME, prompt="The sea is", max_tokens=12, temperature=0, stream=True)
+    assert "".join(chunk.choices[0].text for chunk in stream) == plain.text
+
+
+def test_responses(client, llm):
+    expected = alone(llm, max_new_tokens=16).text
+    answer = client.responses.create(model=NAME, input="Say hi.", max_output_tokens=16, temperature=0)
+    assert answer.output_text == expected
+    assert answer.status == "incomplete"
+    assert answer.usage.output_tokens == 16
+    kinds, text = [], ""
+    for event in client.responses.create(model=NAME, input=HI, max_output_tokens=16, temperature=0, stream=True):
+        kinds.append(event.type)
+        text += event.delta if event.type == "response.output_text.delta" else ""
+    assert text == expected
+    assert kinds[0] == "response.created"
+    assert kinds[-1] == "response.incomplete"
+
+
+def test_models_tokens_and_health(client, running, llm):
+    assert [m.id for m in client.models.list()] == [NAME]
+    assert client.models.retrieve(NAME).id == NAME
+    status, found, _ = running.post("/tokenize", {"prompt": "The sea"})
+    assert (status, found["tokens"]) == (200, llm.tokenizer("The sea")["input_ids"])
+    assert running.post("/detokenize", {"tokens": found["tokens"]})[1] == {"prompt": "The sea"}
+    assert running.post("/tokenize", {"messages": HI})[1]["count"] > 10
+
+
+def test_metrics_count_what_was_done(client, running):
+    def read():
+        there = http.client.HTTPConnection("127.0.0.1", running.port)
+        there.request("GET", "/metrics")
+        text = there.getresponse().read().decode()
+        return {name: float(value) for name, value in re.findall(r"^(slipstream_\w+)(?:\{[^}]*\})? (\S+)$", text, re.M)}
+
+    idle(running)
+    before = read()
+    client.chat.completions.create(model=NAME, messages=HI, max_tokens=8, temperature=0)
+    idle(running)
+    after = read()
+    assert after["slipstream_generation_tokens_total"] - before["slipstream_generation_tokens_total"] == 8
+    assert after["slipstream_num_requests_running"] == 0
+    assert (
+        after["slipstream_time_to_first_token_seconds_count"]
+        == before["slipstream_time_to_first_token_seconds_count"] + 1
+    )
+
+
+# ---- mistakes
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "said"),
+    [
+        ("{bad", 400, "not JSON"),
+        ({}, 400, "messages is missing"),
+        ({"messages": []}, 400, "messages"),
+        ({"messages": HI, "frobnicate": 1}, 400, "frobnicate is not supported"),
+        ({"messages": HI, "echo": True}, 400, "echo is not supported"),
+        ({"messages": HI, "temperature": "hot"}, 400, "temperature"),
+        ({"messages": HI, "temperature": 3}, 400, "temperature"),
+        ({"messages": HI, "n": 0}, 400, "n: "),
+        ({"messages": HI, "max_tokens": 10**6}, 400, "at most"),
+        ({"messages": HI, "model": "other"}, 404, "there is no model 'other'"),
+        ({"messages": HI, "tools": TOOLS}, 400, "no tools"),
+        ({"messages": HI, "logit_bias": {"a": 1}}, 400, "token ids"),
+        ({"messages": HI, "top_logprobs": 2}, 400, "logprobs"),
+        ({"messages": HI, "drafters": ["nobody"]}, 400, "nobody"),
+        ({"messages": HI, "response_format": {"type": "json_schema"}}, 400, "missing"),
+        ({"messages": [{"role": "user", "content": "word " * 9000}]}, 400, "8192"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages"),
+    ],
+)
+def test_mistakes_are_told_in_openai_s_words(running, body, status, said):
+    found, answer, _ = running.post("/v1/chat/completions", body)
+    assert found == status, answer
+    assert said in answer["error"]["message"]
+    assert set(answer["error"]) == {"message", "type", "param", "code"}
+
+
+def test_too_many_and_too_much_are_refused(llm):
+    there = Running(Server(llm, NAME, Limits(body=2000, waiting=0), key="sésame"))
+    try:
+        assert there.post("/v1/chat/completions", {"messages": HI})[0] == 401
+        assert there.post("/v1/chat/completions", {"messages": HI}, key="wrong")[0] == 401
+        status, answer, headers = there.post("/v1/chat/completions", {"messages": HI}, key="sésame")
+        assert (status, headers["retry-after"]) == (429, "1"), answer
+        large = {"messages": [{"role": "user", "content": "a" * 3000}]}
+        assert there.post("/v1/chat/completions", large, key="sésame")[0] == 413
+    finally:
+        there.close()
+
+
+# ---- many, and those who leave
+
+
+def test_many_at_once_get_what_each_gets_alone(running, llm):
+    client = openai.AsyncOpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
+    asked = [(f"Count from {i}.", {"temperature": 0.8 * (i % 2), "seed": i}) for i in range(6)]
+    expected = [llm.generate([{"role": "user", "content": p}], max_new_tokens=6, **way).text for p, way in asked]
+
+    async def ask(prompt, way):
+        messages = [{"role": "user", "content": prompt}]
+        stream = await client.chat.completions.create(model=NAME, messages=messages, max_tokens=6, stream=True, **way)
+        return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+
+    async def main():
+        return await asyncio.gather(*(ask(*each) for each in asked))
+
+    assert asyncio.run(main()) == expected
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_who_leaves_ends_the_answer(running, stream):
+    there = socket.create_connection(("127.0.0.1", running.port))
+    body = json.dumps({"messages": HI, "max_tokens": 2000, "ignore_eos": True, "stream": stream}).encode()
+    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    there.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+    while not running.server.service.running:
+        sleep(0.01)
+    there.close()
+    idle(running)
+
+
+def test_a_stopped_server_ends_what_it_has_begun(tmp_path):
+    """A process of its own: SIGTERM, and the running stream is read to its end."""
+    words = [sys.executable, "-m", "slipstream", "serve", "--port", "0", "--drafter", "none", "--name", NAME]
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    with (tmp_path / "log").open("w+") as told, subprocess.Popen(words, stderr=told, env=environment) as process:
+        try:
+            where = None
+            while where is None:
+                assert process.poll() is None, (tmp_path / "log").read_text()
+                where = re.search(r"http://127\.0\.0\.1:(\d+)/v1", (tmp_path / "log").read_text())
+                sleep(0.05)
+            client = openai.OpenAI(base_url=where[0], api_key="none", max_retries=0)
+            stream = client.chat.completions.create(
+                model=NAME, messages=HI, max_tokens=24, temperature=0, stream=True, extra_body={"ignore_eos": True}
+            )
+            next(iter(stream))
+            process.send_signal(signal.SIGTERM)
+            chunks = list(stream)
+            assert chunks[-1].choices[0].finish_reason == "length"
+            assert process.wait(60) in (0, -signal.SIGTERM)
+        finally:
+            process.kill()
+    assert "Traceback" not in (tmp_path / "log").read_text()
+
+
+# ---- the page
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
+def test_the_page_shows_an_answer_and_no_hostile_text_acts(running, tmp_path):
+    browser = Browser(tmp_path)
+    try:
+        browser.open(f"{running.url}/")
+        hostile = "<img src=x onerror=alert(1)> Say hi."
+        browser.run(f"document.getElementById('prompt').value = {json.dumps(hostile)}")
+        browser.run("document.getElementById('max-tokens').value = 12")
+        browser.run("document.getElementById('send').click()")
+        end = monotonic() + 60
+        while "per step" not in browser.run("document.getElementById('outcome').textContent"):
+            assert monotonic() < end, browser.run("document.body.innerText")
+            sleep(0.1)
+        assert browser.run("document.querySelectorAll('#answer .token').length") >= 8
+        assert browser.run("document.querySelectorAll('img').length") == 0
+        assert browser.run("document.getElementById('model').textContent") == NAME
+        assert not [c for c in browser.complaints if "favicon" not in str(c) and "Password" not in str(c)]
+    finally:
+        browser.close()

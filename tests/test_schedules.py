@@ -1,0 +1,157 @@
+"""The service's own laws, over thousands of random schedules: an engine of no model, and a clock of our own."""
+
+import random
+import threading
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from slipstream.request import Request
+from slipstream.service import KEPT, Job, Service
+from slipstream.stats import Stats
+
+
+class Slot:
+    def __init__(self, tokens):
+        self.tokens = list(tokens)
+
+    def shared(self, tokens):
+        same = 0
+        while same < min(len(tokens), len(self.tokens)) and tokens[same] == self.tokens[same]:
+            same += 1
+        return same
+
+
+class FakeEngine:
+    """Reads ten tokens at a time, writes one a step. Some requests fail where their plan says so."""
+
+    def __init__(self, log, max_batch):
+        self.log, self.max_batch = log, max_batch
+        self.target = SimpleNamespace(dtype=torch.float32, context=10_000, vocabulary=100)
+        self.drafter = SimpleNamespace(takes=())
+        self.open = set()  # slots
+
+    def turn(self):
+        return nullcontext()
+
+    def read(self, request, running, kept):  # noqa: ARG002
+        self.log.append(("begin", request.seed))
+        slot = Slot([])
+        if kept is not None and kept.slot is not None:
+            self.open.discard(kept.slot)
+            kept.slot = None
+        self.open.add(slot)
+        try:
+            for _ in range(len(request.tokens) // 10):
+                self.log.append(("piece", request.seed))
+                yield None
+            if request.plan == "fails to read":
+                raise ValueError(request.seed)
+        except BaseException:
+            self.open.discard(slot)
+            raise
+        slot.tokens = list(request.tokens)
+        finish = "length" if request.max_new_tokens == 1 else None
+        known = {"stats": Stats("fake", True), "tokens": [0], "logprobs": [], "finish": finish, "error": None}
+        yield SimpleNamespace(request=request, slot=slot, session=None, **known)
+
+    def step(self, sequences):
+        if len(sequences) > 1 and any(s.request.plan == "breaks a step" and len(s.tokens) == 3 for s in sequences):
+            raise RuntimeError("somebody's draft")
+        for sequence in sequences:
+            request = sequence.request
+            if request.plan == "breaks a step" and len(sequence.tokens) == 3:
+                raise RuntimeError("somebody's draft")
+            self.log.append(("step", request.seed))
+            sequence.tokens.append(1 + len(sequence.tokens) % 7)
+            sequence.slot.tokens.append(sequence.tokens[-1])
+            if request.plan == "fails to write" and len(sequence.tokens) == 2:
+                sequence.error, sequence.finish = ValueError(request.seed), "failed"
+            elif len(sequence.tokens) >= request.max_new_tokens:
+                sequence.finish = "length"
+            elif request.cancelled:
+                sequence.finish = "cancelled"
+
+    def retire(self, sequences, kept=None):
+        for sequence in sequences:
+            if kept is None:
+                self.open.discard(sequence.slot)
+            else:
+                kept.slot = sequence.slot
+
+    def forget(self, kept):
+        if kept.slot is not None:
+            self.open.discard(kept.slot)
+            kept.slot = None
+
+
+PLANS = ["", "", "", "", "fails to read", "fails to write", "breaks a step", "cancelled", "late"]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_nobody_starves_nothing_leaks_and_what_fails_fails_alone(seed, monkeypatch):
+    for schedule in range(50):
+        one_schedule(random.Random(1000 * seed + schedule), monkeypatch)
+
+
+def one_schedule(rng, monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr("slipstream.service.monotonic", lambda: clock[0])
+    log = []
+    engine = FakeEngine(log, max_batch=rng.randint(1, 5))
+    service = Service(engine)
+    service._thread = threading.current_thread()  # rounds are ours to take
+    jobs, heard, plans = {}, {}, {}
+
+    def ask(number):
+        plan = rng.choice(PLANS)
+        request = Request([rng.randrange(3) for _ in range(rng.randint(1, 60))], rng.randint(1, 12), seed=number)
+        request.plan = plans[number] = plan
+        heard[number] = []
+        deadline = clock[0] + rng.randint(1, 8) if plan == "late" else None
+        priority = rng.choice([0, 0, 0, 1])
+        jobs[number] = service.submit(Job(request, heard[number].append, priority, deadline, rng.random() < 0.5))
+
+    coming, number, rounds = rng.randint(1, 25), 0, 0
+    while number < coming or service.waiting() or service.running or service.reading:
+        while number < coming and rng.random() < 0.6:
+            ask(number)
+            number += 1
+        for job in jobs.values():
+            if plans[job.request.seed] == "cancelled" and not job.over and rng.random() < 0.1:
+                service.cancel(job)
+        if rng.random() < 0.01:
+            service.close(within=rng.choice([0, 3]))
+            coming = number
+        before, writing = len(log), [job.request.seed for job in service.running]
+        service._round()
+        took = log[before:]
+        # A round is one piece of one prompt at most, and one step of everybody who was being answered.
+        assert sum(what == "piece" for what, _ in took) <= 1
+        ended = {job.request.seed for job in jobs.values() if job.over}
+        assert all(("step", each) in took or each in ended for each in writing)
+        assert len(service.running) <= engine.max_batch
+        clock[0] += 1.0
+        rounds += 1
+        assert rounds < 10_000, "it never ends"
+    service._forget(0)
+    assert not engine.open  # no slot is lost
+    assert len(service._kept) <= KEPT
+    for number, updates in heard.items():
+        ends = [update for update in updates if update.finish is not None]
+        assert len(ends) == 1
+        assert updates[-1] is ends[0]
+        plan, tokens = plans[number], [token for update in updates for token in update.tokens]
+        if ends[0].finish == "length":
+            assert len(tokens) == jobs[number].request.max_new_tokens
+        if ends[0].finish == "failed":
+            assert plan in ("fails to read", "fails to write", "breaks a step")
+        if plan == "":
+            assert ends[0].finish == "length" or service._closing is not None
+    begun = [number for what, number in log if what == "begin"]
+    for priority in (0, 1):  # those of one priority begin in the order of their arrival
+        mine = [number for number in begun if jobs[number].priority == priority]
+        assert mine == sorted(mine)
+    assert sum(service.counts.ended.values()) == len(jobs)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -11,11 +13,24 @@ from rich.markup import escape
 
 from slipstream.cli import options as o
 from slipstream.cli.terminal import busy, check_place, ensure_embedded, err, out, progress_bars
-from slipstream.errors import SlipstreamError
+from slipstream.errors import OptionError, SlipstreamError
 from slipstream.user_files import check_folder, check_writable, write_text
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from slipstream.evaluate.load import LoadPlan
+    from slipstream.evaluate.workloads import Prompt
+
+
+# What --serve takes besides; and what nothing else takes.
+SERVED = {"serve", "rates", "seconds", "prompts", "limit", "categories", "model", "max_new_tokens", "seed"}
+SERVED |= {"out_json", "html"}
+ONLY_SERVED = {"rates", "seconds"}
 
 
 def bench(
+    ctx: typer.Context,
     prompts: Annotated[Path | None, typer.Option(help="A file of prompts. Default: the built-in ones.")] = None,
     limit: Annotated[int | None, typer.Option(help="Ask this many questions, spread over the categories.")] = None,
     categories: Annotated[str | None, typer.Option(help="Use these alone, separated by commas.")] = None,
@@ -33,7 +48,7 @@ def bench(
     max_new_tokens: o.MaxNew = 128,
     temperature: o.Temperature = 0.0,
     top_p: o.TopP = 1.0,
-    seed: Annotated[int, typer.Option(help="For sampled runs.")] = 0,
+    seed: Annotated[int, typer.Option(help="For sampled runs, and for when requests come.")] = 0,
     repeats: Annotated[int, typer.Option(help="How often everything is measured.")] = 3,
     batch: Annotated[int, typer.Option(help="Prompts answered together.")] = 1,
     out_json: Annotated[
@@ -46,8 +61,17 @@ def bench(
     compare: Annotated[
         tuple[Path, Path] | None, typer.Option(help="Compare two JSON documents instead of measuring.")
     ] = None,
+    serve: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL", help="Put a load on a server of OpenAI's API instead; its key: SLIPSTREAM_API_KEY."
+        ),
+    ] = None,
+    rates: Annotated[str, typer.Option(help="Of --serve: requests per second, separated by commas.")] = "0.5,1,2,4",
+    seconds: Annotated[float, typer.Option(help="Of --serve: for how long requests come, at each rate.")] = 30.0,
 ) -> None:
     """Measure drafters and transformers' own ways on the same prompts, interleaved, in one process."""
+    check_given(ctx, serve is not None)
     if compare is not None:
         from slipstream.evaluate.compare import compare_files
 
@@ -55,6 +79,16 @@ def bench(
             out.print(escape(said))
         return
     check_writable(html, None if out_json == Path("-") else out_json)
+    if serve is not None:
+        from slipstream.evaluate.load import LoadPlan
+
+        o.at_least(1, limit=limit, max_new_tokens=max_new_tokens)
+        # First questions alone: the later ones of a conversation need the answers in between.
+        asked = [prompt.turns[0] for prompt in choose(prompts, categories, limit)]
+        load_plan = LoadPlan(asked, parse_rates(rates), seconds, max_new_tokens, seed)
+        about = {"prompts": prompts.name if prompts else "built-in", "limit": limit, "categories": categories}
+        load(serve, model, load_plan, about, html, out_json)
+        return
     if record is not None:
         check_folder(record)
     o.at_least(1, repeats=repeats, batch=batch, limit=limit)
@@ -70,13 +104,7 @@ def bench(
             rows, document = replayed(Recording.load(replay), ours, drafter_options, progress, repeats)
         tell(rows, document, html, out_json)
         return
-    from slipstream.evaluate import workloads
-
-    chosen = workloads.select(
-        workloads.read(prompts) if prompts else workloads.builtin(),
-        categories.split(",") if categories else None,
-        limit,
-    )
+    chosen = choose(prompts, categories, limit)
     with busy("loading the model"):
         check_place(dtype, device)
     if model is None:
@@ -111,17 +139,83 @@ def bench(
         raise typer.Exit(130)
 
 
+def choose(prompts: Path | None, categories: str | None, limit: int | None) -> list[Prompt]:
+    from slipstream.evaluate import workloads
+
+    return workloads.select(
+        workloads.read(prompts) if prompts else workloads.builtin(),
+        categories.split(",") if categories else None,
+        limit,
+    )
+
+
+def check_given(ctx: typer.Context, serving: bool) -> None:
+    """Refuse options that would have no effect, with --serve and without."""
+    source = ctx.get_parameter_source
+    given = {
+        p.name: p.opts[0] for p in ctx.command.params if p.name and getattr(source(p.name), "name", "") == "COMMANDLINE"
+    }
+    if serving and (useless := [option for name, option in given.items() if name not in SERVED]):
+        raise OptionError(f"{', '.join(useless)} has no effect on a server: leave it out, or leave out --serve")
+    if not serving and (useless := [option for name, option in given.items() if name in ONLY_SERVED]):
+        raise OptionError(f"{', '.join(useless)} is for a load on a server: name it with --serve URL")
+
+
+def parse_rates(given: str) -> list[float]:
+    rates = []
+    for word in given.split(","):
+        try:
+            rates.append(float(word))
+        except ValueError as error:
+            raise OptionError(
+                f"--rates {given!r}: {word!r} is no number; give requests per second, such as 0.5,1,2"
+            ) from error
+    return rates
+
+
+def load(
+    url: str, model: str | None, plan: LoadPlan, options: dict[str, Any], html: Path | None, out_json: Path | None
+) -> None:
+    """Put a load on a server, and tell how it did."""
+    from slipstream.evaluate.load import measure
+    from slipstream.evaluate.remote import find
+
+    server = find(url, os.environ.get("SLIPSTREAM_API_KEY"), model)
+    with progress_bars() as progress:
+        rows, missing = measure(plan, server, progress)
+    from slipstream.evaluate.load_report import document, remarks, table, write_page
+
+    made = document(plan, server, rows, options, missing)
+    keep(table(rows), remarks(rows), made, write_page, html, out_json)
+    if missing:
+        raise typer.Exit(130)
+
+
 def tell(rows: Any, document: dict[str, Any], html: Path | None, out_json: Path | None) -> None:
-    """A benchmark's results: the table, the files asked for, and with --json the JSON line last.
+    """A benchmark's results."""
+    from slipstream.evaluate.page import write_page
+    from slipstream.evaluate.report import stages, table
+
+    keep(table(rows), stages(rows), document, write_page, html, out_json)
+
+
+def keep(
+    table: Table,
+    remarks: list[str],
+    document: dict[str, Any],
+    write_page: Callable[[dict[str, Any], Path], None],
+    html: Path | None,
+    out_json: Path | None,
+) -> None:
+    """The table, the files asked for, and with --json the JSON line last.
 
     It is printed as well where a file can't be written: what was measured is not lost.
     """
-    from slipstream.evaluate.page import write_page
-    from slipstream.evaluate.report import line, stages, table
+    from slipstream.evaluate.report import line
 
     wide = out if out.is_terminal else Console(width=140, highlight=False)  # a file has no edge to cut columns at
-    wide.print(table(rows))
-    for said in stages(rows):
+    wide.print(table)
+    for said in remarks:
         wide.print(said, markup=False)
     if document["missing"]:
         err.print(f"[yellow]{document['missing']}[/yellow]")

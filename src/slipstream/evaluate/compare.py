@@ -54,5 +54,7 @@ def load(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise OptionError(f"{path} does not end with a benchmark's JSON line: {error}") from error
     if not isinstance(document, dict) or document.get("benchmark") != "slipstream":
-        raise OptionError(f"{path} is not a benchmark's document: give what `slipstream bench --json FILE` wrote")
+        raise OptionError(
+            f"{path} is not a benchmark's document: give what `slipstream bench --json FILE` wrote, without --serve"
+        )
     return document

@@ -32,6 +32,19 @@ GLOSSARY = {
     "Below zero, the clocks overlap and together cover more than 100% of the time.",
     "first token": "Milliseconds until the first token is decided, the prompt included: the median over the answers.",
     "same texts": "Answers whose tokens are exactly those of plain decoding, of those compared.",
+    # Of a load.
+    "rate": "Requests per second that were offered. They come at random, whatever became of the earlier ones.",
+    "sent": "Requests sent, and how many of their prompts had been asked before in this run: a server that keeps what "
+    "it answered is faster on those.",
+    "answered": "Requests whose answer came to its end.",
+    "refused": "Requests that the server told to come again later, with status 429.",
+    "failed": "Requests that ended in any other way: another status, a cut connection, an answer that can’t be read.",
+    "time to first token": "Milliseconds from when a request was due to the first token of its answer. Waiting counts.",
+    "time per token": "Milliseconds per token behind the first: of each answer the mean, over the answers p50 and p99.",
+    "p50": "Half of the answers were faster, half were slower.",
+    "p99": "One answer of a hundred was slower. Of fewer than a hundred answers it is nearly the slowest.",
+    "tokens/s in all": "Tokens of all answers, divided by the seconds from the beginning to the last answer’s end.",
+    "late": "Milliseconds that requests were sent late, p99: large where this machine, not the server, was too slow.",
 }
 
 

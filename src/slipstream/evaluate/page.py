@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,15 @@ def write_page(document: dict[str, Any], path: Path) -> None:
 
 def _page(document: dict[str, Any]) -> str:
     rows: list[Row] = document.get("rows") or []
+    return sheet(
+        document, "benchmark", _measured(document), _figures(rows), _notes(document, rows), _charts(rows), _table(rows)
+    )
+
+
+def sheet(document: dict[str, Any], kind: str, measured: str, figures: str, notes: str, *main: str) -> str:
+    """The whole page, of its parts as HTML."""
     provenance = document.get("provenance") or {}
-    title = escape(_plain(provenance.get("model", "slipstream")))
+    title, main_parts = escape(_plain(provenance.get("model", "slipstream"))), "\n".join(main)
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -35,21 +43,20 @@ def _page(document: dict[str, Any]) -> str:
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
-<title>{title} · slipstream benchmark</title>
+<title>{title} · slipstream {kind}</title>
 <style>{STYLE}</style>
 </head>
 <body>
 {DEFINITIONS}
 <div class="sheet">
 <header>
-<div><p class="kicker">slipstream benchmark</p><h1>{title}</h1><p class="measured">{_measured(document)}</p></div>
-{_figures(rows)}
+<div><p class="kicker">slipstream {kind}</p><h1>{title}</h1><p class="measured">{measured}</p></div>
+{figures}
 </header>
-{_notes(document, rows)}
+{notes}
 <dl class="provenance">{_provenance(document, provenance)}</dl>
 <main>
-{_charts(rows)}
-{_table(rows)}
+{main_parts}
 </main>
 </div>
 </body>
@@ -89,6 +96,11 @@ def _figures(rows: Sequence[Row]) -> str:
         if row and (rate := known(row.get("tokens_per_second"))) is not None:
             name = "plain decoding" if row["contestant"] == PLAIN else row["contestant"]
             figures.append((f"{rate:.1f}", f"{term('tokens/s', 'tokens/s', f'head{len(figures)}')}, {escape(name)}"))
+    return headline(figures)
+
+
+def headline(figures: Sequence[tuple[str, str]]) -> str:
+    """Numbers to begin with, each with its label."""
     pairs = "".join(f"<div><dt>{label}</dt><dd>{value}</dd></div>" for value, label in figures)
     return f'<dl class="figures tips below">{pairs}</dl>' if figures else ""
 
@@ -161,28 +173,31 @@ FIGURES: dict[str, tuple[Callable[[Sequence[Row], dict[str, Mark], int], str], s
 def _charts(rows: Sequence[Row]) -> str:
     look = charts.looks(dict.fromkeys(row["contestant"] for row in rows))
     ours = dict.fromkeys(row["contestant"] for row in rows if stages(row))
+    swatch = '<rect class="swatch" x=".5" y=".5" width="13" height="10" fill="url(#{})"/>'
     keys = {
-        "steps": {name: look[name].mark(7, 6, kind="key") for name in ours},
-        "times": {s: f'<rect class="swatch" x=".5" y=".5" width="13" height="10" fill="url(#{s})"/>' for s in STAGES},
+        "steps": {escape(name): look[name].mark(7, 6, kind="key") for name in ours},
+        "times": {term(stage, stage, "times"): swatch.format(stage) for stage in STAGES},
     }
-    first, *rest = [figure for name in FIGURES if (figure := _figure(name, rows, look, keys.get(name, {})))] or [""]
+    drawn = (
+        figure(name, title, caption, partial(draw, rows, look), keys.get(name, {}))
+        for name, (draw, title, caption) in FIGURES.items()
+    )
+    first, *rest = [each for each in drawn if each] or [""]
     return f'<div class="charts"><div>{first}</div><div>{"".join(rest)}</div></div>' if first else ""
 
 
-def _figure(name: str, rows: Sequence[Row], look: dict[str, Mark], keys: dict[str, str]) -> str:
-    draw, title, caption = FIGURES[name]
-    if not (wide := draw(rows, look, WIDE)):
+def figure(name: str, title: str, caption: str, draw: Callable[[int], str], keys: dict[str, str]) -> str:
+    """A chart drawn for both widths; "" where there is nothing to draw. keys: SVG by label, which is HTML."""
+    if not (wide := draw(WIDE)):
         return ""
     legend = "".join(
-        f'<li><svg width="14" height="12" aria-hidden="true">{key}</svg>'
-        f"{term(label, label, name) if name == 'times' else escape(label)}</li>"
-        for label, key in keys.items()
+        f'<li><svg width="14" height="12" aria-hidden="true">{key}</svg>{label}</li>' for label, key in keys.items()
     )
     return (
         f'<figure id="{name}"><figcaption class="tips"><h2>{explained(title, name)}</h2>'
         f"<p>{explained(caption, name)}</p></figcaption>"
         + (f'<ul class="legend tips">{legend}</ul>' if legend else "")
-        + f'<div class="wide">{wide}</div><div class="narrow">{draw(rows, look, NARROW)}</div></figure>'
+        + f'<div class="wide">{wide}</div><div class="narrow">{draw(NARROW)}</div></figure>'
     )
 
 
@@ -212,10 +227,14 @@ def _table(rows: Sequence[Row]) -> str:
             body.append(f"{'</tbody>' if body else ''}<tbody><tr>{named}</tr>")
         cells = "".join(f"<td>{cell}</td>" for cell in _cells(row, baselines))
         body.append(f'<tr class="row"><th scope="row">{escape(row["contestant"])}</th>{cells}</tr>')
+    return numbers(heads, f"{''.join(body)}</tbody>")
+
+
+def numbers(heads: Sequence[Sequence[tuple[str, str]]], body: str) -> str:
+    """The table's section, of the columns' words and the rows as HTML."""
     return (
         '<section class="numbers"><h2>All numbers</h2><div class="tips"><div class="scroll" tabindex="0" role="region" '
-        f'aria-label="All numbers"><table><thead><tr>{_heads(heads)}</tr></thead>{"".join(body)}</tbody></table>'
-        "</div></div></section>"
+        f'aria-label="All numbers"><table><thead><tr>{_heads(heads)}</tr></thead>{body}</table></div></div></section>'
     )
 
 
@@ -233,24 +252,24 @@ def _cells(row: Row, baselines: Sequence[str]) -> list[str]:
     spent, share = row.get("ms_per_step") or {}, known(row.get("unaccounted"))
     compared = row.get("texts_compared")
     return [
-        _number(row.get("answers"), 0),
-        _number(row.get("tokens"), 0),
-        f"{_number(row.get('tokens_per_second'), 1)} {_interval(slowest, fastest, 1)}",
+        number(row.get("answers"), 0),
+        number(row.get("tokens"), 0),
+        f"{number(row.get('tokens_per_second'), 1)} {_interval(slowest, fastest, 1)}",
         *(_speedup(row, name) for name in baselines),
-        *(_number(row.get(name)) for name in ("tokens_per_step", "acceptance_rate", "node_yield")),
-        *(_number(spent.get(stage)) for stage in STAGES[:3]),
-        _number(spent.get("unaccounted")) + ("" if share is None else f" <small>{share:.1%}</small>"),
-        _number(row.get("first_token_ms"), 1),
+        *(number(row.get(name)) for name in ("tokens_per_step", "acceptance_rate", "node_yield")),
+        *(number(spent.get(stage)) for stage in STAGES[:3]),
+        number(spent.get("unaccounted")) + ("" if share is None else f" <small>{share:.1%}</small>"),
+        number(row.get("first_token_ms"), 1),
         f"{row.get('texts_equal') or 0}/{compared}" if compared else UNKNOWN,
     ]
 
 
 def _speedup(row: Row, baseline: str) -> str:
     value, low, high = ratio(row, baseline)
-    return f"{_number(value)} {_interval(low, high, of=((row.get('speedup') or {}).get(baseline) or {}).get('items'))}"
+    return f"{number(value)} {_interval(low, high, of=((row.get('speedup') or {}).get(baseline) or {}).get('items'))}"
 
 
-def _number(value: Any, digits: int = 2) -> str:
+def number(value: Any, digits: int = 2) -> str:
     return UNKNOWN if (number := known(value)) is None else f"{number:,.{digits}f}"
 
 
@@ -258,4 +277,4 @@ def _interval(low: Any, high: Any, digits: int = 2, of: int | None = None) -> st
     """`of`: how many questions it comes from."""
     if known(low) is None or known(high) is None:
         return ""
-    return f"<small>{_number(low, digits)}–{_number(high, digits)}{f' of {of}' if of else ''}</small>"
+    return f"<small>{number(low, digits)}–{number(high, digits)}{f' of {of}' if of else ''}</small>"

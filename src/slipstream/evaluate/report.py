@@ -35,7 +35,7 @@ def document(
     missing: str | None,
 ) -> dict[str, Any]:
     """Everything measured, ready for JSON."""
-    return _finite(
+    return finite(
         {
             "benchmark": "slipstream",
             "version": VERSION,
@@ -149,12 +149,12 @@ def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.2f}"
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     """JSON has no NaN: what isn't known is null."""
     if isinstance(value, dict):
-        return {str(k): _finite(v) for k, v in value.items()}
+        return {str(k): finite(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(v) for v in value]
+        return [finite(v) for v in value]
     if isinstance(value, float):
         return round(value, 6) if math.isfinite(value) else None
     return value

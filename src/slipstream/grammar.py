@@ -33,7 +33,7 @@ class GrammarProcessor:
         self._read = length
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         if error := self._matcher.get_error():
-            raise OptionError(f"the grammar can't be followed: {error}")
+            raise OptionError(f"the grammar can't be followed: {error.partition('<state>')[0].strip()}")
         allowed = np.unpackbits(bits, count=self._vocabulary, bitorder="little").astype(np.bool_)
         return scores.masked_fill(~torch.from_numpy(allowed).to(scores.device), -torch.inf)
 

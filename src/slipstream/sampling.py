@@ -22,6 +22,7 @@ from slipstream.compiled import compiled
 from slipstream.errors import NumericalError, OptionError
 
 Probabilities = NDArray[np.float64]
+COLDEST = 1e-6  # logits divided by much less are infinite
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Sampling:
             object.__setattr__(self, name, real(name, getattr(self, name)))
         object.__setattr__(self, "top_k", integer("top_k", self.top_k))
         for name, good, needs in (
-            ("temperature", self.temperature >= 0, "0 (greedy) or more"),
+            ("temperature", self.temperature == 0 or self.temperature >= COLDEST, f"0 (greedy) or at least {COLDEST}"),
             ("top_k", self.top_k >= 0, "0 (off) or more"),
             ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
             ("min_p", 0 <= self.min_p <= 1, "between 0 and 1"),

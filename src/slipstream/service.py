@@ -17,6 +17,7 @@ import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass, field
 from time import monotonic
 
@@ -119,12 +120,12 @@ class Counts:
         self.nodes += stats.nodes_verified
         self.accepted += stats.accepted
         self.drafts += stats.drafts
-        longest = max(stats.accepted_lengths, default=0)
+        longest = max(list(stats.accepted_lengths), default=0)
         self.by_depth += [0] * (longest - len(self.by_depth))
-        for length, times in stats.accepted_lengths.items():
+        for length, times in list(stats.accepted_lengths.items()):  # of an answer that grows meanwhile
             for depth in range(length):
                 self.by_depth[depth] += times
-        for name, counted in stats.by_source.items():
+        for name, counted in list(stats.by_source.items()):
             known = self.by_source.setdefault(name, {"proposed": 0, "accepted": 0})
             for what, times in counted.items():
                 known[what] += times
@@ -180,6 +181,7 @@ class Service:
         self._numbers = itertools.count()
         self._kept: list[tuple[str, Kept]] = []  # by collection, the latest last
         self._changed = threading.Condition()
+        self._counting = threading.Lock()
         self._thread: threading.Thread | None = None
         self._closing: float | None = None  # when running answers are cancelled
 
@@ -211,6 +213,15 @@ class Service:
 
     def waiting(self) -> int:
         return len(self._waiting)
+
+    def so_far(self) -> Counts:
+        """What has ended, and what runs: nothing twice, and nothing left out."""
+        with self._counting:
+            counts, running = deepcopy(self.counts), list(self.running)
+            for job in running:
+                if job.sequence is not None:
+                    counts.add(job.sequence.stats)
+        return counts
 
     def close(self, within: float = 0.0) -> None:
         """No more requests; those that run may end within so many seconds, those that wait are cancelled."""
@@ -305,7 +316,9 @@ class Service:
             sequence = job.sequence
             assert sequence is not None
             if sequence.finish is not None:
-                self.running.remove(job)
+                with self._counting:
+                    self.running.remove(job)
+                    self.counts.add(sequence.stats)
                 self._retire(job, sequence)
             elif job.streams:
                 self._deliver(job, job.new())
@@ -319,7 +332,6 @@ class Service:
         if kept is not None:
             self._kept.append((job.request.collection, kept))
             self._forget(KEPT)
-        self.counts.add(sequence.stats)
         if sequence.stats.new_tokens > 1:
             later = sequence.stats.seconds - sequence.stats.first_token_seconds
             self.counts.per_token.see(later / (sequence.stats.new_tokens - 1), sequence.stats.new_tokens - 1)
@@ -329,7 +341,8 @@ class Service:
 
     def _end(self, job: Job, finish: str, error: Exception | None = None) -> None:
         job.over = True
-        self.counts.ended[finish] = self.counts.ended.get(finish, 0) + 1
+        with self._counting:
+            self.counts.ended[finish] = self.counts.ended.get(finish, 0) + 1
         self._deliver(job, job.new(finish, error))
 
     def _deliver(self, job: Job, update: Update) -> None:
@@ -404,6 +417,7 @@ class Service:
         return best, most
 
     def _forget(self, at_most: int) -> None:
-        while len(self._kept) > at_most:
-            _, kept = self._kept.pop(0)
-            self.engine.forget(kept)
+        with self.engine.turn():  # two may close it
+            while len(self._kept) > at_most:
+                _, kept = self._kept.pop(0)
+                self.engine.forget(kept)

@@ -124,10 +124,14 @@ class Detokenizer:
     def _certain(self) -> str:
         if self._stopped:
             return self._text
-        for size in range(min(max(map(len, self._stop), default=1) - 1, len(self._text)), 0, -1):
-            if any(s.startswith(self._text[-size:]) for s in self._stop):
-                return self._text[:-size]
-        return self._text
+        end = len(self._text)
+        for s in self._stop:
+            # Only where its first character stands: strings may be long, and this is asked at every token.
+            at = self._text.find(s[0], max(0, len(self._text) - len(s) + 1), end)
+            while at >= 0 and not s.startswith(self._text[at:]):
+                at = self._text.find(s[0], at + 1, end)
+            end = at if at >= 0 else end
+        return self._text[:end]
 
     def _extend(self) -> None:
         after = self._decode(self._tokens[self._base :])

@@ -27,7 +27,7 @@ def serve(
     device: o.Device = None,
     name: Annotated[str | None, typer.Option(help="What clients call the model. Default: its own name.")] = None,
     max_batch: Annotated[int, typer.Option(min=1, help="Answers written at a time at most.")] = 16,
-    max_waiting: Annotated[int, typer.Option(min=0, help="Requests that may wait; more are told to try later.")] = 256,
+    max_waiting: Annotated[int, typer.Option(min=1, help="Requests that may wait; more are told to try later.")] = 256,
     max_tokens: Annotated[int, typer.Option(min=1, help="The longest answer.")] = 4096,
     max_prompt: Annotated[int | None, typer.Option(min=1, help="The longest prompt. Default: the context.")] = None,
     max_seconds: Annotated[float, typer.Option(min=0.1, help="For an answer, waiting included.")] = 600.0,
@@ -43,31 +43,20 @@ def serve(
 ) -> None:
     """Serve a model over OpenAI's API, with a page that shows what it does."""
     try:
-        import uvicorn
-
         from slipstream.server.app import Server
+        from slipstream.server.run import listening, run
     except ImportError as error:
         raise OptionError(f"{error.name} is missing: pip install 'slipstream-llm[serve]'") from error
     from slipstream.server.asking import Limits
 
+    sock = listening(host, port)  # before the model is loaded: a port in use should not cost that time
     words = o.with_path(option, drafter_path, head) + (["learn=true"] if learn else [])
     llm = open_llm(model, drafter, words, dtype, device, trust_remote_code, compile, max_batch=max_batch)
     called = name or (Path(llm.name).name if model is not None else llm.name.rpartition("/")[2])
     limits = Limits(max_body, max_prompt, max_tokens, max_waiting, max_seconds)
     key = api_key or os.environ.get("SLIPSTREAM_API_KEY") or None
     server = Server(llm, called, limits, key)
-    config = uvicorn.Config(
-        server.app,
-        host=host,
-        port=port,
-        log_level="warning",
-        access_log=log_requests,
-        timeout_graceful_shutdown=max(1, round(grace)),
-        server_header=False,
-    )
-    running = uvicorn.Server(config)
-    sockets = [config.bind_socket()]
-    where = f"http://{host}:{sockets[0].getsockname()[1]}"
+    where = f"http://{f'[{host}]' if ':' in host else host}:{sock.getsockname()[1]}"
     err.print(f"{called} is served at {where}/v1, its page at {where}/; Ctrl-C stops", markup=False)
-    running.run(sockets=sockets)
+    run(server, sock, grace, log_requests)
     llm.close()

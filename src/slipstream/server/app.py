@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from functools import partial
+from functools import lru_cache, partial
 from importlib.resources import files
 from time import time
 from typing import Any
@@ -19,6 +19,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response, Streami
 from starlette.exceptions import HTTPException
 
 from slipstream.colours import COLOURS, OTHERS, colour
+from slipstream.errors import SlipstreamError
 from slipstream.llm import LLM
 from slipstream.server import bodies, metrics
 from slipstream.server import schema as s
@@ -44,15 +45,19 @@ class Server:
         self.asking = Asking(llm, self.limits)
         self.started = int(time())
         self._beside = ThreadPoolExecutor(1, "tokenising")
+        self._decode = lru_cache(1 << 16)(self._decoded)  # with alternatives, thousands for one answer
         self.app = FastAPI(
             title="slipstream", version=__version__, lifespan=self._lifespan, docs_url=None, redoc_url=None
         )
         self.app.add_exception_handler(RequestValidationError, self._invalid)
         self.app.add_exception_handler(Refused, self._refused)
+        self.app.add_exception_handler(SlipstreamError, self._refused)
         self.app.add_exception_handler(HTTPException, self._http)
         self.app.add_exception_handler(Exception, self._failed)
         self._routes()
         self.app.add_middleware(BodyLimit, most=self.limits.body)
+        if key is not None:
+            self.app.add_middleware(Guard, key=key.encode(errors="surrogateescape"))
 
     @asynccontextmanager
     async def _lifespan(self, _: FastAPI) -> AsyncIterator[None]:
@@ -66,7 +71,6 @@ class Server:
 
     def _routes(self) -> None:
         app = self.app
-        app.middleware("http")(self._guard)
         app.post("/v1/chat/completions")(self.chat)
         app.post("/v1/completions")(self.completions)
         app.post("/v1/responses")(self.responses)
@@ -123,7 +127,7 @@ class Server:
 
     async def live(self) -> Any:
         """What the page shows."""
-        service, counts = self.service, metrics.so_far(self.service)
+        service, counts = self.service, self.service.so_far()
         jobs = [*service.running, *([service.reading] if service.reading else [])]
         return {
             "model": self.name,
@@ -171,8 +175,7 @@ class Server:
             raise
         updates = told(merged(choices, answers))
         if body.stream:
-            events = safely(made.events(updates, choices))
-            return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+            return EventStream(safely(made.events(updates, choices)), answers)
         await until_left(http, finished(updates), answers)
         return JSONResponse(made.answer(choices))
 
@@ -193,18 +196,10 @@ class Server:
         found = {"id": self.name, "object": "model", "created": self.started, "owned_by": "slipstream"}
         return {**found, "max_model_len": self.llm.target.context}
 
-    def _decode(self, token: int) -> str:
+    def _decoded(self, token: int) -> str:
         return str(self.llm.tokenizer.decode([token]))
 
     # ---- whom to answer, and with what
-
-    async def _guard(self, request: Request, go_on: Callable[[Request], Awaitable[Response]]) -> Response:
-        if self.key is not None and request.url.path not in OPEN:
-            given = request.headers.get("authorization", "").removeprefix("Bearer ")
-            if not hmac.compare_digest(given.encode(), self.key.encode()):
-                message = "this server needs an API key: send it as 'Authorization: Bearer …'"
-                return Refused(401, message, code="invalid_api_key").response()
-        return await go_on(request)
 
     async def _invalid(self, _: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
@@ -215,14 +210,50 @@ class Server:
 
     async def _http(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        message = f"{request.method} {request.url.path}: {error.detail}"
-        return Refused(error.status_code, message).response()
+        if isinstance(error.__cause__, Refused):  # what `BodyLimit` raised while the body was read
+            return error.__cause__.response()
+        message = f"{request.method} {request.scope['path']}: {error.detail}"
+        response = Refused(error.status_code, message).response()
+        response.headers.update(error.headers or {})
+        return response
 
     async def _failed(self, _: Request, error: Exception) -> Response:
         found = refusal(error)
         if found.status == 500:
             log.error("a request failed", exc_info=error)
         return found.response()
+
+
+class Guard:
+    """Refuses those who don't know the key."""
+
+    def __init__(self, app: Any, key: bytes) -> None:
+        self.app, self.key = app, key
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        # Not `Request.url`, in which the client's Host has a say.
+        if scope["type"] == "http" and scope["path"] not in OPEN:
+            given = dict(scope["headers"]).get(b"authorization", b"").removeprefix(b"Bearer ")
+            if not hmac.compare_digest(given, self.key):
+                message = "this server needs an API key: send it as 'Authorization: Bearer …'"
+                await Refused(401, message, code="invalid_api_key").response()(scope, receive, send)
+                return
+        await self.app(scope, receive, send)
+
+
+class EventStream(StreamingResponse):
+    """Its answers end with it, whatever ends it: a client may leave before anything of it was asked for."""
+
+    def __init__(self, events: AsyncIterator[str], answers: Sequence[Updates]) -> None:
+        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        self.answers = answers
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            for answer in self.answers:
+                answer.close()
 
 
 class BodyLimit:

@@ -102,6 +102,10 @@ class Asking:
             prompts = [prompts]
         if not prompts:
             raise Refused(400, "prompt is empty", "prompt", "invalid_value")
+        most = self.limits.waiting + self.llm.engine.max_batch
+        if len(prompts) * body.n > most:
+            message = f"{len(prompts)} prompts with {body.n} answers each: this server takes {most} at once at most"
+            raise Refused(400, message, "prompt", "invalid_value")
         options = self._options(body)
         if body.logprobs is not None:
             options["logprobs"] = body.logprobs
@@ -131,6 +135,7 @@ class Asking:
             text = tokenizer.apply_chat_template(
                 list(messages), tools=list(tools) or None, add_generation_prompt=True, tokenize=False
             )
+            text.encode()  # arguments of calls may have brought half surrogate pairs
         except Exception as error:
             raise Refused(400, f"the model's chat template refused the messages: {error}", "messages") from error
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -226,13 +231,13 @@ def as_message(message: s.Message) -> dict[str, Any]:
 def arguments_of(call: s.SentCall) -> Any:
     try:
         return json.loads(call.function.arguments)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise PromptError(f"the arguments of the call {call.id} are not JSON: {error}") from error
 
 
 def bias_of(given: Mapping[str, float] | None) -> dict[int, float] | None:
     if given is None:
         return None
-    if wrong := [key for key in given if not key.isascii() or not key.isdigit()]:
+    if wrong := [key[:20] for key in given if not key.isascii() or not key.isdigit() or len(key) > 20]:
         raise Refused(400, f"logit_bias names {wrong[:5]}: its keys are token ids", "logit_bias", "invalid_value")
     return {int(key): value for key, value in given.items()}

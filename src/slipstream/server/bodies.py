@@ -6,6 +6,7 @@ import json
 import secrets
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from time import time
 from typing import Any
 
@@ -93,7 +94,7 @@ class Choice:
 def usage(choices: Sequence[Choice]) -> dict[str, Any]:
     """Prompts are counted once for all answers to them, as OpenAI does."""
     stats = [c.running.stats for c in choices if c.running is not None]
-    prompts = {tuple(r.tokens): len(r.tokens) for c in choices for r in c.asked.requests}
+    prompts = {tuple(r.tokens): len(r.tokens) for r in choices[0].asked.requests}
     new = sum(each.new_tokens for each in stats)
     details: dict[str, Any] = {}
     if choices[0].asked.predicted:
@@ -140,7 +141,7 @@ def chat_logprobs(found: Sequence[TokenLogprobs], decode: Decode) -> dict[str, A
 
 def completion_logprobs(found: Sequence[TokenLogprobs], decode: Decode, offset: int) -> dict[str, Any]:
     texts = [decode(each.token) for each in found]
-    offsets = [offset + sum(map(len, texts[:i])) for i in range(len(texts))]
+    offsets = list(accumulate(map(len, texts[:-1]), initial=offset)) if texts else []
     return {
         "tokens": texts,
         "token_logprobs": [max(-9999.0, each.logprob) for each in found],

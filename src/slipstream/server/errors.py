@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 
 from slipstream.errors import BusyError, ContextError, ModelError, SlipstreamError
+
+# Parts of a place that name no field but which of several kinds was tried: str, list[str], function-…, NamedTool.
+KIND = re.compile(r"(str|int|float|bool|none|function-.*|\w+\[.*|[A-Z]\w+)$")
 
 
 class Refused(Exception):
@@ -19,9 +23,13 @@ class Refused(Exception):
         self.status, self.message, self.param, self.code = status, message, param, code
 
     def body(self) -> dict[str, Any]:
+        """Half a surrogate pair, which a message may quote, can't be sent."""
+        message, param = (
+            None if t is None else t.encode(errors="replace").decode() for t in (self.message, self.param)
+        )
         kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
         kind = kinds.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+        return {"error": {"message": message, "type": kind, "param": param, "code": self.code}}
 
     def response(self) -> JSONResponse:
         headers = {429: {"Retry-After": "1"}, 503: {"Retry-After": "1"}, 401: {"WWW-Authenticate": "Bearer"}}
@@ -44,9 +52,11 @@ def refusal(error: Exception) -> Refused:
 
 
 def invalid(error: RequestValidationError) -> Refused:
-    """The first field that is wrong, in words."""
-    first: Mapping[str, Any] = error.errors()[0]
-    place = [str(part) for part in first["loc"] if part != "body" and not str(part).startswith("function-")]
+    """The first field that is wrong, in words: of one that may be of several kinds, what is wrong with its own."""
+    found: Sequence[Mapping[str, Any]] = error.errors()
+    same = [each for each in found if each["loc"][:2] == found[0]["loc"][:2]]
+    first = next((each for each in same if not each["type"].endswith("_type")), found[0])
+    place = [str(part) for part in first["loc"] if part != "body" and not KIND.match(str(part))]
     param = ".".join(place) or None
     if first["type"] == "extra_forbidden":
         return Refused(400, f"{param} is not supported by this server", param, "unsupported_parameter")

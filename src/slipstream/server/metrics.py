@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from copy import deepcopy
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import (
@@ -13,16 +12,7 @@ from prometheus_client.core import (
     Metric,
 )
 
-from slipstream.service import Counts, Service, Spread
-
-
-def so_far(service: Service) -> Counts:
-    """What has ended, and what runs."""
-    counts = deepcopy(service.counts)
-    for job in list(service.running):
-        if job.sequence is not None:
-            counts.add(job.sequence.stats)
-    return counts
+from slipstream.service import Service, Spread
 
 
 class Collector:
@@ -30,7 +20,7 @@ class Collector:
         self.service = service
 
     def collect(self) -> Iterator[Metric]:
-        service, counts = self.service, so_far(self.service)
+        service, counts = self.service, self.service.so_far()
         running = len(service.running) + (service.reading is not None)
         yield GaugeMetricFamily(
             "slipstream_num_requests_running", "Answers being written or prompts being read", running

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Temperature = Annotated[float, Field(ge=0, le=2)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
@@ -13,6 +14,27 @@ TokenIds = list[Annotated[int, Field(ge=0)]]
 
 class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid")
+
+
+class Body(Strict):
+    """What one call sends."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def proper(cls, given: Any) -> Any:
+        """Python's reader takes NaN and half surrogate pairs, which nothing behind it can write. A field that is null
+        is one that was left out, as OpenAI has it."""
+        try:
+            json.dumps(given, ensure_ascii=False, allow_nan=False).encode()
+        except UnicodeEncodeError as error:
+            raise ValueError("the body has half a surrogate pair in it, which is no text") from error
+        except ValueError as error:
+            raise ValueError("the body has a number in it that is not finite, which is no JSON") from error
+        except RecursionError as error:
+            raise ValueError("the body is nested too deeply") from error
+        except TypeError:  # bytes: not sent as JSON, as is said elsewhere
+            return given
+        return {k: v for k, v in given.items() if v is not None} if isinstance(given, dict) else given
 
 
 class TextPart(Strict):
@@ -91,7 +113,7 @@ class Wishes(Strict):
     sources: bool = False  # of a stream: whose draft each token was
 
 
-class Sampled(Strict):
+class Sampled(Body):
     """What all endpoints that answer take."""
 
     model: str | None = None
@@ -121,8 +143,8 @@ class Completed(Sampled):
     ignore_eos: bool = False
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
-    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=1024)] | None = None
     stream_options: StreamOptions | None = None
     prediction: Prediction | None = None
     response_format: Format | None = None
@@ -173,13 +195,13 @@ class ResponseRequest(Sampled):
     store: Literal[False] | None = None
 
 
-class TokenizeRequest(Strict):
+class TokenizeRequest(Body):
     model: str | None = None
     prompt: str | None = None
     messages: list[Message] | None = None
     add_special_tokens: bool = True
 
 
-class DetokenizeRequest(Strict):
+class DetokenizeRequest(Body):
     model: str | None = None
     tokens: TokenIds

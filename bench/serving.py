@@ -5,7 +5,7 @@ turns, one number of callers after the other, repeated. Told: tokens per second,
 (medians), and whether texts are those of the first server. --offline: the same prompts to `generate` in this process,
 as many at a time, with the drafter that is named.
 
-A server is asked for its model's name. Tables go to stderr, one JSON line last.
+A server is asked for its model's name, unless that follows the URL after a #. Tables go to stderr, one JSON line last.
 """
 
 from __future__ import annotations
@@ -47,8 +47,9 @@ async def ask(client: openai.AsyncOpenAI, model: str, prompt: str, tokens: int) 
 
 
 async def served(url: str, prompts: list[str], callers: int, tokens: int) -> dict[str, Any]:
+    url, _, model = url.partition("#")
     client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=600)
-    model = (await client.models.list()).data[0].id
+    model = model or (await client.models.list()).data[0].id
     await ask(client, model, "Hello!", 4)  # whatever is done once
     waiting, answers = list(enumerate(prompts)), dict[int, dict[str, Any]]()
 

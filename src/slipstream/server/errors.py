@@ -66,4 +66,5 @@ def invalid(error: RequestValidationError) -> Refused:
         return Refused(
             400, f"{param} is missing" if param else "the body is missing", param, "missing_required_parameter"
         )
-    return Refused(400, f"{param}: {first['msg']}" if param else str(first["msg"]), param, "invalid_value")
+    said = str(first["msg"]).removeprefix("Value error, ")
+    return Refused(400, f"{param}: {said}" if param else said, param, "invalid_value")

@@ -1,9 +1,9 @@
-"""Servers against each other and against the engine alone: python bench/serving.py NAME=URL… [--offline DRAFTER]
+"""Servers beside each other and the engine alone: python bench/serving.py NAME=URL… [--offline DRAFTER]
 
-Each caller asks one prompt after the other, all the same prompts, greedy, streamed, by OpenAI's client. Servers take
-turns, one number of callers after the other, repeated. Told: tokens per second, time to the first token and per token
-(medians), and whether texts are those of the first server. --offline: the same prompts to `generate` in this process,
-as many at a time, with the drafter that is named.
+Callers ask one prompt after the other, greedy, streamed, by OpenAI's client; the same prompts of every server, and no
+prompt twice. Servers take turns, one number of callers after the other, repeated. Told: tokens per second, time to the
+first token and per token (medians), and whether texts are those of the first server. --offline: the same prompts to
+`generate` in this process, as many at a time, with the drafter that is named.
 
 A server is asked for its model's name, unless that follows the URL after a #. Tables go to stderr, one JSON line last.
 """
@@ -50,7 +50,6 @@ async def served(url: str, prompts: list[str], callers: int, tokens: int) -> dic
     url, _, model = url.partition("#")
     client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=600)
     model = model or (await client.models.list()).data[0].id
-    await ask(client, model, "Hello!", 4)  # whatever is done once
     waiting, answers = list(enumerate(prompts)), dict[int, dict[str, Any]]()
 
     async def caller() -> None:
@@ -58,9 +57,12 @@ async def served(url: str, prompts: list[str], callers: int, tokens: int) -> dic
             i, prompt = waiting.pop(0)
             answers[i] = await ask(client, model, prompt, tokens)
 
-    clock = perf_counter()
-    await asyncio.gather(*(caller() for _ in range(callers)))
-    return summary([answers[i] for i in range(len(prompts))], perf_counter() - clock)
+    async with client:
+        await ask(client, model, "Hello!", 4)  # whatever is done once
+        clock = perf_counter()
+        await asyncio.gather(*(caller() for _ in range(callers)))
+        spent = perf_counter() - clock
+    return summary([answers[i] for i in range(len(prompts))], spent)
 
 
 def offline(llm: Any, prompts: list[str], callers: int, tokens: int) -> dict[str, Any]:
@@ -107,14 +109,17 @@ def main() -> None:
         llm = slipstream.load(drafter=given.offline, dtype=given.dtype)
         llm.generate("Hello!", max_new_tokens=4)
     told: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    rounds = len(given.callers) * given.repeats
+    parts = [prompts[i::rounds] for i in range(rounds)]  # no prompt twice: servers keep what they have read
     for callers in given.callers:
         here = told.setdefault(str(callers), {})
         for _ in range(given.repeats):
+            prompts = parts.pop()
             for name, url in servers.items():
                 here.setdefault(name, []).append(asyncio.run(served(url, prompts, callers, given.tokens)))
             if llm is not None:
                 here.setdefault("offline", []).append(offline(llm, prompts, callers, given.tokens))
-        example = next(iter(here.values()))[0]["texts"]
+        example = next(iter(here.values()))[-1]["texts"]
         for name, runs in here.items():
             numbers = {k: [round(run[k], 2) for run in runs] for k in ("tokens_per_second", "first_ms", "per_token_ms")}
             same = sum(a == b for a, b in zip(runs[-1]["texts"], example, strict=True))

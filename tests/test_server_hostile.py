@@ -214,30 +214,6 @@ def test_whoever_leaves_ends_its_answers(llm, server, n, stream, messages):
     own.service.close()
 
 
-def test_answers_together_are_those_alone(client, server):
-    bodies = [
-        chat(max_tokens=6 + i, seed=i, temperature=0.8 * (i % 2), collection=f"c{i % 3}", logprobs=i % 4 == 0)
-        for i in range(8)
-    ]
-    for i, body in enumerate(bodies):
-        body["messages"] = [{"role": "user", "content": ["What is snow?", "Count to five."][i % 2]}]
-    found = {}
-
-    def ask(i):
-        found[i] = client.post(CHAT, json=bodies[i]).json()["choices"][0]["message"]
-
-    threads = [threading.Thread(target=ask, args=(i,)) for i in range(len(bodies))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    together = dict(found)
-    for i in range(len(bodies)):
-        ask(i)
-    assert found == together
-    settled(server)
-
-
 def test_nothing_read_for_one_collection_is_found_by_another(llm):
     server = Server(llm, "smol")
     with TestClient(server.app) as client:

@@ -269,8 +269,6 @@ class Service:
             *_, job = heapq.heappop(self._waiting)
         self.reading = job
         kept, known = self._known(job.request)
-        if kept is not None and len(self._kept) >= KEPT:
-            self._forget(KEPT - 1)
         self.counts.found_tokens += known
         running = [other.sequence for other in self.running if other.sequence is not None]
         self._pieces = self.engine.read(job.request, running, kept)

@@ -384,7 +384,7 @@ def test_who_leaves_ends_the_answer(running, stream):
 # ---- the page
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
+@pytest.mark.skipif(CHROMIUM is None, reason="NO BROWSER: the server's page is not tested; install chromium")
 def test_the_page_shows_an_answer_and_no_hostile_text_acts(running, tmp_path):
     browser = Browser(tmp_path)
     try:

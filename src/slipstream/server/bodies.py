@@ -15,7 +15,7 @@ from slipstream.engine import TokenLogprobs
 from slipstream.server import schema as s
 from slipstream.server.asking import Asked, SourceWatch
 from slipstream.server.tool_calls import CallArguments, CallBegins, Content, Delta, ToolCall, forced_call
-from slipstream.service import Update
+from slipstream.service import Counts, Update
 
 DONE = "data: [DONE]\n\n"
 Decode = Callable[[int], str]
@@ -110,18 +110,13 @@ def usage(choices: Sequence[Choice]) -> dict[str, Any]:
 
 def own_stats(choices: Sequence[Choice]) -> dict[str, Any]:
     """What slipstream tells of itself, if it is asked."""
-    found = [c.running.stats for c in choices if c.running is not None]
-    steps, new = sum(each.steps for each in found), sum(each.new_tokens for each in found)
-    by_source: dict[str, dict[str, int]] = {}
+    found, counts = [c.running.stats for c in choices if c.running is not None], Counts()
     for each in found:
-        for name, counted in each.by_source.items():
-            known = by_source.setdefault(name, {"proposed": 0, "accepted": 0})
-            for what, times in counted.items():
-                known[what] += times
+        counts.add(each)
     return {
-        "tokens_per_step": round(new / steps, 4) if steps else 0.0,
+        "tokens_per_step": round(counts.new_tokens / counts.steps, 4) if counts.steps else 0.0,
         "exact": all(each.exact for each in found),
-        "by_source": by_source,
+        "by_source": counts.by_source,
     }
 
 

@@ -31,7 +31,7 @@ from slipstream import LLM
 from slipstream.evaluate.workloads import builtin, read, select
 from slipstream.sampling import Sampler, Sampling
 from slipstream.targets import Target, Want, load_model, open_target
-from slipstream.targets.captured.fixed_step import BEST
+from slipstream.targets.captured.fixed_step import BEST, DEEPEST, Shape
 from slipstream.targets.captured.recording import Stopwatch, preparing
 from slipstream.text import encode
 from slipstream.tree import TokenTree
@@ -80,7 +80,7 @@ def replay_times(target: Any, rows: tuple[int, ...] = ROWS, repeats: int = 40) -
     """Median milliseconds of what the device does in a captured step: it is started and waited for, nothing else."""
     times = {}
     for n in rows:
-        step, taken = target.step(1, n, (), BEST), []
+        step, taken = target.step(Shape(1, n, min(n, DEEPEST), n), (), BEST), []
         for _ in range(repeats):
             clock = perf_counter()
             step()
@@ -240,8 +240,7 @@ def long(given: argparse.Namespace) -> dict[str, Any]:
     target: Any = open_target(model)
     rows = (1, 32, 64)
     told: dict[str, Any] = {"512": step_times(target, 512, rows), "8192": step_times(target, 8192, rows)}
-    told["cache_bytes"] = target.pool.bytes
-    told["cache_bytes_computed"] = 2 * 32 * 4096 * 2 * target.pool.capacity * target.pool.rows
+    told["cache_bytes"] = target.arena.bytes
     tell(json.dumps(told))
     return told
 

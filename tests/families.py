@@ -6,7 +6,6 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from slipstream.targets.captured.graph_target import GraphTarget
 from slipstream.targets.choose import _probe
-from slipstream.targets.masks import mask_kinds
 
 VOCABULARY = 64
 _SMALL = {
@@ -96,4 +95,4 @@ def tiny_model(family: str, seed: int = 0, dtype: torch.dtype = torch.float32, *
 def graphs(model):
     """A target of fixed steps, as on a GPU, without capture."""
     vocabulary, shapes = _probe(model)
-    return GraphTarget(model, shapes, mask_kinds(model.config.get_text_config()), vocabulary)
+    return GraphTarget(model, shapes, vocabulary)

@@ -77,16 +77,15 @@ class Batch:
         ids, depths = rng.integers(0, tokens, (b, n)), np.full((b, n), -1)
         paths, self.texts = np.zeros((b, n, n), int), []
         for i in range(b):
-            length = len(prompts[i]) + len(outputs[i])
             lines = [[0]]
             for j in range(1, n):
                 lines.append([*lines[rng.integers(max(0, j - 3), j)], j])
             for j, line in enumerate(lines):
-                depths[i, j], paths[i, j, : len(line)] = len(line) - 1, length + np.array(line)
+                depths[i, j], paths[i, j, : len(line)] = len(line) - 1, i * n + np.array(line)
             self.texts.append([(prompts[i], outputs[i] + ids[i, line].tolist()) for line in lines])
         lengths = np.array([len(p) + len(o) for p, o in zip(prompts, outputs, strict=True)])
         slots = rng.permutation(b + 1)[:b]
-        step = [torch.from_numpy(x.astype(np.int32)).to(device) for x in (slots, lengths, ids, depths, paths)]
+        step = [torch.from_numpy(x.astype(np.int32)).to(device) for x in (slots, ids, depths, paths)]
         kinds = (torch.uint8, torch.int32, torch.float32)
         state = [torch.full((b + 1, size), 7, dtype=kind, device=device) for kind in kinds]
         self.history = History(*state, *step)
@@ -94,7 +93,7 @@ class Batch:
             self.history.begin(int(slots[i]), prompts[i], samplings[i].logit_bias)
         longest = max(map(len, outputs))
         said = np.array([o + [-1] * (longest - len(o)) for o in outputs], np.int32).reshape(b, longest)
-        self.history.commit(torch.from_numpy(said).to(device))
+        self.history.commit(self.history.slots, torch.from_numpy(said).to(device))
         self.draws = draws(samplings, self.seeds, lengths[:, None] + depths + 1, device)
 
 
@@ -227,14 +226,14 @@ def test_draws_go_up_as_one_copy():
 def test_a_slot_begins_anew_and_counts_what_is_committed():
     batch = Batch([Sampling()] * 2, 2, 10, seed=0)
     history = batch.history
-    one, other = history.rows.tolist()
+    one, other = history.slots.tolist()
     kept = [state[other].clone() for state in (history.prompt, history.emitted, history.bias)]
     history.begin(one, [4, 4, 6], {2: -1.5})
     assert history.prompt[one].tolist() == [0, 0, 0, 0, 1, 0, 1, 0, 0, 0]
     assert history.bias[one].tolist() == [0, 0, -1.5, *[0] * 7]
     assert not history.emitted[one].any()
-    history.commit(torch.tensor([[4, 9, 9], [-1, -1, -1]], dtype=torch.int32))
-    history.commit(torch.tensor([[9, -1, -1], [-1, -1, -1]], dtype=torch.int32))
+    history.commit(history.slots, torch.tensor([[4, 9, 9], [-1, -1, -1]], dtype=torch.int32))
+    history.commit(history.slots, torch.tensor([[9, -1, -1], [-1, -1, -1]], dtype=torch.int32))
     assert history.emitted[one].tolist() == [0, 0, 0, 0, 1, 0, 0, 0, 0, 3]
     assert all(map(torch.equal, kept, [state[other] for state in (history.prompt, history.emitted, history.bias)]))
 

@@ -316,7 +316,7 @@ class Engine:
         self._report(sequence, tree, score, verdict)
         can.choices(sequence.session, tree, score.chosen)
         position = sequence.slot.length - len(verdict.path)
-        hidden = Hidden(score.hidden, verdict.path, score.replayed)
+        hidden = Hidden(score.hidden, score.rows(verdict.path), score.replayed)
         sequence.session.observe(Seen(tree.tokens[verdict.path].tolist(), position, hidden))
 
     def _report(self, sequence: Sequence, tree: TokenTree, score: Scores, verdict: Verdict) -> None:

@@ -50,6 +50,7 @@ def load(
     max_batch: int = 16,
     graphs: bool = True,
     compile: bool = False,
+    memory: float = 0.9,
     model_options: dict[str, Any] | None = None,
     **drafter_options: Any,
 ) -> LLM:
@@ -66,6 +67,7 @@ def load(
     dtype, device, device_map, trust_remote_code, model_options: how to load the model; the last go to transformers'
     `from_pretrained`. A model in memory is taken as it is, and they are refused.
     graphs, compile: on a GPU, whether steps are captured as CUDA graphs, and compiled before (slower to start).
+    memory: the share of a GPU's free memory that texts may take; a small model takes less.
     """
     max_batch = integer("max_batch", max_batch, 1)
     if isinstance(drafter, str):
@@ -86,7 +88,8 @@ def load(
             raise OptionError(
                 f"{', '.join(ignored)}: for loading a model, and this one is in memory already; move or cast it first"
             )
-    return LLM(model, tokenizer, drafter, max_batch=max_batch, graphs=graphs, compile=compile, **drafter_options)
+    how: dict[str, Any] = {"max_batch": max_batch, "graphs": graphs, "compile": compile, "memory": memory}
+    return LLM(model, tokenizer, drafter, **how, **drafter_options)
 
 
 class LLM:
@@ -113,11 +116,14 @@ class LLM:
         max_batch: int = 16,
         graphs: bool = True,
         compile: bool = False,
+        memory: float = 0.9,
         **options: Any,
     ) -> None:
         self.model, self.tokenizer = model, tokenizer
         self.name = str(getattr(model.config, "_name_or_path", "") or type(model).__name__)
-        self.target = open_target(model, graphs=graphs, compile=compile)
+        if not 0 < (memory := real("memory", memory)) < 1:
+            raise OptionError(f"memory={memory}: a share of what is free, between 0 and 1")
+        self.target = open_target(model, graphs=graphs, compile=compile, memory=memory)
         made = drafters.make(drafter, self.target, tokenizer, **options)
         name = drafter if isinstance(drafter, str) else type(drafter).__name__
         self.engine = Engine(self.target, made, name, max_batch)

@@ -19,7 +19,7 @@ from slipstream.heads import HEADS
 from slipstream.sampling import Sampler, Sampling
 from slipstream.targets import Want, open_target
 from slipstream.targets.captured.function import Captured
-from slipstream.targets.captured.graph_target import BATCHES, ROWS, GraphTarget
+from slipstream.targets.captured.graph_target import ROWS, GraphTarget
 from slipstream.tree import TokenTree
 from test_threads import answer, some_request
 from trials import trials
@@ -127,7 +127,7 @@ def wide(request):
     sizes = {"hidden_size": 1536, "intermediate_size": 4096, "num_attention_heads": 12, "num_key_value_heads": 4}
     sizes |= {"hidden_act": "gelu"} if request.param else {}
     config = LlamaConfig(**sizes, num_hidden_layers=4, vocab_size=8192, max_position_embeddings=8192)
-    return open_target(LlamaForCausalLM(config).to("cuda", torch.bfloat16).eval(), compile=request.param)
+    return open_target(LlamaForCausalLM(config).to("cuda", torch.bfloat16).eval(), compile=request.param, memory=0.02)
 
 
 def read(target, text):
@@ -166,24 +166,54 @@ def test_a_row_depends_on_its_path_alone(wide):
             at = len(tokens) - 1
         assert differing(wide, [slot], [TokenTree.build(tokens, parents)], n, at, expected) == 0
     for rows in ROWS[1:]:
-        wide._alike = {(b, r): False for b in BATCHES for r in ROWS}  # no shortcut: compute as many rows as asked for
+        wide._alike = dict.fromkeys(ROWS, False)  # no shortcut: compute as many rows as asked for
         assert differing(wide, [slot], [chain], rows, 5, expected) == 0
     for size in (2, 4, 16):
         trees = [chain, *(TokenTree.chain(noise[i], noise[:i]) for i in range(size - 1))]
         assert differing(wide, [slot, *others[: size - 1]], trees[:size], 16, 5, expected) == 0
 
-    # One token after the other, and once the cache has grown and moved.
+    # One token after the other; and when the text was read in other pieces.
     twin = wide.fork(slot)
     for token in path:
         last = wide.score([twin], [TokenTree.root(token)], Want())[0].logits(0).clone()
         wide.commit(twin, [0])
     assert int((last != expected).sum()) == 0
-    before = wide.pool.capacity
-    wide.pool.reserve(wide.pool.rows, 2 * before)
-    assert wide.pool.capacity > before
-    assert differing(wide, [slot], [chain], 8, 5, expected) == 0
+    for pieces in ([1] * 8 + [292], [64] * 4 + [44], [128, 172], [299, 1]):
+        again = wide.open()
+        for start, count in zip(itertools.accumulate([0, *pieces]), pieces, strict=False):
+            for _ in wide.prefill(again, text[start : start + count], Want()):
+                pass
+        assert differing(wide, [again], [chain], 8, 5, expected) == 0
+        wide.close(again)
     for s in (slot, twin, *others):
         wide.close(s)
+    assert wide.arena.free == wide.arena.pages - 1
+
+
+def test_a_tree_grows_level_by_level_with_the_same_bits(wide):
+    slot, tree = read(wide, some(200, 1)), TokenTree.build(some(8, 2), [-1, 0, 0, 1, 2, 2, 5, 6])
+    expected = [row.clone() for row in (wide.score([slot], [tree], Want())[0].logits(i) for i in range(8))]
+    for known, end in ((0, 3), (3, 6), (6, 7), (7, 8)):
+        part = TokenTree.build(tree.tokens[:end].tolist(), tree.parents[:end].tolist())
+        (scores,) = wide.score([slot], [part], Want(), known=known)
+        assert all(torch.equal(scores.logits(i), expected[i]) for i in range(known, end))
+    wide.close(slot)
+
+
+def test_twins_share_pages_until_they_write(wide):
+    text, free = some(300, 1), wide.arena.free
+    slot = read(wide, text)
+    twins = [wide.fork(slot) for _ in range(3)]
+    assert free - wide.arena.free == 3  # pages of one text
+    tree = TokenTree.build(some(4, 2), [-1, 0, 0, 2])
+    rows = [wide.score([s], [tree], Want())[0].logits(3).clone() for s in (*twins, slot)]
+    assert all(torch.equal(row, rows[0]) for row in rows)
+    wide.commit(twins[0], [0, 2, 3])
+    wide.score([twins[0]], [tree], Want())
+    assert torch.equal(wide.score([slot], [tree], Want())[0].logits(3), rows[0])
+    for s in (*twins, slot):
+        wide.close(s)
+    assert wide.arena.free == free
 
 
 def test_drawn_tokens_are_those_of_the_cpu(wide):
@@ -216,18 +246,16 @@ def test_nothing_leaks(tiny):
         return torch.cuda.memory_allocated()
 
     assert used(100) == used(900)
-    assert llm.target._slots.count(None) == len(llm.target._slots) - 1  # but for the padding's own
+    assert llm.target.arena.free == llm.target.arena.pages - 1
 
 
 def test_a_cache_that_does_not_fit_says_so():
     sizes = {"hidden_size": 4096, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 32}
-    config = LlamaConfig(**sizes, vocab_size=100, max_position_embeddings=1 << 24)
-    target = open_target(LlamaForCausalLM(config).to("cuda", torch.bfloat16))
+    config = LlamaConfig(**sizes, vocab_size=100, max_position_embeddings=1 << 20)
+    target = open_target(LlamaForCausalLM(config).to("cuda", torch.bfloat16), memory=0.001)
     slot = read(target, [1, 2, 3])
-    held = target.pool.bytes
-    with pytest.raises(ModelError, match=r"does not fit on cuda:0: \d+ sequences .* GiB .* are free"):
-        target.pool.reserve(2, 1 << 24)
-    assert target.pool.bytes == held
+    with pytest.raises(ModelError, match=r"the cache is full: \d+ more pages .* are in use .* on cuda:0"):
+        target.arena.reach(target.open(), target.arena.longest + 1)
     target.score([slot], [TokenTree.root(4)], Want())  # and goes on with what it has
 
 

@@ -14,6 +14,7 @@ from device import CUDA, DEVICE, triton
 
 from slipstream.kernels import exact_attention as exact
 from slipstream.kernels.ops import gathered_attention
+from slipstream.kernels.sizes import PAGE, TILE
 
 pytestmark = [  # the interpreter's: e^2x in a soft cap may be infinite, and rows beside the one looked at not a number
     pytest.mark.filterwarnings("ignore:overflow encountered"),
@@ -55,11 +56,20 @@ def noise(*size, seed, dtype):
 def attend(query, keys, values, rows, lengths, depths, paths, **options):
     """Through a scratch that begins as nonsense."""
     b, heads, n, d = query.shape
-    room = exact.scratch(b, n, heads, keys.shape[2], paths.shape[2], values.shape[3], DEVICE)
+    tables, tiles = options.get("tables"), options.get("tiles")
+    longest = keys.shape[2] if tables is None else tables.shape[1] * PAGE
+    size = (b, n, heads, keys.shape[1], longest, paths.shape[2], values.shape[3])
+    room = exact.scratch(*size, DEVICE, 0 if tiles is None else len(tiles))
     room.stats.fill_(torch.nan)
     room.sums.fill_(torch.nan)
     inputs = (query, keys, values, rows, lengths, depths, paths)
     return exact.exact_attention(*inputs, room, scale=d**-0.5, **options)
+
+
+def some_depths(rng, deepest, size):
+    """One in some is padding."""
+    depths = rng.integers(-1, deepest, size)
+    return np.where(depths < 0, -2, depths)
 
 
 class Text:
@@ -83,7 +93,7 @@ class Text:
             columns = rng.permutation(np.arange(length, capacity))[: depth + 1]
         rows = rng.permutation(sequences + 1)[:sequences]
         lengths = rng.integers(0, capacity - deepest, sequences) if sequences > 1 else np.array([length])
-        depths = rng.integers(-1, deepest, (sequences, n))
+        depths = some_depths(rng, deepest, (sequences, n))
         paths = rng.integers(0, capacity, (sequences, n, deepest))
         lengths[index], depths[index, row] = length, depth
         paths[index, row, : depth + 1] = columns
@@ -110,7 +120,7 @@ def same_bits(one, other):
 def random_inputs(heads, lengths, n, deepest, dtype, seed):
     rng = np.random.default_rng(seed)
     b, capacity = len(lengths), max(lengths) + n + int(rng.integers(0, 200))
-    depths = rng.integers(-1, deepest, (b, n))
+    depths = some_depths(rng, deepest, (b, n))
     paths = np.stack([rng.integers(length, capacity, (n, deepest)) for length in lengths])
     integers = [rng.permutation(b + 1)[:b], np.array(lengths), depths, paths]
     query = noise(b, n, heads.query, heads.d, seed=seed, dtype=dtype).transpose(1, 2)
@@ -148,7 +158,7 @@ def test_caches_may_lie_in_memory_in_any_order_and_the_scratch_may_be_larger():
     expected = attend(query, keys, values, *integers)
     strided = [x.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3) for x in (keys, values)]
     tables = [torch.cat([x, x], 1)[:, :5] for x in integers[2:]]
-    room = exact.scratch(3, 16, 6, 1000, 20, 64, DEVICE)
+    room = exact.scratch(3, 16, 6, 2, 1000, 20, 64, DEVICE)
     found = exact.exact_attention(query, *strided, *integers[:2], *tables, room, scale=0.125)
     same_bits(found, expected)
 
@@ -156,7 +166,7 @@ def test_caches_may_lie_in_memory_in_any_order_and_the_scratch_may_be_larger():
 def test_a_scratch_that_is_too_small_is_refused():
     inputs = random_inputs(SMALL, [40], 5, 6, torch.float32, seed=1)
     with pytest.raises(AssertionError, match="smaller shape"):
-        exact.exact_attention(*inputs, exact.scratch(1, 4, 2, 40, 6, 64, DEVICE), scale=0.125)
+        exact.exact_attention(*inputs, exact.scratch(1, 4, 2, 2, 40, 6, 64, DEVICE), scale=0.125)
 
 
 # ---- the law: a row's bits follow from its own path
@@ -192,6 +202,99 @@ def test_who_computes_what_does_not_matter(dtype, monkeypatch):
         monkeypatch.setattr(exact, "SHARED", shared)
         monkeypatch.setattr(exact, "OWN", own)
         same_bits(attend(*inputs)[inputs[5] >= 0], expected[inputs[5] >= 0])
+
+
+# ---- pages, pieces of prompts, and rows of several sequences in one list
+
+
+def in_pages(texts, spare=3, seed=0):
+    """keys, values (1, kv, columns, d) with each text's pages anywhere, and the table of them; what isn't text is not a
+    number."""
+    h, rng = texts[0].heads, np.random.default_rng(seed)
+    counts = [-(-(text.keys.shape[1]) // PAGE) + 1 for text in texts]
+    where = rng.permutation(sum(counts) + spare)
+    table = np.zeros((len(texts), max(counts)), np.int32)
+    keys = torch.full((1, h.key, len(where) * PAGE, h.d), torch.nan, dtype=texts[0].dtype, device=DEVICE)
+    values = torch.full((1, h.key, len(where) * PAGE, h.dv), torch.nan, dtype=texts[0].dtype, device=DEVICE)
+    for i, text in enumerate(texts):
+        table[i, : counts[i]] = where[sum(counts[:i]) : sum(counts[: i + 1])]
+        columns = torch.from_numpy(columns_of(table[i], np.arange(text.keys.shape[1]))).to(DEVICE)
+        keys[0][:, columns], values[0][:, columns] = text.keys, text.values
+    return keys, values, torch.from_numpy(table).to(DEVICE)
+
+
+def columns_of(pages, positions):
+    return pages[positions // PAGE].astype(np.int64) * PAGE + positions % PAGE
+
+
+def of_list(keys, values, table, texts, rows, n, groups=None, **options):
+    """(n, heads, dv) for rows (sequence, length, position): a chain after `length` tokens of text; length None: it is
+    all text, as in a prompt. The rest is padding. groups: rows belong to several sequences, in order."""
+    h, deepest = texts[0].heads, 1 + max((p - (p if length is None else length) for _, length, p in rows), default=0)
+    integers = np.zeros((3, 1, n), np.int32)
+    integers[2] = -2
+    paths = np.zeros((1, n, deepest), np.int32)
+    query = noise(1, h.query, n, h.d, seed=3, dtype=texts[0].dtype)
+    for i, (sequence, length, position) in enumerate(rows):
+        query[0, :, i] = texts[sequence].queries[:, position]
+        integers[:, 0, i] = sequence, position + 1 if length is None else length, -1
+        if length is not None:
+            integers[2, 0, i] = position - length
+            pages = table[sequence].cpu().numpy()
+            paths[0, i, : position - length + 1] = columns_of(pages, np.arange(length, position + 1))
+    tiles = None
+    if groups is not None:
+        firsts = {s: next(i for i, row in enumerate(rows) if row[0] == s) for s, *_ in rows}
+        counts = {s: sum(row[0] == s for row in rows) for s in firsts}
+        lines = [(firsts[s], k) for s in firsts for k in range(-(-counts[s] * groups // TILE))]
+        tiles = torch.tensor(lines + [(-1, 0)] * (n - len(lines)), dtype=torch.int32, device=DEVICE)
+    given = [torch.from_numpy(x).to(DEVICE) for x in (*integers, paths)]
+    return attend(query, keys, values, *given, tables=table, tiles=tiles, **options)[0]
+
+
+@pytest.mark.parametrize("dtype", EXACT_DTYPES, ids=str)
+@pytest.mark.parametrize("options", [FULL, WINDOW], ids=str)
+@pytest.mark.parametrize("shared", [1, 512])
+def test_pages_pieces_and_lists_of_rows_keep_the_bits(shared, options, dtype, monkeypatch):
+    """Three texts in pages: each row, read as a piece of a prompt, as a node of a chain, alone or among the others,
+    has the bits that it has as the only row of a cache of its own; by many programs or by one."""
+    monkeypatch.setattr(exact, "SHARED", shared)
+    heads = GROUPED if CUDA else PAIR
+    ends = (1500, 700, 40) if CUDA else (290, 150, 40)
+    texts = [Text(heads, dtype, end, seed=10 * i) for i, end in enumerate(ends)]
+    keys, values, table = in_pages(texts)
+    alone = {(s, p): texts[s].row(p, 0, **options) for s, end in enumerate(ends) for p in (end - 1, end - 9, end // 2)}
+    lone = lambda rows, n: of_list(keys, values, table, texts, rows, n, **options)  # noqa: E731
+    last = ends[0] - 1
+    piece = lone([(0, None, p) for p in range(last - 19, last + 1)], 24)  # pages of the text alone are read
+    same_bits(piece[19], alone[0, last])
+    same_bits(piece[11], alone[0, last - 8])
+    same_bits(lone([(0, last - 8, p) for p in range(last - 8, last + 1)], 16)[8], alone[0, last])
+    groups = heads.query // heads.key
+    rows = [(s, end - 9, p) for s, end in enumerate(ends) for p in (end - 9, end - 1)]
+    rows[4:] = [(2, None, p) for p in range(30, 40)]  # a piece of a prompt among them
+    together = of_list(keys, values, table, texts, rows, 16, groups, **options)
+    for i, (s, _, p) in enumerate(rows):
+        if (s, p) in alone:
+            same_bits(together[i], alone[s, p])
+    assert not together[len(rows) :].any(), "padding gives zeros"
+
+
+@pytest.mark.skipif(not CUDA, reason="minutes in the interpreter")
+@pytest.mark.parametrize("position", [8191, 8192, 8700, 33000])
+def test_long_texts_have_wider_splits(position):
+    text = Text(SMALL, torch.bfloat16, position + 1)
+    alone = text.row(position, 0)
+    keys, values, table = in_pages([text])
+    for begin in (position - 40, position - 300):
+        piece = of_list(keys, values, table, [text], [(0, None, p) for p in range(begin, position + 1)], 512)
+        same_bits(piece[position - begin], alone)
+    chain = of_list(keys, values, table, [text], [(0, position - 90, position)], 1)
+    same_bits(chain[0], alone)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        text.queries[:, -1:].float(), text.keys.float(), text.values.float()
+    )
+    torch.testing.assert_close(alone.float(), expected[:, 0], atol=CLOSE[torch.bfloat16], rtol=CLOSE[torch.bfloat16])
 
 
 # The last window reaches back over more splits than are added up at once, and its first one changes meanwhile.
@@ -244,7 +347,7 @@ def test_a_captured_graph_follows_the_integers():
     one, other = (random_inputs(GROUPED, [lengths, 300], 16, 9, torch.bfloat16, seed=4) for lengths in (130, 7))
     query, keys, values = one[:3]
     integers = [x.clone() for x in one[3:]]
-    room = exact.scratch(2, 16, 6, keys.shape[2], 9, 64, DEVICE)
+    room = exact.scratch(2, 16, 6, 2, keys.shape[2], 9, 64, DEVICE)
     call = lambda: exact.exact_attention(query, keys, values, *integers, room, scale=0.125)  # noqa: E731
     call()  # compiles
     graph = torch.cuda.CUDAGraph()
@@ -304,7 +407,7 @@ def case(heads, context, n, dtype=torch.bfloat16):
     query = noise(1, n, h.query, h.d, seed=1, dtype=dtype).transpose(1, 2)
     keys = torch.randn(layers, 1, h.key, capacity, h.d, dtype=dtype, device=DEVICE)
     values = torch.randn(layers, 1, h.key, capacity, h.dv, dtype=dtype, device=DEVICE)
-    room = exact.scratch(1, n, h.query, capacity, deepest, h.dv, DEVICE)
+    room = exact.scratch(1, n, h.query, h.key, capacity, deepest, h.dv, DEVICE)
     scale, groups = h.d**-0.5, h.query // h.key
     added = torch.zeros(mask.shape, dtype=dtype, device=DEVICE)
     added.masked_fill_(~torch.from_numpy(mask).to(DEVICE), torch.finfo(dtype).min)

@@ -112,17 +112,14 @@ def test_the_best_token_of_equals_the_first(vocabulary):
 def test_a_walk_ends_where_plain_torch_ends_it(n, room):
     """Random trees of few tokens, equal siblings among them, and one that is all padding."""
     generator = torch.Generator().manual_seed(n)
-    sequences, lengths = 5, torch.tensor([0, 3, 40, 7, 9], dtype=torch.int32)
+    sequences = 5
     ids, chosen = (torch.randint(0, 2, (2, sequences, n), generator=generator, dtype=torch.int32) for _ in range(2))
     ids = ids[0]
-    depths, paths = torch.zeros_like(ids), torch.zeros((sequences, n, n), dtype=torch.int32)
+    depths, parents = torch.zeros_like(ids), torch.full_like(ids, -1)
     for s in range(sequences):
-        paths[s, 0, 0] = lengths[s]
         for j in range(1, n):
-            above = int(torch.randint(max(0, j - 4), j, (), generator=generator))
-            depth = depths[s, j] = depths[s, above] + 1
-            paths[s, j, :depth] = paths[s, above, :depth]
-            paths[s, j, depth] = lengths[s] + j
-    depths[4, 1:] = -1
-    found = walk_down(*(t.to(DEVICE) for t in (ids, depths, paths, lengths, chosen)), room)
-    assert torch.equal(found.cpu(), walk(ids, depths, paths, lengths, chosen, room))
+            parents[s, j] = torch.randint(max(0, j - 4), j, (), generator=generator)
+            depths[s, j] = depths[s, parents[s, j]] + 1
+    depths[4, 1:] = -2
+    found = walk_down(*(t.to(DEVICE) for t in (ids, depths, parents, chosen)), room)
+    assert torch.equal(found.cpu(), walk(ids, depths, parents, chosen, room))

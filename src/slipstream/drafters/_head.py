@@ -112,7 +112,7 @@ class HeadDrafter(Drafter):
         known = None if mine.draws else mine.known()
         if known is not None:
             i, layers = step.inputs, dict.fromkeys(self.layers)
-            still = i.ids, i.depths, i.paths, i.lengths, step.chosen, *(step.hidden[0][layer] for layer in layers)
+            still = i.ids, i.depths, i.parents, step.chosen, *(step.hidden[layer] for layer in layers)
             mine.ahead = self.captured_ahead.start(torch.tensor([known], dtype=torch.long), still=still)
 
     # ---- on the device
@@ -125,8 +125,8 @@ class HeadDrafter(Drafter):
 
     def _ahead_of_host(self, known: Tensor, *of_step: Tensor) -> Tensor:
         """(b, ·) int32: the table, as the host will make it if it accepts what was chosen, and the nodes."""
-        ids, depths, paths, lengths, chosen, *states = of_step
-        table = torch.cat((known, walk(ids, depths, paths, lengths, chosen, self.waiting)), 1)
+        ids, depths, parents, chosen, *states = of_step
+        table = torch.cat((known, walk(ids, depths, parents, chosen, self.waiting)), 1)
         return torch.cat((table.int(), self.best(*self.inputs(table, *states)).flatten(1)), 1)
 
     def _picked(self, rows: Tensor, states: tuple[Tensor, ...]) -> Tensor:

@@ -93,7 +93,7 @@ class KeyCache:
         if self._device.type == "cuda" and batch not in self.scratch:
             from slipstream.kernels.exact_attention import scratch
 
-            size = (batch, most, self._heads, self.capacity, depth, self.values.shape[3])
+            size = (batch, most, self._heads, self.keys.shape[1], self.capacity, depth, self.values.shape[3])
             depths = torch.arange(depth, dtype=torch.int32, device=self._device)
             self.scratch[batch] = scratch(*size, self._device), depths[:, None, None].repeat(1, batch, most)
 
@@ -156,8 +156,8 @@ class Attention:
             return masked_attention(query, keys, values, self.rows, self.lengths, self.paths, window)
         b, w, depth = self.paths.shape
         scratch, depths = self.cache.scratch[b]
-        where = (self.rows, self.lengths, depths[depth - 1, :, :w], self.paths, scratch.stats, scratch.sums)
-        return attend(query, keys, values, *where, query.shape[3] ** -0.5, window, None)
+        where = (self.rows, self.lengths, depths[depth - 1, :, :w], self.paths, None, None)
+        return attend(query, keys, values, *where, scratch.stats, scratch.sums, query.shape[3] ** -0.5, window, None)
 
 
 @torch.library.custom_op("slipstream::first_places", mutates_args=())

@@ -135,8 +135,8 @@ def _move(  # type: ignore[no-untyped-def]
     keys += layer.to(tl.int64) * k_layer + row * k_row + head * k_head + at
     values += layer.to(tl.int64) * v_layer + row * v_row + head * v_head + at
     for i in range(tl.load(counts + sequence)):
-        source = tl.load(sources + sequence * depth + i)
-        place = tl.load(places + sequence * depth + i)
+        source = tl.load(sources + sequence * depth + i).to(tl.int64)
+        place = tl.load(places + sequence * depth + i).to(tl.int64)
         if source != place:
             tl.store(keys + place * k_column, tl.load(keys + source * k_column, mask=at < d), mask=at < d)
             tl.store(values + place * v_column, tl.load(values + source * v_column, mask=at < dv), mask=at < dv)

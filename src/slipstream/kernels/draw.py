@@ -60,11 +60,10 @@ def _adjusted(logits: torch.Tensor, draws: Draws, history: History | None) -> to
     x = logits.float()
     if history is None:
         return x
-    slots = history.rows.long()
+    slots = history.slots.long()
     emitted = history.emitted[slots][:, None].repeat(1, x.shape[1], 1)  # (b, n, V)
     on = torch.arange(history.paths.shape[2], device=x.device) <= history.depths[..., None]  # (b, n, D)
-    row = (history.paths - history.lengths[:, None, None]).where(on, 0).long()
-    token = history.ids.long()[:, None].expand(-1, x.shape[1], -1).gather(2, row)
+    token = history.ids.flatten()[history.paths.where(on, 0).long()].long()  # (b, n, D)
     emitted.scatter_add_(2, token, on.int())
     x = x + history.bias[slots][:, None]
     penalty = draws.repetition[:, None, None]

@@ -36,8 +36,8 @@ class Draws:
     def size(batch: int, rows: int) -> int:
         return batch * (7 + 2 * rows)
 
-    def put(self, i: int, sampling: Sampling) -> None:
-        """On the host: sequence i draws like this."""
+    def put(self, i: int | slice, sampling: Sampling) -> None:
+        """On the host: sequence i draws like this; or several, a slice."""
         self.temperature[i], self.top_p[i], self.min_p[i] = sampling.temperature, sampling.top_p, sampling.min_p
         self.repetition[i] = sampling.repetition_penalty
         self.presence[i], self.frequency[i] = sampling.presence_penalty, sampling.frequency_penalty
@@ -56,13 +56,10 @@ class History:
     prompt: torch.Tensor  # (slots, V) uint8, whether the prompt has the token
     emitted: torch.Tensor  # (slots, V) int32, how often the committed output has it
     bias: torch.Tensor  # (slots, V) float32
-    rows: torch.Tensor  # (b,) int32, each sequence's slot
-    lengths: torch.Tensor  # (b,) int32, committed tokens
-    ids: torch.Tensor  # (b, n) int32, the step's tokens
-    depths: torch.Tensor  # (b, n) int32, -1 for padding
-    paths: (
-        torch.Tensor
-    )  # (b, n, D) int32, [s, i, k]: length + the row of row i's ancestor at depth k, itself at the end
+    slots: torch.Tensor  # (b,) int32, each sequence's
+    ids: torch.Tensor  # int32, the tokens of all rows
+    depths: torch.Tensor  # (b, n) int32, negative for padding
+    paths: torch.Tensor  # (b, n, D) int32, [s, i, k]: which of `ids` is row i's ancestor at depth k, itself at the end
 
     def begin(self, slot: int, prompt: Sequence[int], logit_bias: Mapping[int, float]) -> None:
         """`slot` holds a new sequence. Between steps, not within one."""
@@ -73,7 +70,7 @@ class History:
             list(logit_bias.values()), dtype=torch.float32, device=self.bias.device
         )
 
-    def commit(self, tokens: torch.Tensor) -> None:
-        """tokens: (b, m) int32, what each sequence of the batch has newly committed; negative: nothing."""
-        at = self.rows[:, None].long() * self.emitted.shape[1] + tokens.clamp(min=0)
+    def commit(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:
+        """tokens: (s, m) int32, what the sequences in these slots (s,) have newly committed; negative: nothing."""
+        at = slots[:, None].long() * self.emitted.shape[1] + tokens.clamp(min=0)
         self.emitted.view(-1).scatter_add_(0, at.flatten(), (tokens >= 0).int().flatten())

@@ -73,7 +73,7 @@ def _with_history(logits: torch.Tensor, draws: Draws, history: History) -> torch
     assert logits.stride(2) == 1, "a row's logits lie side by side"
     assert history.prompt.shape == history.emitted.shape == history.bias.shape, "the state has one shape"
     assert history.prompt.shape[1] == vocabulary, "the state covers the vocabulary"
-    assert history.ids.shape == history.depths.shape == (b, n), "one entry per row"
+    assert history.depths.shape == (b, n), "one entry per row"
     assert history.paths.shape == (b, n, depth), "one path per row"
     tensors = [history.prompt, history.emitted, history.bias, history.ids, history.depths, history.paths]
     assert all(t.is_contiguous() for t in tensors), "rows lie side by side"
@@ -82,8 +82,8 @@ def _with_history(logits: torch.Tensor, draws: Draws, history: History) -> torch
     _adjust[(-(-vocabulary // CHUNK), b * n)](
         logits, logits.stride(0), logits.stride(1), n, vocabulary,
         draws.repetition, draws.presence, draws.frequency,
-        history.prompt, history.emitted, history.bias, history.rows, history.lengths, history.ids, history.depths,
-        history.paths, depth, out,
+        history.prompt, history.emitted, history.bias, history.slots, history.ids, history.depths, history.paths,
+        depth, out,
         CHUNK=CHUNK, PAD_D=triton.next_power_of_2(depth), OTHERS=32, **EXACT,
     )
     # fmt: on
@@ -102,19 +102,19 @@ def _penalised(x, prompt, emitted, bias, repetition, presence, frequency):  # ty
 
 
 @triton.jit
-def _on_path(ids, paths, length, end, k):  # type: ignore[no-untyped-def]
+def _on_path(ids, paths, end, k):  # type: ignore[no-untyped-def]
     """The token at each depth k; -1 beyond the end."""
-    row = tl.load(paths + k, mask=k < end, other=0) - length
+    row = tl.load(paths + k, mask=k < end, other=0)
     return tl.load(ids + row, mask=k < end, other=-1)
 
 
 # Where a step's numbers lie in the one tensor that goes up with it must not lead to other machine code.
 # fmt: off
-@triton.jit(do_not_specialize=["repetition", "presence", "frequency", "rows", "lengths", "ids", "depths", "paths",
+@triton.jit(do_not_specialize=["repetition", "presence", "frequency", "slots", "ids", "depths", "paths",
                                "by_sequence", "by_row", "n", "depth_limit"])
 def _adjust(  # type: ignore[no-untyped-def]
     logits, by_sequence, by_row, n, vocabulary, repetition, presence, frequency,
-    prompt, emitted, bias, rows, lengths, ids, depths, paths, depth_limit, out,
+    prompt, emitted, bias, slots, ids, depths, paths, depth_limit, out,
     CHUNK: tl.constexpr, PAD_D: tl.constexpr, OTHERS: tl.constexpr,
 ):
     # fmt: on
@@ -123,7 +123,7 @@ def _adjust(  # type: ignore[no-untyped-def]
     sequence, i = row // n, row % n
     logits += sequence.to(tl.int64) * by_sequence + i.to(tl.int64) * by_row
     out += row.to(tl.int64) * vocabulary
-    slot = tl.load(rows + sequence).to(tl.int64) * vocabulary
+    slot = tl.load(slots + sequence).to(tl.int64) * vocabulary
     prompt += slot
     emitted += slot
     bias += slot
@@ -140,14 +140,12 @@ def _adjust(  # type: ignore[no-untyped-def]
     tl.store(out + at, _penalised(x, before, times, plus, repeat, present, frequent), mask=there)
     tl.debug_barrier()  # what is stored below is stored last
 
-    length, depth = tl.load(lengths + sequence), tl.load(depths + row)
-    end = tl.minimum(depth + 1, depth_limit)
+    end = tl.minimum(tl.load(depths + row) + 1, depth_limit)
     paths += row.to(tl.int64) * depth_limit
-    ids += sequence * n
-    token = _on_path(ids, paths, length, end, tl.arange(0, PAD_D))  # (PAD_D,)
+    token = _on_path(ids, paths, end, tl.arange(0, PAD_D))  # (PAD_D,)
     on_path = tl.zeros((PAD_D,), tl.int32)
     for start in range(0, end, OTHERS):
-        other = _on_path(ids, paths, length, end, start + tl.arange(0, OTHERS))  # (OTHERS,)
+        other = _on_path(ids, paths, end, start + tl.arange(0, OTHERS))  # (OTHERS,)
         on_path += tl.sum((token[:, None] == other[None, :]).to(tl.int32), 1)
     there = (token >= chunk * CHUNK) & (token < chunk * CHUNK + CHUNK)
     x = tl.load(logits + token, mask=there, other=0.0).to(tl.float32)

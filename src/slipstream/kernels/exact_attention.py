@@ -1,16 +1,18 @@
 """Attention whose result for a row depends, bit for bit, only on the row's own token path.
 
 Sums in floating point depend on their order, so the order is fixed by absolute position alone. Positions are cut into
-blocks of BLOCK, blocks are gathered into splits of SPLIT. A block gives a row its partial (top score, sum of weights,
-weighted sum of values); the blocks of a split are merged from left to right; the splits are added up CHUNK at a time,
-from left to right. What a row can't see counts as an exact zero wherever it appears. Neither the row's place in batch
-and tree, nor its neighbours, nor the columns of its keys, nor the cache's capacity has a say in any of it.
+blocks of BLOCK, blocks are gathered into splits. A block gives a row its partial (top score, sum of weights, weighted
+sum of values); the blocks of a split are merged from left to right, and so are the splits. What a row can't see counts
+as an exact zero wherever it appears. Neither the row's place in batch and tree, nor its neighbours, nor where in memory
+its keys lie, nor the cache's capacity has a say in any of it.
 
-Two launches. The first makes partials. Blocks of committed text alone are the same for all rows of a sequence: a
-program reads them once for a tile of rows and merges whole splits. The late blocks, from the committed length on, are
-read row by row through the row's path. A position goes from late to committed as the text grows, so both are one code,
-told apart by numbers alone: the same instructions on tiles of the same shape. The second launch merges late blocks
-into their splits, by the very function that the first one merges with, and adds the splits up.
+Two launches. The first makes partials. Blocks of text alone are the same for all rows of a sequence: a program reads
+them once for a tile of rows and merges whole splits. The late blocks, from the end of the text on, are read row by row
+through the row's path. A position goes from late to text as the text grows, so both are one code, told apart by numbers
+alone: the same instructions on tiles of the same shape. The second launch merges late blocks into their splits, and the
+splits, by the very function that the first one merges with.
+
+Text may lie in pages of PAGE positions, anywhere in the cache: a table says where each page of a sequence is.
 """
 
 from __future__ import annotations
@@ -22,18 +24,18 @@ import triton  # type: ignore[import-not-found, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
 
 from slipstream.kernels.overlap import overlap, wait_turn
+from slipstream.kernels.sizes import PAGE, TILE
 
-# These decide the bits, so none may depend on the number of rows or sequences or on the capacity.
-SPLIT = 128  # positions that a program of the first launch merges
+# These and PAGE and TILE decide the bits, so none may depend on the number of rows or sequences or on the capacity.
+NARROW, MIDDLE = 64, 256  # a split is one page up to this page, then 4, from this one on 16: so few in long texts
 BLOCK = 32  # positions scored at once
-CHUNK = 8  # splits that the second launch adds up at once
-TILE = 16  # rows × grouped heads of one product: the height of a tensor core
 WARPS = 2  # of the first launch: how a row's sum of weights is cut up
 COMBINING = 1  # warps of the second launch
 
 # These decide who computes what, not the bits.
 STAGES = 3  # blocks on their way from memory to a program
-SHARED = 512  # about how many programs read committed blocks: more than fill a GPU, few where capacity is unused
+SHARED = 512  # about how many programs read blocks of text: more than fill a GPU, few where capacity is unused
+CHUNK = 8  # splits that the second launch has on their way at a time
 OWN = 512  # about how many programs read late blocks: beyond it one takes several key heads
 
 LOG2_E = 1.4426950408889634
@@ -43,82 +45,134 @@ LOG2_E = 1.4426950408889634
 class Scratch:
     """Room for partials. Layers that run one after the other share it, and so do smaller shapes."""
 
-    stats: torch.Tensor  # (b × slots × n × heads × 2) top score and sum of weights
-    sums: torch.Tensor  # (b × slots × n × heads × dv) weighted sums of values
+    stats: torch.Tensor  # (partials × 2) top score and sum of weights
+    sums: torch.Tensor  # (partials × dv) weighted sums of values
+
+    @classmethod
+    def of(cls, partials: int, value_dim: int, device: torch.device | str) -> Scratch:
+        stats, sums = (torch.empty(partials * m, dtype=torch.float32, device=device) for m in (2, value_dim))
+        return cls(stats, sums)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How the work of one shape is cut up."""
+
+    tiles: int
+    turns: int  # programs that share a tile's splits
+    splits: int  # slots for partials of text: one for each split; where one program merges all, two
+    late: int  # slots for late blocks
+
+    @property
+    def slots(self) -> int:
+        return self.splits + self.late
+
+    @classmethod
+    def of(cls, b: int, n: int, groups: int, kv_heads: int, capacity: int, depth: int, tiles: int = 0) -> Launch:
+        """capacity: positions that a sequence may have. tiles: of a table; 0: every sequence has n rows."""
+        tiles = tiles or -(-n * groups // TILE)
+        splits = split_of(-(-capacity // PAGE) - 1) + 1
+        turns = min(splits, -(-SHARED // (tiles * kv_heads * b)))
+        late = (BLOCK - 2 + depth) // BLOCK + 1  # that `depth` positions can touch, wherever in a block they begin
+        return cls(tiles, turns, splits if turns > 1 or splits < 2 else 2, late)
+
+    @property
+    def merged(self) -> bool:
+        """Whether a program goes through all splits of its tile. Then it merges those that are complete."""
+        return self.turns == 1 and self.splits == 2
+
+
+def split_of(page: int) -> int:
+    """The split that a page of a text belongs to."""
+    if page < NARROW:
+        return page
+    return NARROW + (page - NARROW) // 4 if page < MIDDLE else NARROW + (MIDDLE - NARROW) // 4 + (page - MIDDLE) // 16
+
+
+def partials(b: int, n: int, heads: int, kv_heads: int, capacity: int, depth: int, tiles: int = 0) -> int:
+    """How many partials n rows make."""
+    return b * n * heads * Launch.of(b, n, heads // kv_heads, kv_heads, capacity, depth, tiles).slots
 
 
 def scratch(
-    b: int, n: int, heads: int, capacity: int, depth: int, value_dim: int, device: torch.device | str
+    b: int,
+    n: int,
+    heads: int,
+    kv_heads: int,
+    capacity: int,
+    depth: int,
+    value_dim: int,
+    device: torch.device | str,
+    tiles: int = 0,
 ) -> Scratch:
-    """depth: the last size of `paths`. Made outside a captured graph, since a replay must find it where it was."""
-    partials = b * (_splits(capacity) + _late_blocks(depth)) * n * heads
-    return Scratch(
-        torch.empty(partials * 2, dtype=torch.float32, device=device),
-        torch.empty(partials * value_dim, dtype=torch.float32, device=device),
-    )
-
-
-def _splits(capacity: int) -> int:
-    return -(-capacity // SPLIT)
-
-
-def _late_blocks(depth: int) -> int:
-    """How many blocks `depth` positions can touch, wherever in a block the first of them lies."""
-    return (BLOCK - 2 + depth) // BLOCK + 1
+    """For up to n rows, and paths up to that depth. Made outside a captured graph, since a replay must find it where it
+    was."""
+    shape = heads, kv_heads, capacity, depth, tiles
+    return Scratch.of(max(partials(b, i, *shape) for i in range(n if tiles else 1, n + 1)), value_dim, device)
 
 
 def exact_attention(
     query: torch.Tensor,  # (b, heads, n, d)
     keys: torch.Tensor,  # (pool rows, kv heads, capacity, d); columns that no row reads may hold anything
     values: torch.Tensor,  # (pool rows, kv heads, capacity, dv)
-    rows: torch.Tensor,  # (b,) int32, each sequence's row of the pool
-    lengths: torch.Tensor,  # (b,) int32, committed tokens: position p lies in column p
-    depths: torch.Tensor,  # (b, n) int32; a row reads positions 0 .. length + depth. Negative: padding, gives zeros
+    rows: torch.Tensor,  # (b,) or (b, n) int32, each sequence's row of the pool, or of the tables
+    lengths: torch.Tensor,  # (b,) or (b, n) int32, tokens of text: position p lies in column p, or where its page is
+    depths: torch.Tensor,  # (b, n) int32; a row reads positions 0 .. length + depth. -1: all of it is text, its own key
+    # too, as in a prompt. Less: padding, gives zeros
     paths: torch.Tensor,  # (b, n, D) int32, [s, i, k]: the column of row i's ancestor at depth k, its own at its depth
     scratch: Scratch,
     *,
     scale: float,
     window: int | None = None,  # a row sees the last `window` positions, its own included
     soft_cap: float | None = None,  # a score becomes cap × tanh(score / cap)
+    tables: torch.Tensor | None = None,  # (·, pages) int32: where each page of a sequence lies in the one row of keys
+    # (·, 2) int32, if a batch's rows belong to several sequences: the first row of the tile's sequence, and which of
+    # its tiles it is; a negative row: none
+    tiles: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """(b, n, heads, dv). The launches depend on shapes alone: a captured CUDA graph follows the integer tensors."""
     b, heads, n, d = query.shape
     kv_heads, capacity, dv = values.shape[1:]
-    groups, late, splits = heads // kv_heads, _late_blocks(paths.shape[2]), _splits(capacity)
-    slots = splits + late
+    groups = heads // kv_heads
+    rows, lengths = (x[:, None].expand(b, n) if x.dim() == 1 else x for x in (rows, lengths))
+    longest = capacity if tables is None else tables.shape[1] * PAGE
+    launch = Launch.of(b, n, groups, kv_heads, longest, paths.shape[2], 0 if tiles is None else len(tiles))
     assert heads == groups * kv_heads, "key heads divide the heads among them"
     assert keys.shape == (*values.shape[:3], d), "query, keys and values fit together"
     assert query.dtype == keys.dtype == values.dtype, "query, keys and values have one dtype"
     assert query.stride(3) == keys.stride(3) == values.stride(3) == 1, "a head's numbers lie side by side"
-    assert rows.shape == lengths.shape == (b,), "one entry per sequence"
-    assert depths.shape == paths.shape[:2] == (b, n), "one entry per row"
+    assert rows.shape == lengths.shape == depths.shape == paths.shape[:2] == (b, n), "one entry per row"
     assert {t.dtype for t in (rows, lengths, depths, paths)} == {torch.int32}, "integers have 32 bits"
     assert depths.stride(1) == 1 or n == 1, "a sequence's depths lie side by side"
     assert paths.stride(2) == 1 or paths.shape[2] == 1, "a path's columns lie side by side"
-    assert capacity * max(keys.stride(2), values.stride(2)) < 1 << 31, "a sequence's keys lie within 2³¹ numbers"
-    assert scratch.sums.numel() >= b * slots * n * heads * dv, "the scratch was made for a smaller shape"
-    assert scratch.stats.numel() >= b * slots * n * heads * 2, "the scratch was made for a smaller shape"
+    assert rows.stride() == lengths.stride(), "rows and lengths lie alike"
+    assert tables is None or (len(keys) == 1 and capacity % PAGE == 0), "pages lie in one row"
+    assert tiles is None or b == 1, "tiles of a table belong to one list of rows"
+    assert capacity * max(keys.stride(2), values.stride(2)) < 1 << 31, "a row's keys lie within 2³¹ numbers"
+    assert scratch.sums.numel() >= b * launch.slots * n * heads * dv, "the scratch was made for a smaller shape"
+    assert scratch.stats.numel() >= b * launch.slots * n * heads * 2, "the scratch was made for a smaller shape"
 
     out = torch.empty((b, n, heads, dv), dtype=query.dtype, device=query.device)
-    tiles = -(-n * groups // TILE)
-    visible = splits if window is None else min(splits, _splits(window) + 1)
-    turns = min(visible, -(-SHARED // (tiles * kv_heads * b)))
     span = min(TILE, groups * max(1, b * n * kv_heads // OWN))
     constants = {
         "HEADS": heads,
         "DV": dv,
         "PAD_V": triton.next_power_of_2(max(dv, 16)),
         "BLOCK": BLOCK,
-        "SPLIT": SPLIT,
+        "PAGE": PAGE,
+        "NARROW": NARROW,
+        "MIDDLE": MIDDLE,
         "WINDOW": window is not None,
+        "MERGED": launch.merged,
         "enable_fp_fusion": False,  # a product and a sum are rounded once only where the code says so, alike everywhere
         **overlap(),
     }
     # fmt: off
-    _partials[(tiles * kv_heads * turns + n * -(-heads // span), b)](
-        query, keys, values, rows, lengths, depths, paths, scratch.stats, scratch.sums,
-        *query.stride()[:3], *keys.stride()[:3], *values.stride()[:3], depths.stride(0), *paths.stride()[:2],
-        n, slots, splits, tiles, turns, span,
+    _partials[(launch.tiles * kv_heads * launch.turns + n * -(-heads // span), b)](
+        query, keys, values, rows, lengths, depths, paths, tables, tiles, scratch.stats, scratch.sums,
+        *query.stride()[:3], *keys.stride()[:3], *values.stride()[:3],
+        *rows.stride(), depths.stride(0), *paths.stride()[:2], 0 if tables is None else tables.stride(0),
+        n, launch.slots, launch.splits, launch.tiles, launch.turns, span,
         scale if soft_cap else scale * LOG2_E, soft_cap or 0.0, window or 0,
         GROUPS=groups, DK=d, PAD_K=triton.next_power_of_2(max(d, 16)), TILE=TILE, CAP=bool(soft_cap), STAGES=STAGES,
         # Full precision and large heads need more registers than two warps have.
@@ -126,8 +180,9 @@ def exact_attention(
         **constants,
     )
     _combine[(heads, n, b)](
-        lengths, depths, scratch.stats, scratch.sums, out, depths.stride(0), n, slots, splits, window or 0,
-        LATE=late, CHUNK=CHUNK, num_warps=COMBINING, **constants,
+        lengths, depths, scratch.stats, scratch.sums, out, *lengths.stride(), depths.stride(0),
+        n, launch.slots, launch.splits, window or 0,
+        LATE=launch.late, CHUNK=CHUNK, num_warps=COMBINING, **constants,
     )
     # fmt: on
     return out
@@ -145,38 +200,60 @@ def _merge(top1, sum1, acc1, top2, sum2, acc2):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _first_seen(length, window, BLOCK: tl.constexpr, WINDOW: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The first block that any row of a sequence sees. Deeper rows may see less, which is left to the mask."""
+def _split_of(page, NARROW: tl.constexpr, MIDDLE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """See `split_of`."""
+    middle = NARROW + (tl.minimum(page, MIDDLE) - NARROW) // 4
+    return tl.where(page < NARROW, page, middle + tl.maximum(page - MIDDLE, 0) // 16)
+
+
+@triton.jit
+def _first_page(split, NARROW: tl.constexpr, MIDDLE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Of a split."""
+    LAST: tl.constexpr = NARROW + (MIDDLE - NARROW) // 4  # the first of 16 pages
+    return tl.where(
+        split < NARROW, split, tl.where(split < LAST, NARROW + (split - NARROW) * 4, MIDDLE + (split - LAST) * 16)
+    )
+
+
+@triton.jit
+def _text_blocks(length, depth, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """How many blocks a row reads as text. Where more than text follows, these are of text alone."""
+    return tl.where(depth < 0, length + BLOCK - 1, length) // BLOCK
+
+
+@triton.jit
+def _first_seen(length, depth, window, BLOCK: tl.constexpr, WINDOW: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The first block that a row of a sequence sees, or one before it: deeper rows may see less, which is left to the
+    mask."""
     if WINDOW:
-        return tl.maximum(length - window + 1, 0) // BLOCK
-    return 0
+        return tl.maximum(length + tl.minimum(depth, 0) - window + 1, 0) // BLOCK
+    return length * 0
 
 
 # Numbers that go with the launch's shape are not specialised: 1 must not lead to other machine code than 2.
 # fmt: off
-@triton.jit(do_not_specialize=["depth_sequence", "path_sequence", "path_row", "n", "slots", "splits", "tiles", "turns",
-                               "span", "window"])
+@triton.jit(do_not_specialize=["row_sequence", "row_row", "depth_sequence", "path_sequence", "path_row", "table_row",
+                               "n", "slots", "splits", "tiles", "turns", "span", "window"])
 def _partials(  # type: ignore[no-untyped-def]
-    query, keys, values, rows, lengths, depths, paths, stats, sums,
+    query, keys, values, rows, lengths, depths, paths, tables, tile_table, stats, sums,
     q_sequence, q_head, q_row, k_row, k_head, k_column, v_row, v_head, v_column,  # strides
-    depth_sequence, path_sequence, path_row,  # strides
+    row_sequence, row_row, depth_sequence, path_sequence, path_row, table_row,  # strides
     n, slots, splits, tiles, turns, span, scale, cap, window,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
-    PAD_K: tl.constexpr, PAD_V: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr,
-    WINDOW: tl.constexpr, CAP: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
+    PAD_K: tl.constexpr, PAD_V: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr,
+    NARROW: tl.constexpr, MIDDLE: tl.constexpr,
+    WINDOW: tl.constexpr, MERGED: tl.constexpr, CAP: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):
     # fmt: on
-    """Shared programs, the first ones: a tile of rows × grouped heads, one key head, every turns-th split of committed
-    blocks, one block after the other; into slot `split`. Own programs, the others: one row, `span` heads, every late
-    block, one key head after the other; into slots `splits` + the late block's number. A step of either is a product of
-    the whole tile with one block of keys; rows of the tile that don't read this key head see nothing in it."""
-    PER: tl.constexpr = SPLIT // BLOCK
+    """Shared programs, the first ones: a tile of rows × grouped heads, one key head, every turns-th split of text, one
+    block after the other; into slot `split`, or, merged, the complete splits into slot 0 and the last one into slot 1.
+    Own programs, the others: one row, `span` heads, every late block, one key head after the other; into slots `splits`
+    + the late block's number. A step of either is a product of the whole tile with one block of keys; rows of the tile
+    that don't read this key head see nothing in it."""
+    PER: tl.constexpr = PAGE // BLOCK
     KV_HEADS: tl.constexpr = HEADS // GROUPS
     program, sequence = tl.program_id(0), tl.program_id(1)
     wait_turn(EARLY)
-    length = tl.load(lengths + sequence)
-    whole = length // BLOCK  # blocks of committed text alone
-    seen = _first_seen(length, window, BLOCK, WINDOW)
 
     shared = program < tiles * KV_HEADS * turns
     kv_head, turn = program // tiles % KV_HEADS, program // tiles // KV_HEADS
@@ -185,123 +262,197 @@ def _partials(  # type: ignore[no-untyped-def]
     begin_head, node = own % spans * span, own // spans
     end_head = tl.minimum(begin_head + span, HEADS)
 
+    begin_row, tile = 0, program % tiles
+    if tile_table is not None:
+        begin_row = tl.load(tile_table + tile * 2)
+        tile = tl.load(tile_table + tile * 2 + 1)
+        if shared & (begin_row < 0):
+            return
+    first = tl.where(shared, begin_row, node)  # a row of the sequence
+    rows += sequence * row_sequence
+    lengths += sequence * row_sequence
+    pool_row = tl.load(rows + first * row_row)
     member = tl.arange(0, TILE)
-    flat = program % tiles * TILE + member
-    row = tl.where(shared, flat // GROUPS, node)  # (TILE,)
+    flat = tile * TILE + member
+    row = tl.where(shared, begin_row + flat // GROUPS, node)  # (TILE,)
     head = tl.where(shared, kv_head * GROUPS + flat % GROUPS, begin_head + member)  # (TILE,)
     valid = (row < n) & (head < tl.where(shared, HEADS, end_head))
-    depth = tl.load(depths + sequence * depth_sequence + row, mask=valid, other=-1)
-    position = length + depth  # (TILE,)
-    deepest = tl.max(depth, 0)
-    end = tl.where(shared, whole * BLOCK, length + deepest + 1)  # positions from here on are not read
+    if tile_table is not None:
+        valid &= tl.load(rows + row * row_row, mask=valid, other=-1) == pool_row
+    depth = tl.load(depths + sequence * depth_sequence + row, mask=valid, other=-2)
+    valid &= depth > -2
+    length = tl.load(lengths + row * row_row, mask=valid, other=0)  # (TILE,)
+    position = tl.where(valid, length + depth, -1)  # (TILE,)
+    text = tl.where(valid, _text_blocks(length, depth, BLOCK), 0)  # (TILE,) blocks
+    seen = tl.min(tl.where(valid, _first_seen(length, depth, window, BLOCK, WINDOW), 1 << 30), 0)
+    whole, last_position = tl.max(text, 0), tl.max(position, 0)
+    text_end = tl.load(lengths + first * row_row)  # of the one row; what is shared is text anyway
+    end = tl.minimum(tl.where(shared, whole * BLOCK, last_position + 1), last_position + 1)  # is not read any more
 
-    begin_slot = tl.where(shared, seen // PER + turn, splits)
-    end_slot = tl.where(shared, (whole + PER - 1) // PER, splits + (end + BLOCK - 1) // BLOCK - whole)
-    if (begin_slot >= end_slot) | (deepest < 0):
+    first_split = _split_of(seen // PER, NARROW, MIDDLE)
+    begin_slot = tl.where(shared, first_split + turn, splits)
+    text_splits = _split_of(tl.maximum(whole - 1, 0) // PER, NARROW, MIDDLE) + 1
+    text_splits = tl.where(whole > 0, text_splits, 0)
+    end_slot = tl.where(shared, text_splits, splits + (end + BLOCK - 1) // BLOCK - whole)
+    if (begin_slot >= end_slot) | (last_position < 0):
         return
 
     dk, dv = tl.arange(0, PAD_K), tl.arange(0, PAD_V)
     q_mask = valid[:, None] if DK == PAD_K else valid[:, None] & (dk < DK)
     query += sequence.to(tl.int64) * q_sequence
     q = tl.load(query + ((head * q_head + row * q_row)[:, None] + dk), mask=q_mask, other=0.0)  # (TILE, PAD_K)
-    pool_row = tl.load(rows + sequence).to(tl.int64)
-    keys += pool_row * k_row
-    values += pool_row * v_row
+    if tables is None:
+        keys += pool_row.to(tl.int64) * k_row
+        values += pool_row.to(tl.int64) * v_row
+    else:
+        tables += pool_row.to(tl.int64) * table_row
     paths += sequence.to(tl.int64) * path_sequence + node * path_row
     reads = head // GROUPS  # (TILE,) the key head
     onward = tl.where(shared, BLOCK, 0)  # from one step's positions to the next one's
+    inner = row * HEADS + head  # (TILE,)
+    sum_mask = valid[:, None] if DV == PAD_V else valid[:, None] & (dv < DV)
+    # A split is complete if nothing late belongs to it.
+    complete = -1
+    if MERGED:
+        late = tl.max(tl.where(valid, depth, -1), 0) >= 0
+        complete = tl.where(late, _split_of(whole // PER, NARROW, MIDDLE), text_splits)
+    all_top = tl.full((TILE,), float("-inf"), tl.float32)
+    all_total = tl.zeros((TILE,), tl.float32)
+    all_acc = tl.zeros((TILE, PAD_V), tl.float32)
 
     for slot in range(begin_slot, end_slot, tl.where(shared, turns, 1)):
-        block = tl.where(shared, tl.maximum(slot * PER, seen), whole + slot - splits)
-        at = block * BLOCK + tl.arange(0, BLOCK)  # (BLOCK,) positions
-        ancestor = tl.load(paths + (at - length), mask=(at >= length) & (at < end), other=0)
-        column = tl.where(at < length, at, ancestor)  # (BLOCK,)
-        first = tl.where(shared, block, begin_head // GROUPS)
-        last = tl.where(shared, tl.minimum(slot * PER + PER, whole), (end_head - 1) // GROUPS + 1)
+        begin_page = tl.where(shared, tl.maximum(_first_page(slot, NARROW, MIDDLE), seen // PER), slot)
+        end_page = tl.where(
+            shared, tl.minimum(_first_page(slot + 1, NARROW, MIDDLE), (whole + PER - 1) // PER), slot + 1
+        )
         top = tl.full((TILE,), float("-inf"), tl.float32)
         total = tl.zeros((TILE,), tl.float32)
         acc = tl.zeros((TILE, PAD_V), tl.float32)
-        for step in tl.range(first, last, num_stages=STAGES):
-            read = tl.where(shared, kv_head, step)
-            there = (at < end)[:, None]
-            k_mask = there if DK == PAD_K else there & (dk < DK)
-            v_mask = there if DV == PAD_V else there & (dv < DV)
-            key, value = keys + read.to(tl.int64) * k_head, values + read.to(tl.int64) * v_head
-            k = tl.load(key + (column[:, None] * k_column + dk), mask=k_mask, other=0.0)  # (BLOCK, PAD_K)
-            v = tl.load(value + (column[:, None] * v_column + dv), mask=v_mask, other=0.0)  # (BLOCK, PAD_V)
-            scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale  # (TILE, BLOCK)
-            if CAP:
-                # tanh x = 1 - 2 / (exp 2x + 1), which holds at both ends of the range too. 1.44… is log2 e.
-                grown = tl.exp2(scores * (2 * 1.4426950408889634 / cap))
-                scores = (1.0 - 2.0 / (grown + 1.0)) * (cap * 1.4426950408889634)
-            see = (at <= position[:, None]) & (reads == read)[:, None]
-            if WINDOW:
-                see &= at > position[:, None] - window
-            scores = tl.where(see, scores, float("-inf"))  # in powers of two from here on
-            block_top = tl.max(scores, 1)
-            origin = tl.where(block_top == float("-inf"), 0.0, block_top)
-            weights = tl.exp2(scores - origin[:, None])
-            block_acc = tl.dot(weights.to(v.dtype), v, input_precision="ieee")  # (TILE, PAD_V)
-            top, total, acc = _merge(top, total, acc, block_top, tl.sum(weights, 1), block_acc)
-            at += onward
-            column += onward
-        inner = row * HEADS + head  # (TILE,)
-        place = (sequence.to(tl.int64) * slots + slot) * n * HEADS
-        sum_mask = valid[:, None] if DV == PAD_V else valid[:, None] & (dv < DV)
-        tl.store(stats + place * 2 + inner * 2, top, mask=valid)
-        tl.store(stats + place * 2 + (inner * 2 + 1), total, mask=valid)
-        tl.store(sums + place * DV + (inner[:, None] * DV + dv), acc, mask=sum_mask)
+        for number in range(begin_page, end_page):
+            block = tl.where(shared, tl.maximum(number * PER, seen), whole + slot - splits)
+            page = block // PER
+            at = block * BLOCK + tl.arange(0, BLOCK)  # (BLOCK,) positions
+            here = page
+            if tables is not None:
+                here = tl.load(tables + page, mask=shared | (page * PAGE < text_end), other=0)
+            is_text = shared | (at < text_end)
+            ancestor = tl.load(paths + (at - text_end), mask=(is_text == 0) & (at < end), other=0)
+            column = tl.where(is_text, here * PAGE + (at - page * PAGE), ancestor)  # (BLOCK,)
+            begin = tl.where(shared, block, begin_head // GROUPS)
+            stop = tl.where(shared, tl.minimum(page * PER + PER, whole), (end_head - 1) // GROUPS + 1)
+            for step in tl.range(begin, stop, num_stages=STAGES):
+                read = tl.where(shared, kv_head, step)
+                there = (at < end)[:, None]
+                k_mask = there if DK == PAD_K else there & (dk < DK)
+                v_mask = there if DV == PAD_V else there & (dv < DV)
+                key, value = keys + read.to(tl.int64) * k_head, values + read.to(tl.int64) * v_head
+                k = tl.load(key + (column[:, None] * k_column + dk), mask=k_mask, other=0.0)  # (BLOCK, PAD_K)
+                v = tl.load(value + (column[:, None] * v_column + dv), mask=v_mask, other=0.0)  # (BLOCK, PAD_V)
+                scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale  # (TILE, BLOCK)
+                if CAP:
+                    # tanh x = 1 - 2 / (exp 2x + 1), which holds at both ends of the range too. 1.44… is log2 e.
+                    grown = tl.exp2(scores * (2 * 1.4426950408889634 / cap))
+                    scores = (1.0 - 2.0 / (grown + 1.0)) * (cap * 1.4426950408889634)
+                see = (at <= position[:, None]) & (reads == read)[:, None]
+                if WINDOW:
+                    see &= at > position[:, None] - window
+                scores = tl.where(see, scores, float("-inf"))  # in powers of two from here on
+                block_top = tl.max(scores, 1)
+                origin = tl.where(block_top == float("-inf"), 0.0, block_top)
+                weights = tl.exp2(scores - origin[:, None])
+                block_acc = tl.dot(weights.to(v.dtype), v, input_precision="ieee")  # (TILE, PAD_V)
+                top, total, acc = _merge(top, total, acc, block_top, tl.sum(weights, 1), block_acc)
+                at += onward
+                column += onward
+        if MERGED:  # noqa: SIM102
+            if shared & (slot < complete):
+                all_top, all_total, all_acc = _merge(all_top, all_total, all_acc, top, total, acc)
+        if (shared == 0) | (slot >= complete):
+            to = slot
+            if MERGED:
+                to = tl.where(shared, 1, slot)
+            place = (sequence.to(tl.int64) * slots + to) * n * HEADS
+            tl.store(stats + place * 2 + inner * 2, top, mask=valid)
+            tl.store(stats + place * 2 + (inner * 2 + 1), total, mask=valid)
+            tl.store(sums + place * DV + (inner[:, None] * DV + dv), acc, mask=sum_mask)
+    if MERGED:  # noqa: SIM102
+        if shared:
+            place = sequence.to(tl.int64) * slots * n * HEADS
+            tl.store(stats + place * 2 + inner * 2, all_top, mask=valid)
+            tl.store(stats + place * 2 + (inner * 2 + 1), all_total, mask=valid)
+            tl.store(sums + place * DV + (inner[:, None] * DV + dv), all_acc, mask=sum_mask)
 
 
 # fmt: off
-@triton.jit(do_not_specialize=["depth_sequence", "n", "slots", "splits", "window"])
+@triton.jit(do_not_specialize=["row_sequence", "row_row", "depth_sequence", "n", "slots", "splits", "window"])
 def _combine(  # type: ignore[no-untyped-def]
-    lengths, depths, stats, sums, out, depth_sequence, n, slots, splits, window,
+    lengths, depths, stats, sums, out, row_sequence, row_row, depth_sequence, n, slots, splits, window,
     LATE: tl.constexpr, CHUNK: tl.constexpr, HEADS: tl.constexpr, DV: tl.constexpr, PAD_V: tl.constexpr,
-    BLOCK: tl.constexpr, SPLIT: tl.constexpr, WINDOW: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK: tl.constexpr, PAGE: tl.constexpr, NARROW: tl.constexpr, MIDDLE: tl.constexpr,
+    WINDOW: tl.constexpr, MERGED: tl.constexpr, EARLY: tl.constexpr,
 ):
     # fmt: on
     """One head of one row."""
-    PER: tl.constexpr = SPLIT // BLOCK
+    PER: tl.constexpr = PAGE // BLOCK
     head, row, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     wait_turn(EARLY)
-    length = tl.load(lengths + sequence)
+    length = tl.load(lengths + sequence * row_sequence + row * row_row)
     depth = tl.load(depths + sequence * depth_sequence + row)
-    whole = length // BLOCK
-    seen = _first_seen(length, window, BLOCK, WINDOW)
-    pitch = n * HEADS  # from one slot to the next
+    position = length + depth
+    whole = _text_blocks(length, depth, BLOCK)
+    seen = _first_seen(length, depth, window, BLOCK, WINDOW)
+    pitch = n.to(tl.int64) * HEADS  # from one slot to the next
     inner = row * HEADS + head
     stats += (sequence.to(tl.int64) * slots * pitch + inner) * 2
     sums += (sequence.to(tl.int64) * slots * pitch + inner) * DV
-    dv = tl.arange(0, PAD_V)
-    inside = (dv < DV)[None, :]
+    dv = tl.arange(0, PAD_V)[None, :]
+    inside = dv < DV
 
     top = tl.full((1,), float("-inf"), tl.float32)
     total = tl.zeros((1,), tl.float32)
     acc = tl.zeros((1, PAD_V), tl.float32)
-    end = tl.where(depth < 0, 0, (length + depth) // (SPLIT * CHUNK) + 1)
-    for chunk in range(seen // (PER * CHUNK), end):
-        split = chunk * CHUNK + tl.arange(0, CHUNK)  # (CHUNK,)
-        there = (split >= seen // PER) & (split * PER < whole)
-        slot = split.to(tl.int64) * pitch
-        tops = tl.load(stats + slot * 2, mask=there, other=float("-inf"))
-        totals = tl.load(stats + slot * 2 + 1, mask=there, other=0.0)
-        accs = tl.load(sums + slot[:, None] * DV + dv, mask=there[:, None] & inside, other=0.0)  # (CHUNK, PAD_V)
+    one = tl.arange(0, 1)
+    begin = _split_of(seen // PER, NARROW, MIDDLE)
+    text_splits = tl.where(whole > 0, _split_of(tl.maximum(whole - 1, 0) // PER, NARROW, MIDDLE) + 1, 0)
+    complete = tl.where(depth >= 0, _split_of(whole // PER, NARROW, MIDDLE), text_splits)
+    padding = depth < -1
+    last = tl.where(padding, 0, complete)
+    if MERGED:
+        there = last + one > begin  # (1,)
+        top = tl.load(stats + one, mask=there, other=float("-inf"))
+        total = tl.load(stats + one + 1, mask=there, other=0.0)
+        acc = tl.load(sums + dv, mask=there[:, None] & inside, other=0.0)
+    else:
+        for first in range(begin, last, CHUNK):
+            number = tl.arange(0, CHUNK)
+            there = first + number < last  # (CHUNK,)
+            slot = (first + number) * pitch
+            tops = tl.load(stats + slot * 2, mask=there, other=float("-inf"))
+            totals = tl.load(stats + slot * 2 + 1, mask=there, other=0.0)
+            accs = tl.load(sums + slot[:, None] * DV + dv, mask=there[:, None] & inside, other=0.0)
+            for i in tl.static_range(CHUNK):  # one after the other
+                part_top = tl.max(tl.where(number == i, tops, float("-inf")), 0) + total * 0
+                part_total = tl.sum(tl.where(number == i, totals, 0.0), 0) + total * 0
+                part_acc = tl.sum(tl.where((number == i)[:, None], accs, 0.0), 0)[None, :]
+                top, total, acc = _merge(top, total, acc, part_top, part_total, part_acc)
+    # The splits that late blocks belong to.
+    end = tl.where(padding | (depth < 0), 0, _split_of(tl.maximum(position, 0) // PAGE, NARROW, MIDDLE) + 1)
+    for split in range(tl.maximum(complete, begin), end):
+        there = split + one < text_splits  # (1,)
+        slot = pitch if MERGED else split * pitch
+        part_top = tl.load(stats + slot * 2 + one, mask=there, other=float("-inf"))
+        part_total = tl.load(stats + slot * 2 + 1 + one, mask=there, other=0.0)
+        part_acc = tl.load(sums + slot * DV + dv, mask=there[:, None] & inside, other=0.0)
         for number in tl.static_range(LATE):
-            block = whole + number
-            mine = split == tl.where(block * BLOCK <= length + depth, block // PER, -1)  # (CHUNK,) one split, or none
-            slot = (split * 0 + splits + number).to(tl.int64) * pitch
-            late_tops = tl.load(stats + slot * 2, mask=mine, other=float("-inf"))
-            late_totals = tl.load(stats + slot * 2 + 1, mask=mine, other=0.0)
-            late_accs = tl.load(sums + slot[:, None] * DV + dv, mask=mine[:, None] & inside, other=0.0)
-            tops, totals, accs = _merge(tops, totals, accs, late_tops, late_totals, late_accs)
-        new_top = tl.maximum(top, tl.max(tops, 0))
-        origin = tl.where(new_top == float("-inf"), 0.0, new_top)  # (1,)
-        old, weights = tl.exp2(top - origin), tl.exp2(tops - origin)  # (1,), (CHUNK,)
-        total = tl.fma(total, old, tl.sum(totals * weights, 0))
-        acc = tl.fma(acc, old[:, None], tl.sum(accs * weights[:, None], 0)[None, :])
-        top = new_top
+            block = whole + number + one  # (1,)
+            mine = (block * BLOCK <= position) & (_split_of(block // PER, NARROW, MIDDLE) == split)
+            slot = (splits + number) * pitch
+            late_top = tl.load(stats + slot * 2 + one, mask=mine, other=float("-inf"))
+            late_total = tl.load(stats + slot * 2 + 1 + one, mask=mine, other=0.0)
+            late_acc = tl.load(sums + slot * DV + dv, mask=mine[:, None] & inside, other=0.0)
+            part_top, part_total, part_acc = _merge(part_top, part_total, part_acc, late_top, late_total, late_acc)
+        top, total, acc = _merge(top, total, acc, part_top, part_total, part_acc)
     # Merging a block that the row can't see turns -0 into 0, leaving it out doesn't. So the result is never -0.
     result = acc / tl.where(total == 0.0, 1.0, total)[:, None] + 0.0
     out += (sequence.to(tl.int64) * pitch + inner) * DV
-    tl.store(out + dv[None, :], result.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + dv, result.to(out.dtype.element_ty), mask=inside)

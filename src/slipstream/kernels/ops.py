@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import torch
 
+from slipstream.kernels.sizes import PAGE
+
 
 @torch.library.custom_op("slipstream::write_keys", mutates_args=("keys", "values"))
 def write_keys(
@@ -156,8 +158,7 @@ def best(logits: torch.Tensor) -> torch.Tensor:
 def walk(
     ids: torch.Tensor,  # (b, n) int32
     depths: torch.Tensor,  # (b, n) int32, negative for padding
-    paths: torch.Tensor,  # (b, n, n) int32, the columns of each node's ancestors, by depth
-    lengths: torch.Tensor,  # (b,) int32, the column of the root
+    parents: torch.Tensor,  # (b, n) int32
     chosen: torch.Tensor,  # (2, b, n) int32, as `best` gives it
     room: int,
 ) -> torch.Tensor:
@@ -166,13 +167,13 @@ def walk(
     if ids.device.type == "cuda":
         from slipstream.kernels.walk import walk_down
 
-        return walk_down(ids, depths, paths, lengths, chosen, room)
+        return walk_down(ids, depths, parents, chosen, room)
     table = torch.zeros((len(ids), 1 + 2 * room), dtype=torch.long)
     for s, line in enumerate(table):
         path, depth = [0], 1
         while len(path) == depth:
-            column, token = int(lengths[s]) + path[-1], chosen[0, s, path[-1]]
-            below = (depths[s] == depth) & (paths[s, :, depth - 1] == column) & (ids[s] == token)
+            token = chosen[0, s, path[-1]]
+            below = (depths[s] == depth) & (parents[s] == path[-1]) & (ids[s] == token)
             path += below.nonzero()[:1, 0].tolist()  # of equal siblings the first
             depth += 1
         kept = path[-room:]
@@ -207,23 +208,25 @@ def attend(
     query: torch.Tensor,  # (b, heads, n, d)
     keys: torch.Tensor,  # (pool rows, key heads, capacity, d)
     values: torch.Tensor,
-    rows: torch.Tensor,  # (b,)
-    lengths: torch.Tensor,  # (b,)
+    rows: torch.Tensor,  # (b,) or (b, n)
+    lengths: torch.Tensor,  # (b,) or (b, n)
     depths: torch.Tensor,  # (b, n)
     paths: torch.Tensor,  # (b, n, D)
+    tables: torch.Tensor | None,  # (·, pages)
+    tiles: torch.Tensor | None,  # (·, 2)
     stats: torch.Tensor,  # scratch
     sums: torch.Tensor,
     scale: float,
     window: int | None,
     soft_cap: float | None,
 ) -> torch.Tensor:
-    """(b, n, heads, d): see `exact.exact_attention`."""
-    options = {"scale": scale, "window": window, "soft_cap": soft_cap}
+    """(b, n, heads, d): see `exact_attention.exact_attention`."""
+    options = {"scale": scale, "window": window, "soft_cap": soft_cap, "tables": tables}
     if query.device.type == "cuda":
         from slipstream.kernels.exact_attention import Scratch, exact_attention
 
         room = Scratch(stats, sums)
-        return exact_attention(query, keys, values, rows, lengths, depths, paths, room, **options)  # type: ignore[arg-type]
+        return exact_attention(query, keys, values, rows, lengths, depths, paths, room, tiles=tiles, **options)  # type: ignore[arg-type]
     return gathered_attention(query, keys, values, rows, lengths, depths, paths, **options)  # type: ignore[arg-type]
 
 
@@ -246,6 +249,7 @@ def gathered_attention(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    tables: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention by path in plain torch: every row gathers its own keys."""
     b, heads, n, _ = query.shape
@@ -253,13 +257,16 @@ def gathered_attention(
     out = query.new_zeros(b, n, heads, values.shape[3])
     for s in range(b):
         for r in range(n):
-            depth, length = int(depths[s, r]), int(lengths[s])
-            if depth < 0:
+            depth, length, row = (int(x[s, r] if x.dim() > 1 else x[s]) for x in (depths, lengths, rows))
+            if depth < -1:
                 continue
-            columns = torch.cat([torch.arange(length, device=paths.device), paths[s, r, : depth + 1].long()])
+            text = torch.arange(length, device=paths.device)
+            if tables is not None:
+                text, row = tables[row].long()[text // PAGE] * PAGE + text % PAGE, 0
+            columns = torch.cat([text, paths[s, r, : depth + 1].long()])
             columns = columns[max(0, length + depth + 1 - window) if window else 0 :]
-            k = keys[int(rows[s])][:, columns].float().repeat_interleave(groups, 0)  # (heads, seen, d)
-            v = values[int(rows[s])][:, columns].float().repeat_interleave(groups, 0)
+            k = keys[row][:, columns].float().repeat_interleave(groups, 0)  # (heads, seen, d)
+            v = values[row][:, columns].float().repeat_interleave(groups, 0)
             scores = (k @ query[s, :, r, :, None].float())[..., 0] * scale
             if soft_cap is not None:
                 scores = soft_cap * torch.tanh(scores / soft_cap)

@@ -13,24 +13,23 @@ from slipstream.kernels.overlap import overlap, wait_turn
 def walk_down(
     ids: torch.Tensor,
     depths: torch.Tensor,
-    paths: torch.Tensor,
-    lengths: torch.Tensor,
+    parents: torch.Tensor,
     chosen: torch.Tensor,
     room: int,
 ) -> torch.Tensor:
     """See `ops.walk`."""
     b, n = ids.shape
-    assert all(t.is_contiguous() for t in (ids, depths, paths, lengths, chosen)), "rows lie side by side"
+    assert all(t.is_contiguous() for t in (ids, depths, parents, chosen)), "rows lie side by side"
     table = torch.empty((b, 1 + 2 * room), dtype=torch.int64, device=ids.device)
     pads = {"PAD_N": triton.next_power_of_2(n), "PAD_R": triton.next_power_of_2(room)}
-    _walk[(b,)](ids, depths, paths, lengths, chosen, table, n, ROOM=room, **pads, num_warps=4, **overlap())
+    _walk[(b,)](ids, depths, parents, chosen, table, n, ROOM=room, **pads, num_warps=4, **overlap())
     return table
 
 
 # fmt: off
 @triton.jit
 def _walk(  # type: ignore[no-untyped-def]
-    ids, depths, paths, lengths, chosen, table, n,
+    ids, depths, parents, chosen, table, n,
     ROOM: tl.constexpr, PAD_N: tl.constexpr, PAD_R: tl.constexpr, EARLY: tl.constexpr,
 ):
     # fmt: on
@@ -41,7 +40,7 @@ def _walk(  # type: ignore[no-untyped-def]
     token = tl.load(ids + sequence * n + node, mask=there, other=-1)
     depth = tl.load(depths + sequence * n + node, mask=there, other=-1)
     drafted = depth > 0
-    above = tl.load(paths + (sequence * n + node) * n + depth - 1, mask=drafted, other=0) - tl.load(lengths + sequence)
+    above = tl.load(parents + sequence * n + node, mask=drafted, other=0)
     picked = tl.load(chosen + sequence * n + node, mask=there, other=-1)
 
     on_path = node == 0

@@ -41,6 +41,7 @@ class Slot:
 
     tokens: list[int] = field(default_factory=list)  # committed
     row: int = 0  # where in the cache
+    pages: list[int] = field(default_factory=list)  # of the cache that it has read into, where that is cut into pages
     tree: TokenTree | None = None  # scored last, not yet committed
     pending: list[int] | None = None  # an accepted path whose rows still have to move into place
 
@@ -58,19 +59,29 @@ class Scores:
     """What the target says about one tree. Logits and hidden states are valid until the next forward."""
 
     def __init__(
-        self, logits: torch.Tensor, hidden: dict[int, torch.Tensor], positions: NDArray[Any], first: int = 0
+        self,
+        logits: torch.Tensor,
+        hidden: dict[int, torch.Tensor],
+        positions: NDArray[Any],
+        first: int = 0,
+        begin: int = 0,
     ) -> None:
-        self._logits = logits  # (n - first, V)
-        self._first = first  # the node of row 0
+        self._logits = logits  # (·, V)
+        self._first = first  # the first node that was computed
+        self._begin = begin  # its row, in logits and hidden states: those of others may lie before and after
         self._positions = positions  # (n - first,) absolute
-        self.hidden = hidden  # {layer: (n - first, H)} on the device; rows of padding may follow
+        self.hidden = hidden  # {layer: (·, H)} on the device
         self.replayed = False  # whether later forwards write into the same tensors
         self._tokens: NDArray[np.int64] | None = None  # chosen along with the forward
         self._values: NDArray[np.float32] | None = None
 
     def logits(self, node: int) -> torch.Tensor:
         """(V,) the logits of what follows `node`."""
-        return self._logits[node - self._first]
+        return self._logits[self._begin + node - self._first]
+
+    def rows(self, nodes: Sequence[int]) -> list[int]:
+        """Where the hidden states of these nodes lie."""
+        return [self._begin + node - self._first for node in nodes]
 
     def take(self, tokens: NDArray[np.int64], values: NDArray[np.float32]) -> None:
         """The forward chose by itself: the token after each node, and the logit that it won with."""
@@ -89,7 +100,7 @@ class Scores:
         rows = np.asarray(nodes, np.int64) - self._first
         if self._tokens is not None:
             return self._tokens[rows]
-        found: NDArray[np.int64] = self._logits[torch.from_numpy(rows)].argmax(-1).cpu().numpy()
+        found: NDArray[np.int64] = self._logits[torch.from_numpy(rows) + self._begin].argmax(-1).cpu().numpy()
         return found
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import DynamicCache
@@ -14,9 +14,12 @@ from slipstream.loading.adapters import check_kind
 from slipstream.targets.base import Target, Want
 from slipstream.targets.cache import LayerShape
 from slipstream.targets.chains import ChainTarget
-from slipstream.targets.masks import MaskKind, mask_kinds
+from slipstream.targets.masks import mask_kinds
 from slipstream.targets.trees import TreeTarget, input_device, is_exact, unwrapped
 from slipstream.tree import TokenTree
+
+if TYPE_CHECKING:
+    from slipstream.targets.captured.graph_target import GraphTarget
 
 log = logging.getLogger("slipstream")
 
@@ -28,11 +31,14 @@ PROVEN = {
 }
 
 
-def open_target(model: Any, *, chunk: int = 512, graphs: bool = True, compile: bool = False) -> Target:
+def open_target(
+    model: Any, *, chunk: int = 512, graphs: bool = True, compile: bool = False, memory: float = 0.9
+) -> Target:
     """A Target for a causal language model of transformers. It is put into evaluation mode and not changed further.
 
     graphs: whether steps on a GPU are captured and replayed, where the model allows it.
     compile: whether captured steps go through torch.compile first: faster, after some seconds for each shape of step.
+    memory: the share of a GPU's free memory that texts may take.
     """
     config = check_model(model)
     vocabulary, shapes = _probe(model)
@@ -45,23 +51,24 @@ def open_target(model: Any, *, chunk: int = 512, graphs: bool = True, compile: b
     if config.model_type not in PROVEN and not scores_trees(target):
         return _chains(model, vocabulary, chunk, "it does not honour a tree's mask and positions")
     if graphs and target.device.type == "cuda":
-        return _graphs(model, shapes, kinds, vocabulary, chunk, compile) or target
+        return _graphs(model, shapes, vocabulary, chunk, compile, memory) or target
     return target
 
 
 def _graphs(
-    model: Any, shapes: list[LayerShape | None], kinds: dict[str, MaskKind], vocabulary: int, chunk: int, compile: bool
+    model: Any, shapes: list[LayerShape | None], vocabulary: int, chunk: int, compile: bool, memory: float
 ) -> Target | None:
     """A target whose steps are replayed, if this model's can be captured and say the same."""
     name = type(unwrapped(model)).__name__
-    if None in shapes or len({s.device for s in shapes if s is not None}) > 1:
+    layers = [shape for shape in shapes if shape is not None]
+    if len(layers) < len(shapes) or len({s.device for s in layers}) > 1:
         log.info("%s lies on several devices or shares keys between layers: its steps are not captured", name)
         return None
     try:
         from slipstream.targets.captured.graph_target import GraphTarget
 
         gc.collect()  # an LLM that is gone: its parts refer to each other, and may still hold a cache
-        target = GraphTarget(model, shapes, kinds, vocabulary, chunk, compile="inductor" if compile else "")
+        target = GraphTarget(model, layers, vocabulary, chunk, compile="inductor" if compile else "", memory=memory)
         if scores_trees(target):
             return target
         why = "replayed steps gave other logits"
@@ -121,7 +128,7 @@ def _probe(model: Any) -> tuple[int, list[LayerShape | None] | None]:
 
 
 @torch.inference_mode()
-def scores_trees(target: TreeTarget) -> bool:
+def scores_trees(target: TreeTarget | GraphTarget) -> bool:
     """Whether a small tree gets the logits of its paths: after a short text, and in the same batch after one that is
     longer than any window the config mentions. Replayed steps must even give a path the same bits alone and in a tree.
     """
@@ -159,7 +166,7 @@ def scores_trees(target: TreeTarget) -> bool:
     return True
 
 
-def _next_logits(target: TreeTarget, text: list[int]) -> torch.Tensor:
+def _next_logits(target: TreeTarget | GraphTarget, text: list[int]) -> torch.Tensor:
     ids = torch.tensor([text], device=target.device)
     return target.model(input_ids=ids).logits[0, -1].float()
 

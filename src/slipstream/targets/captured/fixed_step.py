@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -27,12 +26,29 @@ from slipstream.targets.captured.recording import capture, preparing
 from slipstream.targets.states import asked_states
 
 if TYPE_CHECKING:
-    from slipstream.targets.cache import KeyValuePool
+    from slipstream.targets.captured.arena import Arena
 
 NAME = "slipstream-exact"
-REACH = 32  # accepted keys that a step can move into place, if it has not more rows than that
+REACH = 32  # accepted keys of a sequence that a step can move into place, if it has not more rows than that
+DEEPEST = 128  # nodes that a path is likely to have at most
+PADDING, TEXT = -2, -1  # depths of rows that are no node: nobody's, and tokens that are text
 
 BEST, DRAWN, DRAWN_WITH_HISTORY = "best", "drawn", "drawn with history"  # how a step chooses tokens
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of a step: a list of rows, which belong to sequences."""
+
+    sequences: int  # at most
+    rows: int
+    depth: int  # of the deepest path
+    ends: int  # rows after which a token is wanted, at most
+    tiles: tuple[int, ...] = ()  # by layers' number of query heads per key head, the attention's; none: one sequence
+
+    @property
+    def reach(self) -> int:
+        return max(self.depth, REACH) if self.sequences == 1 else REACH
 
 
 @dataclass(frozen=True)
@@ -40,53 +56,68 @@ class Inputs:
     """What a step reads, as views of one tensor, so that it goes up in one copy."""
 
     flat: Any  # numpy on the host, torch on the device, int32
-    ids: Any  # (b, n)
-    positions: Any  # (b, n) absolute
-    depths: Any  # (b, n) -1 for padding
-    columns: Any  # (b, n) where each new key goes
-    paths: Any  # (b, n, n) the columns of each row's ancestors, by depth
-    lengths: Any  # (b,)
-    rows: Any  # (b,) of the pool
-    moves: Any  # (b,) how many keys the last step accepted
-    sources: Any  # (b, R) their columns
-    places: Any  # (b, R) and the columns they belong in
-    emitted: Any  # (b, R) tokens new in the text before the root, -1 for none: for penalties
-    draws: Draws
+    ids: Any  # (1, n)
+    positions: Any  # (1, n) absolute
+    depths: Any  # (1, n) see PADDING and TEXT
+    columns: Any  # (1, n) where each new key goes
+    parents: Any  # (1, n) rows, -1 for none
+    slots: Any  # (1, n) each row's sequence, as a row of the arena's table
+    lengths: Any  # (1, n) how much text lies before the row's path; for TEXT with the row itself
+    paths: Any  # (1, n, D) the columns of each row's ancestors, by depth
+    ancestors: Any  # (n, 1, D) their rows: for penalties; else (n, 1, 0)
+    ends: Any  # (e,) rows after which a token is wanted
+    owners: Any  # (s,) of the sequences, rows of the arena's table
+    moves: Any  # (s,) how many keys the last step accepted
+    sources: Any  # (s, R) their columns
+    places: Any  # (s, R) and the columns they belong in
+    emitted: Any  # (s, R) tokens new in the text before the root, -1 for none: for penalties
+    tiles: tuple[Any, ...]  # (·, 2) each: see `exact_attention`
+    draws: Draws  # by end
 
     @classmethod
-    def of(cls, flat: Any, batch: int, rows: int) -> Inputs:
-        reach = max(rows, REACH)
-        shapes = [(batch, rows)] * 4 + [(batch, rows, rows)] + [(batch,)] * 3 + [(batch, reach)] * 3
-        ends = np.cumsum([int(np.prod(s)) for s in shapes])
-        views: list[Any] = [flat[e - int(np.prod(s)) : e].reshape(s) for s, e in zip(shapes, ends, strict=True)]
-        views.append(Draws.of(flat[ends[-1] :], batch, rows))
-        return cls(flat, *views)
+    def of(cls, flat: Any, shape: Shape, history: bool) -> Inputs:
+        views, end = list[Any](), 0
+        for size in cls._sizes(shape, history):
+            begin, end = end, end + int(np.prod(size))
+            views.append(flat[begin:end].reshape(size))
+        count = len(views) - len(shape.tiles)
+        of: Any = [flat, *views[:count], tuple(views[count:]), Draws.of(flat[end:], shape.ends, 1)]
+        return cls(*of)
 
     @staticmethod
-    def size(batch: int, rows: int) -> int:
-        return batch * (4 * rows + rows * rows + 3 + 3 * max(rows, REACH)) + Draws.size(batch, rows)
+    def _sizes(shape: Shape, history: bool) -> list[tuple[int, ...]]:
+        n, s, reach = shape.rows, shape.sequences, shape.reach
+        tables = [(1, n, shape.depth), (n, 1, shape.depth if history else 0)]
+        return [
+            *[(1, n)] * 7,
+            *tables,
+            *[(shape.ends,), (s,), (s,)],
+            *[(s, reach)] * 3,
+            *[(count, 2) for count in shape.tiles],
+        ]
 
-    @property
-    def reach(self) -> int:
-        return int(self.sources.shape[1])
+    @classmethod
+    def size(cls, shape: Shape, history: bool) -> int:
+        return sum(int(np.prod(s)) for s in cls._sizes(shape, history)) + Draws.size(shape.ends, 1)
 
 
 class GraphLayer(CacheLayerMixin):
-    """One layer's keys and values: the whole pool, written where the step's inputs say."""
+    """One layer's keys and values: the whole arena, written where the step's inputs say."""
 
     is_sliding = False
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor, inputs: Inputs) -> None:
         super().__init__()
-        self.keys, self.values, self.inputs = keys, values, inputs  # (pool rows, heads, capacity, dim)
+        self.keys, self.values, self.inputs = keys, values, inputs  # (1, heads, columns, dim)
+        self.rows = torch.zeros(1, dtype=torch.int32, device=keys.device)  # there is one
         self.is_initialized = True
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        write_keys(self.keys, self.values, keys, values, self.inputs.rows, self.inputs.columns)
+        write_keys(self.keys, self.values, keys, values, self.rows, self.inputs.columns)
         return self.keys, self.values
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """The pool is laid out beforehand."""
+        """The arena is laid out beforehand."""
 
     def get_seq_length(self) -> int:
         return 0  # positions are given
@@ -104,12 +135,10 @@ class StepTarget(Protocol):
     model: Any
     device: torch.device
     dtype: torch.dtype
-    heads: int
+    arena: Arena
+    groups: tuple[int, ...]  # query heads per key head, of all layers
     compile: str  # a backend of torch.compile; "": none
     memory: Any  # what all captures take theirs from
-
-    @property
-    def pool(self) -> KeyValuePool: ...
 
     def fixed(self, step: FixedStep) -> AbstractContextManager[None]: ...
 
@@ -117,35 +146,33 @@ class StepTarget(Protocol):
 
     def histories(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
 
+    def scratch(self, shape: Shape) -> Any: ...
+
 
 class FixedStep:
     """A step of one shape. On a GPU it is captured; elsewhere it runs as it is, which is how tests try it."""
 
-    def __init__(self, target: StepTarget, batch: int, rows: int, layers: tuple[int, ...], choice: str) -> None:
-        self.target, self.layers, self.choice = target, layers, choice
-        device, cuda = target.device, target.device.type == "cuda"
-        size = Inputs.size(batch, rows)
+    def __init__(self, target: StepTarget, shape: Shape, layers: tuple[int, ...], choice: str) -> None:
+        self.target, self.shape, self.layers, self.choice = target, shape, layers, choice
+        device, cuda, history = target.device, target.device.type == "cuda", choice == DRAWN_WITH_HISTORY
+        size = Inputs.size(shape, history)
         self._host = torch.zeros(size, dtype=torch.int32, pin_memory=cuda)
         self._device = torch.zeros(size, dtype=torch.int32, device=device)
-        self.host = Inputs.of(self._host.numpy(), batch, rows)
-        self.inputs = i = Inputs.of(self._device, batch, rows)
-        target.blank(self.host)  # a capture runs too: it must not write into anyone's row
+        self.host = Inputs.of(self._host.numpy(), shape, history)
+        self.inputs = i = Inputs.of(self._device, shape, history)
+        target.blank(self.host)  # a capture runs too: it must not write into anyone's page
+        self.tables = target.arena.tables
         self.history: History | None = None
-        if choice == DRAWN_WITH_HISTORY:
-            self.history = History(*target.histories(), i.rows, i.lengths, i.ids, i.depths, i.paths)
-        self.answer = torch.zeros((2, batch, rows), dtype=torch.int32, pin_memory=cuda)  # tokens, their logits
-        pool = target.pool
-        self._cache = Cache(layers=[GraphLayer(k, v, self.inputs) for k, v in pool.tensors()])
-        self._mask = torch.zeros((batch, 1, rows, 1), dtype=target.dtype, device=device)  # nobody looks at it
+        if history:
+            self.history = History(*target.histories(), i.slots[0], i.ids, i.depths[0][:, None], i.ancestors)
+        self.answer = torch.zeros((2, 1, shape.ends), dtype=torch.int32, pin_memory=cuda)  # tokens, their logits
+        self._cache = Cache(layers=[GraphLayer(k, v, self.inputs) for k, v in target.arena.tensors()])
+        self._mask = torch.zeros((1, 1, shape.rows, 1), dtype=target.dtype, device=device)  # nobody looks at it
+        self._rows = torch.zeros(shape.sequences, dtype=torch.int32, device=device)  # of the arena: it has one
         self._graph: Any = None
         self._ended: Any = torch.cuda.Event() if cuda else None
-        nothing = torch.empty(0, device=device)
-        self.scratch: Any = SimpleNamespace(stats=nothing, sums=nothing)
+        self.scratch = target.scratch(shape)
         if cuda:
-            from slipstream.kernels.exact_attention import scratch
-
-            widest = max(v.shape[3] for _, v in pool.tensors())
-            self.scratch = scratch(batch, rows, target.heads, pool.capacity, rows, widest, device)
             self._capture()
 
     def run(self) -> None:
@@ -153,8 +180,11 @@ class FixedStep:
         self._device.copy_(self._host, non_blocking=True)
         i = self.inputs
         ids, positions = self._device[: 2 * i.ids.numel()].long().view(2, *i.ids.shape)  # they come first
-        for keys, values in self.target.pool.stores():  # all layers of one shape
-            move_keys(keys, values, i.rows, i.sources, i.places, i.moves)
+        for keys, values in self.target.arena.stores():  # all layers of one shape
+            move_keys(keys, values, self._rows, i.sources, i.places, i.moves)
+        options: dict[str, Any] = {"output_hidden_states": True} if self.layers else {}
+        if self.shape.ends < self.shape.rows:
+            options["logits_to_keep"] = i.ends.long()
         with asked_states(self.target.model, self.layers) as asked:
             out = self.target.model(
                 input_ids=ids,
@@ -162,43 +192,45 @@ class FixedStep:
                 attention_mask=self._mask,
                 past_key_values=self._cache,
                 use_cache=True,
-                **({"output_hidden_states": True} if self.layers else {}),
+                **options,
             )
-        self.logits = out.logits  # (b, n, V)
-        self.by_sequence = list(out.logits)
-        states = asked(out)
-        self.hidden = [{layer: h[k] for layer, h in states.items()} for k in range(len(i.ids))]  # by sequence
+        self.logits = out.logits[0]  # (e, V)
+        self.hidden = {layer: h[0] for layer, h in asked(out).items()}  # (n, H)
         self.chosen = self._choose()
         self.answer.copy_(self.chosen, non_blocking=True)
 
     def walk(self, room: int) -> torch.Tensor:
-        """(b, 1 + 2·room) int64, on the device: see `ops.walk`. What the host will accept, if its rule is to match."""
+        """(1, 1 + 2·room) int64, on the device: see `ops.walk`. What the host will accept of a lone sequence's tree, if
+        its rule is to match."""
         i = self.inputs
-        return walk(i.ids, i.depths, i.paths, i.lengths, self.chosen, room)
+        return walk(i.ids, i.depths, i.parents, self.chosen, room)
 
     def _choose(self) -> torch.Tensor:
-        """(2, b, n) int32: the token after each row, and the bits of the logit it won with."""
+        """(2, 1, e) int32: the token after each end, and the bits of the logit it won with."""
         if self.choice == BEST:
-            return best(self.logits)
+            return best(self.logits[None])
         if self.history is not None:
-            self.history.commit(self.inputs.emitted)
-        tokens, value = draw(self.logits, self.inputs.draws, self.history)
-        return torch.stack([tokens, value.view(torch.int32)])
+            self.history.commit(self.inputs.owners, self.inputs.emitted)
+        tokens, value = draw(self.logits[:, None], self.inputs.draws, self.history)
+        return torch.stack([tokens, value.view(torch.int32)]).transpose(1, 2)
 
     @property
     def tokens(self) -> NDArray[np.int64]:
-        """(b, n) the tokens of the last run."""
-        return self.answer[0].numpy().astype(np.int64)
+        """(e,) the tokens of the last run."""
+        return self.answer[0, 0].numpy().astype(np.int64)
 
     @property
     def values(self) -> NDArray[np.float32]:
-        """(b, n) and the logits they won with."""
-        return self.answer[1].view(torch.float32).numpy().copy()
+        """(e,) and the logits they won with."""
+        return self.answer[1, 0].view(torch.float32).numpy().copy()
+
+    def tiles(self, groups: int) -> torch.Tensor | None:
+        """Where a layer with so many query heads per key head finds its rows; None: they are one sequence's."""
+        return self.inputs.tiles[self.target.groups.index(groups)] if self.shape.tiles else None
 
     def _capture(self) -> None:
-        batch, rows = self.inputs.ids.shape
         made = "compiling" if self.target.compile else "capturing"
-        with preparing, doing(f"{made} a step of {batch} × {rows} rows"), self.target.fixed(self), self._compiled():
+        with preparing, doing(f"{made} a step of {self.shape.rows} rows"), self.target.fixed(self), self._compiled():
             self._graph, _ = capture(self.run, self.target.memory)
 
     def _compiled(self) -> AbstractContextManager[None]:
@@ -225,8 +257,8 @@ under_way: FixedStep | None = None  # whose inputs the attention of the forward 
 
 def attention_by_path(
     module: torch.nn.Module,  # noqa: ARG001
-    query: torch.Tensor,  # (b, heads, n, d)
-    key: torch.Tensor,  # (pool rows, key heads, capacity, d)
+    query: torch.Tensor,  # (1, heads, n, d)
+    key: torch.Tensor,  # (1, key heads, columns, d)
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,  # noqa: ARG001
     scaling: float | None = None,
@@ -240,10 +272,8 @@ def attention_by_path(
     i = under_way.inputs
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     room = under_way.scratch
-    out = attend(
-        query, key, value, i.rows, i.lengths, i.depths, i.paths, room.stats, room.sums, scale, sliding_window, softcap
-    )
-    return out, None
+    rows = i.slots, i.lengths, i.depths, i.paths, under_way.tables, under_way.tiles(query.shape[1] // key.shape[1])
+    return attend(query, key, value, *rows, room.stats, room.sums, scale, sliding_window, softcap), None
 
 
 AttentionInterface.register(NAME, attention_by_path)

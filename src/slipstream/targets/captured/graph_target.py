@@ -7,40 +7,55 @@ on what was drafted, or on what else ran with it, in bfloat16 either.
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from slipstream.compiled import compiled
+from slipstream.errors import ModelError
 from slipstream.kernels.draw import drawable, needs_history, noise_keys
+from slipstream.kernels.sizes import PAGE, TILE
 from slipstream.sampling import Sampler
-from slipstream.targets.base import Scores, Slot, Want
-from slipstream.targets.cache import KeyValuePool
+from slipstream.targets.base import Scores, Slot, Target, Want
+from slipstream.targets.cache import LayerShape
 from slipstream.targets.captured import fixed_step as steps
-from slipstream.targets.captured.fixed_step import BEST, DRAWN, DRAWN_WITH_HISTORY, FixedStep, Inputs
+from slipstream.targets.captured.arena import MEMORY, Arena
+from slipstream.targets.captured.fixed_step import (
+    BEST,
+    DEEPEST,
+    DRAWN,
+    DRAWN_WITH_HISTORY,
+    PADDING,
+    TEXT,
+    FixedStep,
+    Inputs,
+    Shape,
+)
 from slipstream.targets.captured.layers import fusable_layers, in_place
 from slipstream.targets.captured.modules import StandIns
 from slipstream.targets.captured.recording import preparing
-from slipstream.targets.trees import TreeTarget, is_quantised
+from slipstream.targets.trees import context_length, input_device, is_exact, is_quantised, unwrapped
 from slipstream.tree import TokenTree
 from slipstream.turns import Turns
 
 log = logging.getLogger("slipstream")
 
-ROWS = (1, 8, 16, 32, 64, 128)
-BATCHES = (1, 2, 4, 8, 16, 32, 64)
-READING = (32, 128)  # rows of the steps that read prompts: few, since each is captured
-ORDINARY = 25e-3  # seconds that an ordinary forward takes to launch, whatever it reads, as measured on an H200
-ONE, EACH = 1e-3, 0.4e-12  # and those of a step that reads prompts: for itself, and for each byte of weights
-# Every growth captures anew, and capacity that isn't used costs nothing but memory: as much at first as would leave
-# most of the device's to others if so many sequences ran.
-FIRST_CAPACITY = 1024  # at least
-FIRST_SHARE, SEQUENCES = 0.25, 64
+ROWS = (1, 8, 16, 32, 64, 128, 256, 512)  # of steps
+LONE = ROWS[:6]  # those that a sequence by itself is likely to need
+READING = (32, 128, 512)  # of steps that read prompts: few, since each is captured
+SEQUENCES = (1, 64, 512)  # that a step has room for
+BATCHES = (1, 2, 4, 8, 16, 32, 64)  # of sequences that heads draft for together
+HISTORIES = (4, 16, 64, 256, 1024)  # sequences whose penalties there is room for
+DEPTHS = (32, DEEPEST)  # of paths, where some are longer than their step has rows
+BEYOND = 512  # positions after a full context that a step's padding and drafts may have
 
 
 def bucket(n: int, sizes: Sequence[int]) -> int:
@@ -60,50 +75,50 @@ class Told:
     emitted: int = 0  # tokens of the output
 
 
-class GraphTarget(TreeTarget):
-    """A TreeTarget whose steps are replayed."""
+class GraphTarget(Target):
+    """A target whose steps are replayed."""
 
-    widths = ROWS
+    widths = LONE
     ahead = True
 
-    def __init__(self, *given: Any, compile: str = "", **options: Any) -> None:
-        """compile: a backend of torch.compile for the decoder layers; empty: none."""
-        super().__init__(*given, **options)
-        self.compile = compile
-        self.heads = int(self._config.num_attention_heads)
-        self.exact = self.exact or by_row(self.model)
-        self.exact_together = self.exact
-        weights = sum(p.numel() * p.element_size() for p in self.model.parameters())
-        # Tokens of a prompt that are read by steps. It decides bits, so nothing is timed here.
-        self.replayed = ROWS[-1] * max(1, round(ORDINARY / (ONE + EACH * weights)))
-        self._stand_ins = StandIns(self.model)
+    def __init__(
+        self,
+        model: Any,
+        shapes: Sequence[LayerShape],
+        vocabulary: int,
+        chunk: int = 512,
+        *,
+        compile: str = "",
+        memory: float = MEMORY,
+    ) -> None:
+        """chunk: tokens of a prompt that are read at a time. compile: a backend of torch.compile for the decoder
+        layers; empty: none. memory: the share of the device's free memory that texts may take."""
+        self.model, self.vocabulary, self.chunk, self.compile = model, vocabulary, chunk, compile
+        self.context = context_length(model.config)
+        self.device, self.dtype = input_device(model), model.dtype
+        self._config = model.config.get_text_config()
+        self.exact = self.exact_together = is_exact(model) or by_row(model)
+        self.arena = Arena(shapes, self.context + BEYOND, memory)
+        self._heads, self._shapes = int(self._config.num_attention_heads), tuple(dict.fromkeys(shapes))
+        self.groups = tuple(dict.fromkeys(self._heads // shape.heads for shape in self._shapes))
+        self._keeps_logits = "logits_to_keep" in inspect.signature(unwrapped(model).forward).parameters
+        self.context = min(self.context, self.arena.longest)
+        self._stand_ins = StandIns(model)
         with self._stand_ins.in_place():
-            self._fused = fusable_layers(self.model)
-        self.memory: Any = None  # what all graphs take theirs from
+            self._fused = fusable_layers(model)
+        self._stand_ins.reach(self.arena.longest, torch.empty(0, dtype=self.dtype, device=self.device))
+        self.memory: Any = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None  # of all captures
         self._steps: dict[tuple[Any, ...], FixedStep] = {}
-        self._drawn: tuple[int, int] = (0, 0)  # rows and capacity of the pool that the steps were made for
+        self._scratch: Any = None
         self._histories: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
-        self._told: dict[int, Told] = {}  # by row of the pool
-        self._alike: dict[tuple[int, int], bool] = {}  # by batch and rows
+        self._told: dict[int, Told] = {}  # by row of the arena's table
+        self._alike: dict[int, bool] = {}  # by rows
         self._sample: torch.Tensor | None = None  # logits that every shape of step should give its sample text
-        self._spare = self.open()  # where the padding of a batch writes
-        self.pool.reserve(len(self._slots), min(self._first_capacity(), self.context))
 
     @property
     def turns(self) -> Turns:
         """One for all of them: capturing, and which step is under way, concern the whole process."""
         return Turns.of(GraphTarget)
-
-    @property
-    def pool(self) -> KeyValuePool:
-        return self._pool
-
-    def _first_capacity(self) -> int:
-        if self.device.type != "cuda":
-            return FIRST_CAPACITY
-        memory = torch.cuda.get_device_properties(self.device).total_memory
-        fits = int(FIRST_SHARE * memory) // (SEQUENCES * self.pool.per_token)
-        return max(FIRST_CAPACITY, 1 << fits.bit_length() - 1)
 
     @contextmanager
     def fixed(self, step: FixedStep) -> Iterator[None]:
@@ -116,112 +131,176 @@ class GraphTarget(TreeTarget):
         finally:
             self._config._attn_implementation_internal, steps.under_way = kept, None
 
+    # ---- slots
+
+    def open(self) -> Slot:
+        return self.arena.open()
+
+    def close(self, slot: Slot) -> None:
+        self.arena.close(slot)
+
+    def fork(self, slot: Slot) -> Slot:
+        self._settle(slot)
+        twin = self.open()
+        twin.tokens = list(slot.tokens)
+        self.arena.share(slot, twin)
+        return twin
+
+    def truncate(self, slot: Slot, length: int) -> None:
+        self._settle(slot)
+        del slot.tokens[length:]
+        slot.tree = None
+        self.arena.shorten(slot, length)
+
+    def commit(self, slot: Slot, path: Sequence[int]) -> None:
+        assert slot.tree is not None, "commit follows score"
+        slot.pending = list(path)
+        slot.tokens.extend(slot.tree.tokens[slot.pending].tolist())
+        slot.tree = None
+
+    def _settle(self, slot: Slot) -> None:
+        if slot.pending is not None:
+            count, start = len(slot.pending), slot.length - len(slot.pending)
+            columns = self.arena.columns(slot, start, max(slot.pending) + 1)
+            self.arena.move(columns[slot.pending], columns[:count])
+            slot.pending = None
+
+    # ---- forwards
+
     def prefill(self, slot: Slot, tokens: Sequence[int], want: Want) -> Iterator[Scores]:
-        """Short prompts, and the ends of long ones, in replayed steps too: an ordinary forward launches kernel after
-        kernel, which takes a small model many times as long."""
+        """By the same steps, of which the rows are text from the beginning."""
         if any(s is not None and needs_history(s.sampling) for s in want.samplers):
             want = replace(want, samplers=())  # penalties of an output that has not begun: the sampler's own business
-        bulk = -(-max(0, len(tokens) - self.replayed) // self.chunk) * self.chunk
-        yield from super().prefill(slot, tokens[:bulk], want)
-        for start in range(bulk, len(tokens), ROWS[-1]):
-            part = tokens[start : start + ROWS[-1]]
-            step = self._replay([slot], [TokenTree.chain(part[0], part[1:])], bucket(len(part), READING), want)
-            self.commit(slot, range(len(part)))
-            last = slice(len(part) - 1, len(part))
+        for start in range(0, len(tokens), self.chunk):
+            part = list(tokens[start : start + self.chunk])
+            tree = TokenTree.chain(part[0], part[1:])
+            step = self._replay([slot], [tree], bucket(len(part), READING), want, text=True)
+            slot.tokens.extend(part)
+            slot.tree = None
+            end = 0 if step.shape.ends == 1 else len(part) - 1
             # Copies: another sequence's prompt may be read before this one's states are looked at.
-            hidden = {layer: h[: len(part)].clone() for layer, h in step.hidden[0].items()}
-            scores = Scores(step.by_sequence[0][last], hidden, step.host.positions[0, last].copy())
+            hidden = {layer: h[: len(part)].clone() for layer, h in step.hidden.items()}
+            scores = Scores(step.logits[end : end + 1], hidden, np.array([slot.length - 1]))
             if self._followed(want.samplers, 1):
-                scores.take(step.tokens[0, last], step.values[0, last])
+                scores.take(step.tokens[end : end + 1], step.values[end : end + 1])
             yield scores
 
     @torch.inference_mode()
     def score(self, slots: Sequence[Slot], trees: Sequence[TokenTree], want: Want, known: int = 0) -> list[Scores]:
-        if known:
-            return super().score(slots, trees, want, known)
-        step = self._replay(slots, trees, self._rows(slots, trees, want), want)
+        if any(slot.length + tree.depth >= self.context for slot, tree in zip(slots, trees, strict=True)):
+            raise ModelError(f"a draft reaches past the model's {self.context} positions: the engine must cut it")
+        step = self._replay(slots, trees, self._rows(slots, trees, want, known), want, known)
         chosen, tokens, values = self._followed(want.samplers, len(slots)), step.tokens, step.values
-        found = []
-        for i in range(len(trees)):
-            scores = Scores(step.by_sequence[i], step.hidden[i], step.host.positions[i].copy())
+        found, begin = [], 0
+        for tree in trees:
+            end = begin + len(tree) - known
+            scores = Scores(step.logits, step.hidden, step.host.positions[0, begin:end].copy(), known, begin)
             scores.replayed = True
             if chosen:
-                scores.take(tokens[i], values[i])
+                scores.take(tokens[begin:end], values[begin:end])
             found.append(scores)
+            begin = end
         return found
 
     @torch.inference_mode()
-    def _replay(self, slots: Sequence[Slot], trees: Sequence[TokenTree], rows: int, want: Want) -> FixedStep:
-        """One step for all of them, done."""
-        self.pool.reserve(len(self._slots), max(slot.length for slot in slots) + rows)
+    def _replay(
+        self,
+        slots: Sequence[Slot],
+        trees: Sequence[TokenTree],
+        rows: int,
+        want: Want,
+        known: int = 0,
+        text: bool = False,
+    ) -> FixedStep:
+        """One step for all of them, done. text: the trees are chains that become text."""
         samplers = self._followed(want.samplers, len(slots))
-        step = self.step(bucket(len(slots), BATCHES), rows, want.layers, choice(samplers))
+        depth = 1 if text else max(tree.depth for tree in trees) + 1
+        step = self.step(self._shape(len(slots), rows, depth, text), want.layers, choice(samplers))
         for slot, tree in zip(slots, trees, strict=True):
+            self.arena.reach(slot, slot.length + len(tree))
             slot.tree = tree
-        self._fill(step.host, slots, trees)
-        self._tell(step, slots, trees, samplers)
+        self._fill(step.host, slots, trees, known, text)
+        self._tell(step, slots, trees, samplers, text)
+        self.arena.tell()
         step(want.during if samplers else None)  # whoever decides on the host knows what follows only then
         return step
+
+    def _shape(self, sequences: int, rows: int, depth: int, text: bool) -> Shape:
+        """Of a step that is wide enough."""
+        sequences = bucket(sequences, SEQUENCES)
+        tiles = () if sequences == 1 else tuple(rows * -(-groups // TILE) for groups in self.groups)
+        ends = 1 if text and self._keeps_logits else rows
+        usual = min(rows, DEEPEST)
+        depth = 1 if text else usual if depth <= usual else bucket(depth, DEPTHS)
+        return Shape(sequences, rows, depth, ends, tiles)
 
     def _followed(self, samplers: Sequence[Sampler | None], count: int) -> Sequence[Sampler | None]:
         """The samplers by whose rules a step chooses; nobody's, if one of them can't be followed."""
         able = len(samplers) == count and all(s is not None and drawable(s.sampling) for s in samplers)
         return samplers if able else ()
 
-    def _rows(self, slots: Sequence[Slot], trees: Sequence[TokenTree], want: Want) -> int:
+    def _rows(self, slots: Sequence[Slot], trees: Sequence[TokenTree], want: Want, known: int) -> int:
         """How many rows to compute. Fewer than wanted only where that changes no bit."""
-        least, wanted = bucket(max(len(tree) for tree in trees), ROWS), bucket(want.rows, ROWS)
-        batch = bucket(len(slots), BATCHES)
-        if least < wanted and not all(self.alike(batch, rows, want.layers) for rows in (least, wanted)):
+        least, wanted = bucket(sum(len(tree) - known for tree in trees), ROWS), bucket(want.rows, ROWS)
+        if len(slots) == 1 and least < wanted and not all(self.alike(n, want.layers) for n in (least, wanted)):
             least = wanted
-        if batch > 1 and self.exact_together and not self.alike(batch, least, want.layers):
+        if len(slots) > 1 and self.exact_together and not self.alike(least, want.layers):
             self.exact_together = False
         return least
 
-    def alike(self, batch: int, rows: int, layers: tuple[int, ...] = ()) -> bool:
-        """Whether steps of this shape give a text the bits that other shapes give it. Tried once per shape, on a
-        sample text; the first shape sets the example. layers: whose states are wanted, so that the step which is tried
-        is one that will be used."""
-        if (batch, rows) not in self._alike:
+    def alike(self, rows: int, layers: tuple[int, ...] = ()) -> bool:
+        """Whether steps of so many rows give a text the bits that others give it. Tried once for each, on a sample
+        text; the first sets the example. layers: whose states are wanted, so that the step which is tried is one that
+        will be used."""
+        if rows not in self._alike:
             with preparing:
-                self._alike[batch, rows] = self._try(batch, rows, layers)
-        return self._alike[batch, rows]
+                self._alike[rows] = self._try(rows, layers)
+        return self._alike[rows]
 
-    def _try(self, batch: int, rows: int, layers: tuple[int, ...]) -> bool:
+    def _try(self, rows: int, layers: tuple[int, ...]) -> bool:
         slot, tree = self.open(), TokenTree.chain(1, [2, 3, 4][: rows - 1])
         for _ in self.prefill(slot, [1 + 389 * i % (self.vocabulary - 1) for i in range(40)], Want()):
             pass
-        self.pool.reserve(len(self._slots), slot.length + rows)
-        step = self.step(batch, rows, layers, BEST)
-        self._fill(step.host, [slot], [tree])
-        step()
+        step = self._replay([slot], [tree], rows, Want(layers))
         self.close(slot)
-        found = step.logits[0, : len(tree)].clone()
+        found = step.logits[: len(tree)].clone()
         if self._sample is not None and len(self._sample) >= len(found):
             return torch.equal(self._sample[: len(found)], found)
         same = self._sample is None or torch.equal(self._sample, found[: len(self._sample)])
         self._sample = found if same else self._sample
         return same
 
-    def step(self, batch: int, rows: int, layers: tuple[int, ...], chosen: str) -> FixedStep:
-        if self._drawn != (self.pool.rows, self.pool.capacity):  # the cache has moved
-            self._steps.clear()
+    def step(self, shape: Shape, layers: tuple[int, ...], chosen: str) -> FixedStep:
+        if chosen == DRAWN_WITH_HISTORY and self._histories is not None and self.arena.rows > len(self._histories[0]):
+            self._steps = {key: step for key, step in self._steps.items() if key[2] != DRAWN_WITH_HISTORY}
             self._told.clear()
             self._histories = None
-            # The graphs are gone, and with the last of them their memory.
-            self.memory = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
-            self._drawn = (self.pool.rows, self.pool.capacity)
-            self._stand_ins.reach(self.pool.capacity, torch.empty(0, dtype=self.dtype, device=self.device))
-        key = (batch, rows, layers, chosen)
+        key = (shape, layers, chosen)
         if key not in self._steps:
             self._steps[key] = FixedStep(self, *key)
         return self._steps[key]
 
+    def scratch(self, shape: Shape) -> Any:
+        """Room for the attention of such a step. All share it."""
+        if self.device.type != "cuda":
+            nothing = torch.empty(0, device=self.device)
+            return SimpleNamespace(stats=nothing, sums=nothing)
+        from slipstream.kernels.exact_attention import Scratch, partials
+
+        needed, widest = 0, max(s.value_dim for s in self._shapes)
+        for layer in self._shapes:
+            tiles = shape.tiles[self.groups.index(self._heads // layer.heads)] if shape.tiles else 0
+            size = self._heads, layer.heads, self.arena.longest, shape.depth, tiles
+            needed = max(needed, partials(1, shape.rows, *size))
+        if self._scratch is None or self._scratch.stats.numel() < 2 * needed:
+            self._scratch = Scratch.of(needed, widest, self.device)
+        return self._scratch
+
     def histories(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """For every row of the pool, over the vocabulary: whether the prompt has a token, how often the output has
-        it, its bias. Made when first somebody needs them."""
+        """For every sequence, over the vocabulary: whether the prompt has a token, how often the output has it, its
+        bias. Made when first somebody needs them."""
         if self._histories is None:
-            shape = (self.pool.rows, self.vocabulary)
+            shape = (bucket(self.arena.rows, HISTORIES), self.vocabulary)
             kinds = (torch.uint8, torch.int32, torch.float32)
             one, other, third = (torch.zeros(shape, dtype=kind, device=self.device) for kind in kinds)
             self._histories = one, other, third
@@ -233,16 +312,23 @@ class GraphTarget(TreeTarget):
         slots: Sequence[Slot],
         trees: Sequence[TokenTree],
         samplers: Sequence[Sampler | None],
+        text: bool,
     ) -> None:
         """How each sequence draws, its noise, and what is new in its text."""
+        host, begin = step.host, 0
+        if text:
+            host.ends[:] = len(trees[0]) - 1
         if step.choice == BEST:
             return
-        host = step.host
         for i, (slot, tree, sampler) in enumerate(zip(slots, trees, samplers, strict=True)):
             assert sampler is not None, "a step that draws has all samplers"
-            host.draws.put(i, sampler.sampling)
             positions = slot.length + tree.depths + 1  # of the tokens after the nodes
-            host.draws.keys[i, : len(tree)] = noise_keys(sampler.seed, sampler.sample_index, positions)
+            if step.shape.ends == 1:
+                positions = positions[-1:]
+            end = begin + len(positions)
+            host.draws.put(slice(begin, end), sampler.sampling)
+            host.draws.keys[begin:end, 0] = noise_keys(sampler.seed, sampler.sample_index, positions)
+            begin = end
             if step.history is None:
                 continue
             told = self._told.get(slot.row)
@@ -251,7 +337,8 @@ class GraphTarget(TreeTarget):
                 told = self._told[slot.row] = Told(slot, sampler)
             new = sampler.output[told.emitted : -1]  # the last is the root, which the step reads itself
             told.emitted += len(new)
-            late = new[: -host.reach] if len(new) > host.reach else []
+            reach = step.shape.reach
+            late = new[:-reach] if len(new) > reach else []
             if late:
                 row = torch.full((len(late),), slot.row, device=self.device)
                 ids = torch.tensor(late, device=self.device)
@@ -259,24 +346,41 @@ class GraphTarget(TreeTarget):
             host.emitted[i, : len(new) - len(late)] = new[len(late) :]
 
     def blank(self, host: Inputs) -> None:
-        """Padding alone: it reads nothing, and writes into the spare row."""
-        for i in range(len(host.ids)):
-            self._put(host, i, NO_NODES, NO_NODES, NO_NODES, 0, self._spare.row, NO_NODES)
+        """Padding alone: it reads nothing, and writes into nobody's page."""
+        self._put(host, [], [], [NO_NODES] * 3, NO_NODES, 0, False)
 
-    def _fill(self, host: Inputs, slots: Sequence[Slot], trees: Sequence[TokenTree]) -> None:
-        for i, (slot, tree) in enumerate(zip(slots, trees, strict=True)):
-            if slot.pending is not None and len(slot.pending) > host.reach:
+    def _fill(self, host: Inputs, slots: Sequence[Slot], trees: Sequence[TokenTree], known: int, text: bool) -> None:
+        for slot in slots:
+            if slot.pending is not None and len(slot.pending) > host.sources.shape[1]:
                 self._settle(slot)
-            moved = NO_NODES if slot.pending is None else np.array(slot.pending, np.int32)
-            self._put(host, i, tree.tokens, tree.parents, tree.depths, slot.length, slot.row, moved)
+        moved = [slot.pending or [] for slot in slots]
+        nodes: Any = trees[0].tokens, trees[0].parents, trees[0].depths
+        if len(trees) > 1:
+            nodes = [np.concatenate([getattr(t, of) for t in trees]) for of in ("tokens", "parents", "depths")]
+        sizes = np.array([len(tree) for tree in trees], np.int32)
+        self._put(host, slots, moved, nodes, sizes, known, text)
+        for slot in slots:
             slot.pending = None
-        for i in range(len(slots), len(host.ids)):
-            self._put(host, i, NO_NODES, NO_NODES, NO_NODES, 0, self._spare.row, NO_NODES)
 
-    def _put(self, host: Inputs, i: int, *of_one: Any) -> None:
+    def _put(
+        self,
+        host: Inputs,
+        slots: Sequence[Slot],
+        moved: Sequence[list[int]],
+        nodes: Sequence[NDArray[Any]],
+        sizes: NDArray[np.int32],
+        known: int,
+        text: bool,
+    ) -> None:
+        """nodes: tokens, parents and depths of the trees, one after the other."""
         h = host
-        tables = (h.ids, h.positions, h.depths, h.columns, h.paths, h.lengths, h.rows, h.moves, h.sources, h.places)
-        _put(i, *tables, h.emitted, *of_one)
+        rows = h.ids, h.positions, h.depths, h.columns, h.parents, h.slots, h.lengths, h.paths, h.ancestors
+        sequences = h.owners, h.moves, h.sources, h.places, h.emitted
+        of_slots = np.array([[s.row, s.length, len(m)] for s, m in zip(slots, moved, strict=True)], np.int32)
+        paths = np.array([node for path in moved for node in path], np.int32)
+        _put(self.arena.table, *rows, *sequences, *nodes, sizes, of_slots.reshape(-1, 3), paths, known, text)
+        for groups, tiles in zip(self.groups, h.tiles, strict=False):
+            _put_tiles(tiles, sizes, known, groups)
 
 
 def by_row(model: Any) -> bool:
@@ -297,28 +401,69 @@ def choice(samplers: Sequence[Sampler | None]) -> str:
 NO_NODES = np.empty(0, np.int32)
 
 
+@compiled
+def _column(table, slot, position):  # type: ignore[no-untyped-def]
+    return table[slot, position // PAGE] * PAGE + position % PAGE
+
+
 # fmt: off
 @compiled
 def _put(  # type: ignore[no-untyped-def]
-    i, ids, positions, depths, columns, paths, lengths, rows, moves, sources, places, emitted,  # tables to fill in
-    tokens, parents, node_depths, length, row, moved,  # one sequence
+    table,  # where pages lie
+    ids, positions, depths, columns, parents, slots, lengths, paths, ancestors,  # by row, to fill in
+    owners, moves, sources, places, emitted,  # by sequence, to fill in
+    tokens, tree_parents, tree_depths, sizes,  # the trees, one after the other
+    of_slots,  # each sequence's row of the table, its length, and how many nodes the step before accepted,
+    moved,  # which are these: their keys stand in a row from here on
+    known, text,
 ):
     # fmt: on
-    """Sequence i of a step: its tree after `length` committed tokens, the rest padding; `moved` is the path of the
-    tree before, whose keys stand in a row from here on."""
-    lengths[i], rows[i] = length, row
-    for j in range(ids.shape[1]):
-        columns[i, j] = length + j
-        if j >= len(tokens):
-            ids[i, j], positions[i, j], depths[i, j] = 0, length, -1
-            continue
-        depth = node_depths[j]
-        ids[i, j], positions[i, j], depths[i, j] = tokens[j], length + depth, depth
-        for k in range(depth):
-            paths[i, j, k] = paths[i, parents[j], k]
-        paths[i, j, depth] = length + j
-    start = length - len(moved)
-    moves[i] = len(moved)
-    for j in range(len(moved)):
-        sources[i, j], places[i, j] = start + moved[j], start + j
-    emitted[i, :] = -1
+    """The rows of a step: each tree after its sequence's text, but for the first `known` nodes; then padding."""
+    row = node = move = 0
+    for s in range(len(sizes)):
+        slot, length, count = of_slots[s]
+        first = row - known  # of node 0
+        for j in range(known, sizes[s]):
+            depth = tree_depths[node + j]
+            ids[0, row], positions[0, row], slots[0, row] = tokens[node + j], length + depth, slot
+            columns[0, row] = _column(table, slot, length + j)
+            if text:
+                depths[0, row], lengths[0, row], parents[0, row] = TEXT, length + j + 1, -1
+                row += 1
+                continue
+            parent = tree_parents[node + j]
+            depths[0, row], lengths[0, row] = depth, length
+            parents[0, row] = first + parent if parent >= known else -1
+            up = j
+            for k in range(depth, -1, -1):
+                paths[0, row, k] = _column(table, slot, length + up)
+                if ancestors.shape[2]:
+                    ancestors[row, 0, k] = max(first + up, 0)
+                up = tree_parents[node + up]
+            row += 1
+        owners[s], moves[s] = slot, count
+        for j in range(count):
+            sources[s, j] = _column(table, slot, length - count + moved[move + j])
+            places[s, j] = _column(table, slot, length - count + j)
+        emitted[s, :] = -1
+        node += sizes[s]
+        move += count
+    for i in range(row, ids.shape[1]):
+        ids[0, i], positions[0, i], depths[0, i], columns[0, i] = 0, 0, PADDING, 0
+        parents[0, i], slots[0, i], lengths[0, i] = -1, 0, 0
+    for s in range(len(sizes), len(owners)):
+        owners[s], moves[s] = 0, 0
+        emitted[s, :] = -1
+
+
+@compiled
+def _put_tiles(tiles, sizes, known, groups):  # type: ignore[no-untyped-def]
+    """See `exact_attention`."""
+    tile = row = 0
+    for s in range(len(sizes)):
+        rows = sizes[s] - known
+        for number in range((rows * groups + TILE - 1) // TILE):
+            tiles[tile, 0], tiles[tile, 1] = row, number
+            tile += 1
+        row += rows
+    tiles[tile:] = -1

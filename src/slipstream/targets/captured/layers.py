@@ -74,10 +74,9 @@ class FusedLayer:
             return None  # it is called otherwise, or does what nobody asked for
 
     def __call__(self, hidden: Tensor, *_: Any, position_embeddings: Any, past_key_values: Any, **__: Any) -> Tensor:
-        pool = past_key_values.layers[self.number]
-        i = pool.inputs
-        query = self._queries(hidden, position_embeddings, pool.keys, pool.values, i.rows, i.columns)
-        attended = steps.attention_by_path(self.qkv, query, pool.keys, pool.values, None, **self.options)
+        own = past_key_values.layers[self.number]
+        query = self._queries(hidden, position_embeddings, own.keys, own.values, own.rows, own.inputs.columns)
+        attended = steps.attention_by_path(self.qkv, query, own.keys, own.values, None, **self.options)
         return self._after(hidden, attended[0])
 
     def _queries(self, hidden: Tensor, angles: tuple[Tensor, Tensor], *cache: Tensor) -> Tensor:

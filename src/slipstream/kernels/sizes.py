@@ -1,0 +1,4 @@
+"""Sizes that hosts and kernels must agree on."""
+
+PAGE = 128  # positions of a text that lie side by side in the cache
+TILE = 16  # rows × grouped heads of one product of attention: the height of a tensor core

@@ -1,0 +1,222 @@
+"""Arena: the keys and values of all sequences, in pages of PAGE positions from one piece of memory.
+
+It is made once and never moves, so nothing captured has to be captured anew as texts grow. A sequence has a row of the
+table, which says where each of its pages lies. Texts that begin alike may share pages: who writes into a page that is
+not its own alone gets a copy first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from slipstream.errors import ModelError
+from slipstream.kernels.sizes import PAGE
+from slipstream.targets.base import Slot
+from slipstream.targets.cache import LayerShape
+
+MEMORY = 0.9  # of what is free on the device, at most: steps and their logits need room too
+SEQUENCES = 64  # and no more than so many whole contexts: a small model leaves the rest to others
+ELSEWHERE = 1 << 16  # tokens where the device is no GPU, as in tests
+ROWS = 1024  # of the table: sequences at a time, kept ones included
+
+
+def _pages(length: int) -> int:
+    return -(-length // PAGE)
+
+
+class Arena:
+    def __init__(self, shapes: Sequence[LayerShape], longest: int, share: float = MEMORY) -> None:
+        """shapes: per layer of the model. longest: positions that a sequence can come to. share: of free memory."""
+        self._members: dict[LayerShape, list[int]] = {}
+        for layer, shape in enumerate(shapes):
+            self._members.setdefault(shape, []).append(layer)
+        self._layers = len(shapes)
+        self.device, self.longest = shapes[0].device, _pages(longest) * PAGE
+        self.pages = self._fitting(share)
+        self.longest = min(self.longest, (self.pages - 1) * PAGE)
+        self._stores = {shape: self._store(shape) for shape in self._members}
+        self._free = list(range(self.pages - 1, 0, -1))  # page 0 is nobody's: padding writes there
+        self._held = np.zeros(self.pages, np.int32)  # by how many sequences
+        self._rows: list[Slot | None] = []  # by row of the table
+        self._host = torch.zeros((ROWS, self.longest // PAGE), dtype=torch.int32, pin_memory=self.device.type == "cuda")
+        with torch.inference_mode():
+            self.tables = self._host.to(self.device, copy=True)  # (rows, pages)
+        self._changed: set[int] = set()  # rows of it that the device does not know yet
+
+    def _fitting(self, share: float) -> int:
+        """How many pages there are."""
+        most = SEQUENCES * self.longest
+        if self.device.type == "cuda":
+            free = torch.cuda.mem_get_info(self.device)[0]
+            free += torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+            most = min(most, int(share * free) // self.per_token)
+        else:
+            most = min(most, max(ELSEWHERE, 2 * self.longest))
+        widest = max(max(s.key_dim, s.value_dim) for s in self._members)
+        pages = min(most, (1 << 31) // widest - PAGE) // PAGE  # kernels count numbers with 32 bits
+        if pages < 2:
+            raise ModelError(
+                f"the cache does not fit on {self.device}: a page of {PAGE} tokens takes "
+                f"{PAGE * self.per_token / 2**20:.1f} MiB. Use a smaller dtype, or close what else is on the device"
+            )
+        return pages
+
+    def _store(self, shape: LayerShape) -> tuple[torch.Tensor, torch.Tensor]:
+        """(layers, 1, heads, columns, dim) keys and values."""
+        with torch.inference_mode():
+            one, other = (
+                torch.zeros(
+                    (len(self._members[shape]), 1, shape.heads, self.pages * PAGE, dim),
+                    dtype=shape.dtype,
+                    device=shape.device,
+                )
+                for dim in (shape.key_dim, shape.value_dim)
+            )
+        return one, other
+
+    @property
+    def per_token(self) -> int:
+        """Bytes."""
+        return sum(
+            len(members) * s.heads * (s.key_dim + s.value_dim) * s.dtype.itemsize
+            for s, members in self._members.items()
+        )
+
+    @property
+    def bytes(self) -> int:
+        return self.pages * PAGE * self.per_token
+
+    @property
+    def free(self) -> int:
+        """Pages that nobody holds."""
+        return len(self._free)
+
+    @property
+    def table(self) -> NDArray[np.int32]:
+        """(rows, pages) as the host knows it."""
+        return self._host.numpy()
+
+    @property
+    def rows(self) -> int:
+        """Of the table, that were ever used at a time."""
+        return len(self._rows)
+
+    def tensors(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Keys and values of each layer, (1, heads, columns, dim)."""
+        found: list[Any] = [None] * self._layers
+        for shape, members in self._members.items():
+            for i, layer in enumerate(members):
+                found[layer] = tuple(store[i] for store in self._stores[shape])
+        yield from found
+
+    def stores(self) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+        """Keys and values of all layers of one shape, (layers, 1, heads, columns, dim)."""
+        return self._stores.values()
+
+    # ---- sequences
+
+    def open(self) -> Slot:
+        slot = Slot()
+        if None in self._rows:
+            slot.row = self._rows.index(None)
+            self._rows[slot.row] = slot
+        else:
+            if len(self._rows) == ROWS:
+                raise ModelError(f"{ROWS} sequences are held already: close some of them")
+            slot.row = len(self._rows)
+            self._rows.append(slot)
+        return slot
+
+    def close(self, slot: Slot) -> None:
+        if slot.row < len(self._rows) and self._rows[slot.row] is slot:
+            self.shorten(slot, 0)
+            self._rows[slot.row] = None
+
+    def shorten(self, slot: Slot, length: int) -> None:
+        """Give back the pages that follow the first `length` positions."""
+        while len(slot.pages) > _pages(length):
+            self._drop(slot.pages.pop())
+
+    def share(self, slot: Slot, twin: Slot) -> None:
+        """The twin has read what the slot has."""
+        twin.pages = slot.pages[: _pages(slot.length)]
+        self._held[twin.pages] += 1
+        self._note(twin)
+
+    def reach(self, slot: Slot, end: int) -> None:
+        """From its length to `end` the slot may be written to."""
+        first, last = slot.length // PAGE, _pages(end)
+        needed = last - len(slot.pages) + sum(self._held[page] > 1 for page in slot.pages[first:])
+        if needed > len(self._free):
+            raise ModelError(self._too_full(needed))
+        changed = False
+        for i in range(first, len(slot.pages)):
+            if self._held[slot.pages[i]] > 1:
+                slot.pages[i], old = self._take(), slot.pages[i]
+                self._copy(old, slot.pages[i])
+                self._drop(old)
+                changed = True
+        while len(slot.pages) < last:
+            slot.pages.append(self._take())
+            changed = True
+        if changed:
+            self._note(slot)
+
+    def columns(self, slot: Slot, start: int, count: int) -> NDArray[np.int32]:
+        """(count,) where the positions from `start` on lie."""
+        at = np.arange(start, start + count, dtype=np.int32)
+        if not count:
+            return at
+        first = start // PAGE
+        pages = np.array(slot.pages[first : _pages(start + count)], np.int32)
+        found: NDArray[np.int32] = pages[at // PAGE - first] * PAGE + at % PAGE
+        return found
+
+    @torch.inference_mode()
+    def move(self, sources: NDArray[np.int32], places: NDArray[np.int32]) -> None:
+        for pair in self._stores.values():
+            for store in pair:
+                source, place = (torch.from_numpy(x).long().to(store.device) for x in (sources, places))
+                store[:, 0, :, place] = store[:, 0, :, source]
+
+    @torch.inference_mode()
+    def tell(self) -> None:
+        """Bring the device's table up to date, before the next step."""
+        for row in self._changed:
+            self.tables[row].copy_(self._host[row], non_blocking=True)
+        self._changed.clear()
+
+    # ---- pages
+
+    def _take(self) -> int:
+        page = self._free.pop()
+        self._held[page] = 1
+        return page
+
+    def _drop(self, page: int) -> None:
+        self._held[page] -= 1
+        if not self._held[page]:
+            self._free.append(page)
+
+    def _note(self, slot: Slot) -> None:
+        self.table[slot.row, : len(slot.pages)] = slot.pages
+        self._changed.add(slot.row)
+
+    @torch.inference_mode()
+    def _copy(self, source: int, to: int) -> None:
+        for pair in self._stores.values():
+            for store in pair:
+                store[..., to * PAGE : (to + 1) * PAGE, :] = store[..., source * PAGE : (source + 1) * PAGE, :]
+
+    def _too_full(self, needed: int) -> str:
+        held = self.pages - 1 - len(self._free)
+        return (
+            f"the cache is full: {needed} more pages of {PAGE} tokens are needed, {held} of {self.pages - 1} are in "
+            f"use ({self.bytes / 2**30:.1f} GiB on {self.device}). Run fewer sequences at a time (max_batch), shorten "
+            "the prompts, or use a smaller dtype"
+        )

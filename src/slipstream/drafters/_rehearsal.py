@@ -37,9 +37,7 @@ def rehearse(target: Target, pilot: Pilot, parts: Mapping[str, Drafter], layers:
                 session.observe(Seen(words[start : slot.length], start, hidden.of(can.layers(parts[name]))))
     room = target.context - slot.length - 1
     limit, root = Budget(target.default_draft, min(target.default_draft, room)), words[0]
-    trial = Pilot(
-        pilot.costs, pilot.drafters, pilot.trees, pilot.heads, pilot.investors
-    )  # what it learns of this text goes with it
+    trial = Pilot(pilot.costs, pilot.drafters, pilot.trees, pilot.heads)  # what it learns of this text goes with it
     Costs({1: 1.0, 2: 1.0}).observe(1, 1, 1.0)
     for _ in range(TRIAL):
         trees = [TokenTree.root(root)]

@@ -299,7 +299,7 @@ def test_an_investor_is_asked_where_rows_cost_little_and_hardly_elsewhere(steps,
             result = llm.generate(REPEATING, max_new_tokens=120, ignore_eos=True, max_draft=55)
             assert result.tokens == plain.tokens
         source = llm.engine.drafter.pilot.sources()["lookahead"]
-        assert (source.gain() > 0) == pays
+        assert source.gain() >= 0 if pays else source.gain() < 0
         assert source.drafting.times > 100 if pays else source.drafting.times < 2 * TRIAL  # half are the rehearsal's
         assert bool(result.stats.by_source.get("lookahead", {}).get("accepted")) == pays
 

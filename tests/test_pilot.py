@@ -609,6 +609,8 @@ def test_rows_that_an_investor_wants_count_as_its_own(beside):
     pilot = Pilot(costs, ["a", "b"])
     sources = known(pilot, {"a": 0.0, "b": 0.0})
     sources[1].beside = beside
+    for _ in range(20):  # it is judged when it has cost as much as a trial may
+        pilot.took(dict.fromkeys(sources, 0.0))
     drafts = [fuse([chain([1, 2, 3]), chain([1, 2, 3], source="b")])]
     for _ in range(round(5 / NEWEST)):
         pilot.choose([Text()], drafts, [16], sources)

@@ -280,7 +280,9 @@ class Pilot:
             spent = [self._spent([s for s in sources if s is not source], batch) for source in sources]
             without = [best_rate(e, seconds, s) for e, s in zip(expected, spent, strict=True)]
         for source, other, beginning in zip(sources, without, begun, strict=True):
-            if source.known:
+            # One that learns from nodes beside its drafts finds nothing at first: it may lose a few steps before.
+            tried = not source.beside or source.drafting.times * self._beside([source], batch) >= TRIAL * step
+            if source.known and tried:
                 gain = rate / other - 1
                 source.learn(gain)
                 rivals = [s.gains[source.level] for s in group if s.head and s is not source] if source.head else []
@@ -329,10 +331,12 @@ class Pilot:
 
     def _spent(self, sources: Collection[Source], batch: int) -> float:
         """Seconds that drafts of these sources take, nodes beside them, and what is done with drafts."""
-        spent = sum([s.drafting.seconds for s in sources]) + batch * self.fusing.seconds
-        if rows := sum([s.beside for s in sources]):
-            spent += self.costs.seconds(1 + rows, batch) - self.costs.seconds(1, batch)
-        return spent
+        return sum([s.drafting.seconds for s in sources]) + batch * self.fusing.seconds + self._beside(sources, batch)
+
+    def _beside(self, sources: Collection[Source], batch: int) -> float:
+        """Seconds that nodes beside their drafts take."""
+        rows = sum([s.beside for s in sources])
+        return self.costs.seconds(1 + rows, batch) - self.costs.seconds(1, batch) if rows else 0.0
 
     def _rank(self, draft: Draft, expected: NDArray[np.float64]) -> TokenTree:
         """Its most valuable nodes first. expected: what comes with 0, 1, … of them is added to that."""

@@ -110,7 +110,7 @@ class AutoDrafter(JointDrafter):
             self._look_back()
         texts, limits = [session.text for session in mine], [budget.nodes for budget in budgets]
         trees = [TokenTree.root(root) for root in roots]
-        names = {name for session, limit in zip(mine, limits, strict=True) if limit for name in session.parts}
+        names = set().union(*[session.parts for session, limit in zip(mine, limits, strict=True) if limit])
         unstarted = {name for name, part in mine[0].parts.items() if can.unstarted(part)} if mine[0].ahead else set()
         taken: dict[Source, float] = {}
         beside: list[TokenTree | None] = [None] * len(mine)

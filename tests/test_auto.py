@@ -12,7 +12,7 @@ from families import graphs
 from slipstream import LLM, Store, kept
 from slipstream.budget import Budget
 from slipstream.budget.costs import Costs
-from slipstream.budget.pilot import INVESTING, TRIAL, Pilot, Text
+from slipstream.budget.pilot import TRIAL, Pilot, Text
 from slipstream.drafters import _capabilities
 from slipstream.drafters.base import Seen
 from slipstream.errors import DrafterError, OptionError
@@ -148,7 +148,7 @@ def test_what_is_prepared_once_is_nobodys_fault(tiny, monkeypatch):
     assert sorted(told)[len(told) // 2] < 0.1  # the machine may be busy now and then
 
 
-def test_heads_that_earn_it_draft_ahead(steps, tiny, monkeypatch):
+def test_whoever_was_asked_drafts_ahead(steps, tiny, monkeypatch):
     """And nobody else does."""
     steps(FREE)
     model = tiny("llama")
@@ -158,9 +158,8 @@ def test_heads_that_earn_it_draft_ahead(steps, tiny, monkeypatch):
     monkeypatch.setattr(_capabilities, "draft_ahead", lambda part, *given: called.append((names[part], *given)))
     session = drafter.begin(Request(tokens=[1, 2, 3], max_new_tokens=5))
     suffix = drafter.pilot.sources()["suffix"]
-    for pays, asked, expected in [(True, {suffix}, 1), (False, {suffix}, 0), (True, set(), 0)]:
+    for asked, expected in [({suffix}, 1), (set(), 0)]:
         called.clear()
-        monkeypatch.setattr("slipstream.budget.pilot.Pilot.continues", lambda *_, pays=pays: pays)
         session.asked = set(asked)
         session.keep()
         drafter.draft_ahead(session, "the step")
@@ -290,8 +289,8 @@ def test_a_cache_that_cannot_be_written_to_is_harmless(steps, tiny, cache, monke
     assert costs_of(open_target(tiny("llama"))).seconds(1) > 0
 
 
-def test_an_investor_is_tried_for_long_where_rows_cost_little_and_nowhere_else(steps, tiny):
-    """lookahead finds nothing before its window is full."""
+def test_an_investor_is_asked_where_rows_cost_little_and_hardly_elsewhere(steps, tiny):
+    """lookahead finds nothing before its window is full; what that takes is its to earn."""
     plain = LLM(tiny("llama"), drafter="none").generate(REPEATING, max_new_tokens=120, ignore_eos=True)
     for curve, pays in ((FREE, True), (DEAR, False)):
         steps(curve)
@@ -300,8 +299,8 @@ def test_an_investor_is_tried_for_long_where_rows_cost_little_and_nowhere_else(s
             result = llm.generate(REPEATING, max_new_tokens=120, ignore_eos=True, max_draft=55)
             assert result.tokens == plain.tokens
         source = llm.engine.drafter.pilot.sources()["lookahead"]
-        assert source.pays == pays
-        assert (source.drafting.times > 2 * INVESTING) if pays else (source.drafting.times == TRIAL)  # the rehearsal's
+        assert source.gain() >= 0 if pays else source.gain() < 0
+        assert source.drafting.times > 100 if pays else source.drafting.times < 2 * TRIAL  # half are the rehearsal's
         assert bool(result.stats.by_source.get("lookahead", {}).get("accepted")) == pays
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from slipstream.budget.calibration import BINS, DEPTHS, NEWEST, Calibration
 from slipstream.budget.costs import WILD, Costs
-from slipstream.budget.pilot import EXPLORING, INVESTING, LEVELS, TRIAL, Pilot, Text, TypicalTime
+from slipstream.budget.pilot import EXPLORING, LEVELS, TRIAL, Pilot, Text, TypicalTime
 from slipstream.tree import TokenTree, fuse
 
 # Milliseconds of a step by rows: two CPU cores in float32 and bfloat16, and a GPU, where rows cost next to nothing.
@@ -232,10 +232,10 @@ def chain(tokens, score=0.9, source="a"):
     return TokenTree.chain(0, list(tokens), source=source, raw=[score] * len(tokens))
 
 
-def known(pilot, seconds, batch=1, trial=TRIAL):
+def known(pilot, seconds, batch=1):
     """These drafters were asked often enough, and took so long. Returns their sources."""
     sources = {pilot.sources(batch)[name]: taken for name, taken in seconds.items()}
-    for _ in range(trial):
+    for _ in range(TRIAL):
         pilot.took(sources)
     return list(sources)
 
@@ -292,7 +292,9 @@ def test_no_other_way_to_share_a_steps_rows_gives_more_tokens_per_second(curve, 
             trees.append(TokenTree.build(range(9), parents, source="a", raw=raw))
         kept = pilot.choose(texts, trees, limits, known(pilot, {"a": 0.0}, 3))
         assert all(len(tree) - 1 <= limit for tree, limit in zip(kept, limits, strict=True))
-        worths = [ranked.worth for ranked in pilot._rank(texts, trees, limits)]
+        worths = [np.zeros(limit + 1) for limit in limits]
+        for tree, limit, worth in zip(trees, limits, worths, strict=True):
+            pilot._rank((tree, limit, 1.0), worth)
         best = max(
             sum(w[n] for w, n in zip(worths, nodes, strict=True)) / costs.seconds(1 + max(nodes), 3)
             for nodes in itertools.product(*(range(len(w)) for w in worths))
@@ -558,7 +560,7 @@ def test_a_source_that_was_slow_at_first_is_asked_again_soon():
             pilot.took({source: 2.0 if drafts < TRIAL else 0.0001})
             step(pilot, state, chain(range(1, 5)), [source], [1, 2, 3, 4, 0])
     assert drafts > 190
-    assert source.pays
+    assert source.gain() > 0
 
 
 @pytest.mark.parametrize("right", [0, 6])
@@ -596,26 +598,22 @@ def test_what_was_expected_of_more_nodes_is_not_chosen_where_fewer_are_allowed()
     pilot = Pilot(Costs({1: 1.0, 64: 1.0}), ["a"])
     sources, texts, trees = known(pilot, {"a": 0.0}), [Text()], [chain(range(1, 9))]
     pilot.expects(texts, trees, [8])
-    (kept,) = pilot.choose(texts, trees, [3], sources, beside=5)
+    (kept,) = pilot.choose(texts, trees, [3], sources)
     assert len(kept) - 1 == 3
-
-
-def test_an_investor_is_known_to_the_next():
-    pilot, after = (Pilot(Costs({1: 1.0, 64: 1.0}), ["b"], investors={"b": 4}) for _ in range(2))
-    known(pilot, {"b": 0.1}, trial=INVESTING)
-    after.recall(pilot.known())
-    assert after.sources()["b"].known
 
 
 @pytest.mark.parametrize("beside", [0, 24])
 def test_rows_that_an_investor_wants_count_as_its_own(beside):
     """Another's draft is worth what it was without them; what the step takes besides is the investor's to earn."""
     costs = Costs({1: 1.0, 2: 1.01, 33: 1.32, 64: 1.63})
-    pilot = Pilot(costs, ["a", "b"], investors={"b": beside})
-    sources = known(pilot, {"a": 0.0, "b": 0.0}, trial=INVESTING)
+    pilot = Pilot(costs, ["a", "b"])
+    sources = known(pilot, {"a": 0.0, "b": 0.0})
+    sources[1].beside = beside
+    for _ in range(20):  # it is judged when it has cost as much as a trial may
+        pilot.took(dict.fromkeys(sources, 0.0))
     drafts = [fuse([chain([1, 2, 3]), chain([1, 2, 3], source="b")])]
     for _ in range(round(5 / NEWEST)):
-        pilot.choose([Text()], drafts, [16], sources, beside=beside)
+        pilot.choose([Text()], drafts, [16], sources)
         pilot.judge()
     a, b = sources
     if beside:

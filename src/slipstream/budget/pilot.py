@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -31,8 +32,6 @@ from slipstream.tree import TokenTree
 
 LEVELS = 5  # of tokens that are expected already: less than 1.4, 2, 2.8, 4, more
 TRIAL = 4  # drafts by which it is known what one takes: the first ones load code, or begin late
-INVESTING = 32  # drafts of one that learns from what is verified beside them: its window fills, then finds something
-INVESTED = 0.25  # of a plain step, that rows beside may take at most: what such a one finds is not worth more
 EXPLORING = 0.01  # of all time, that trying sources may lose
 CREDIT = 3.0  # tokens that every text is taken to have promised and given before it begins
 
@@ -61,7 +60,7 @@ class Source:
     number: int  # of its calibration, which all ways share
     most: int = sys.maxsize  # nodes that it is asked for
     head: bool = False  # of these one is asked at most
-    trial: int = TRIAL  # drafts before anything is known of it
+    beside: int = 0  # nodes that it wanted verified besides its last draft
     drafting: TypicalTime = field(default_factory=TypicalTime)  # of a draft for all sequences,
     starting: TypicalTime = field(default_factory=TypicalTime)  # and of one that has to begin with their texts
     gains: list[float] = field(default_factory=lambda: [0.0] * LEVELS)  # of the rate, by asking it
@@ -75,29 +74,25 @@ class Source:
 
     @property
     def known(self) -> bool:
-        return self.drafting.times >= self.trial
+        return self.drafting.times >= TRIAL
 
     @property
     def beginning(self) -> float:
         """Seconds that a draft takes besides if it has to begin with the texts, or now."""
         return max(0.0, self.starting.seconds - self.drafting.seconds) if self.starting.times else 0.0
 
-    @property
-    def pays(self) -> bool:
-        """At any level."""
-        return max(self.gains) > 0
-
     def gain(self) -> float:
         """At its level: as it was seen there, or where others expect a little less or more."""
-        for level in (*range(self.level, -1, -1), *range(self.level + 1, LEVELS)):
-            if self.looks[level]:
-                return self.gains[level]
-        return 0.0
+        if self.looks[self.level]:
+            return self.gains[self.level]
+        nearest = (*range(self.level, -1, -1), *range(self.level + 1, LEVELS))
+        return next((self.gains[level] for level in nearest if self.looks[level]), 0.0)
 
     def due(self, level: int) -> bool:
         """Whether it is to be tried at this level."""
         self.level = level
-        self.waits[level] = max(0, self.waits[level] - 1)
+        if self.waits[level]:
+            self.waits[level] -= 1
         return not self.waits[level]
 
     def learn(self, gain: float) -> None:
@@ -137,24 +132,8 @@ class Choice(NamedTuple):
     plain: float  # those of plain decoding
 
 
-class Draft(NamedTuple):
-    """One sequence's draft, and its nodes in the order of their worth."""
-
-    whole: TokenTree
-    limit: int  # nodes of it that may be verified
-    best: TokenTree  # the same as far as it may be verified, the most valuable nodes first
-    worth: NDArray[np.float64]  # (n,) expected tokens with the first 0, 1, … of them
-    share: float  # of what is promised, that this expects to come
-
-
-class Unjudged(NamedTuple):
-    """A step whose sources are still to be judged."""
-
-    sources: list[Source]
-    drafts: list[Draft]
-    taken: float  # seconds, as expected
-    begun: list[float]  # by source: seconds that it took to begin with the texts
-    beside: int  # nodes that were verified for investors
+# One sequence's: what was proposed, nodes of it that may be verified, share of what it promises that will come.
+Draft = tuple[TokenTree, int, float]
 
 
 class Pilot:
@@ -164,21 +143,20 @@ class Pilot:
         drafters: Sequence[str],
         trees: bool = True,
         heads: Mapping[str, Sequence[int]] = MappingProxyType({}),
-        investors: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         """trees: whether a step can verify branches; else each draft's best chain counts. heads: which of the drafters
         are models of their own, and numbers of nodes that they may be asked for instead of all: each is a source of its
-        own. investors: those that have nodes verified beside the tree, and how many."""
+        own."""
         self.costs, self.trees, self.drafters, self.heads = costs, trees, list(drafters), heads
-        self.investors = investors
         self.calibration = Calibration(self.drafters)
         self.fusing = TypicalTime()  # what is done with a sequence's drafts: fusing, choosing, learning
         self._by_batch = dict[int, dict[str, Source]]()
-        self._numbers_of: dict[tuple[str, ...], NDArray[np.int64]] = {}
+        # Whose calibrations the columns of a tree are, by their names.
+        self._numbers = cache(lambda names: np.array([self.drafters.index(name) for name in names], np.int64))
         self._trial: Source | None = None  # the head that is tried,
         self._left = 0  # and the drafts that are left of that
-        self._drafts: list[Draft] = []  # for the step that comes
-        self._unjudged: Unjudged | None = None  # until `judge` has time
+        # Until `judge` has time: who was asked about what, the best rate, seconds of the step and of each to begin.
+        self._unjudged: tuple[list[Source], list[Draft], float, float, list[float]] | None = None
         self.promised: list[float] = []  # tokens beyond one, of each sequence's chosen tree
         self.last: Choice | None = None
 
@@ -190,8 +168,7 @@ class Pilot:
             for i, name in enumerate(self.drafters):
                 for most in self.heads.get(name, ()):
                     found[f"{name}:{most}"] = Source(f"{name}:{most}", name, i, most, True)
-                trial = INVESTING if name in self.investors else TRIAL
-                found[name] = Source(name, name, i, head=name in self.heads, trial=trial)
+                found[name] = Source(name, name, i, head=name in self.heads)
         return found
 
     # ---- before a step
@@ -204,18 +181,13 @@ class Pilot:
         self.judge()
         there = [s for s in self.sources(batch).values() if s.drafter in names]
         for source in sorted([s for s in there if not s.head], key=lambda s: s.drafting.seconds):
-            if self._affords(source, batch) and (source.due(_level(expected())) or source.gain() > 0):
+            if source.due(_level(expected())) or source.gain() > 0:
                 yield source
         if heads := [s for s in there if s.head]:
             level = _level(expected())
-            due, step = [s for s in heads if s.due(level)], self.costs.seconds(1, batch)
-            chosen = self._best_head(heads, due, unstarted, step)
+            chosen = self._best_head(heads, [s for s in heads if s.due(level)], unstarted, self.costs.seconds(1, batch))
             if chosen is not None:
                 yield chosen
-
-    def _affords(self, source: Source, batch: int) -> bool:
-        rows = self.investors.get(source.drafter, 0)
-        return not rows or self.costs.seconds(1 + rows, batch) <= (1 + INVESTED) * self.costs.seconds(1, batch)
 
     def _best_head(
         self, heads: list[Source], due: list[Source], unstarted: Container[str], step: float
@@ -225,7 +197,8 @@ class Pilot:
             self._left -= 1
             return self._trial
         self._trial = None
-        best = max(heads, key=lambda s: s.gain() - s.beginning * (s.drafter in unstarted) / step)
+        gains = [s.gain() - (s.beginning / step if s.drafter in unstarted else 0.0) for s in heads]
+        best = heads[gains.index(max(gains))]
         if due := [s for s in due if s is not best or s.gain() <= 0]:
             chosen = min(due, key=lambda s: s.drafting.times)
             if not chosen.known or chosen.drafter in unstarted:
@@ -233,16 +206,12 @@ class Pilot:
             return chosen
         return best if best.gain() > 0 else None
 
-    def continues(self, source: Source) -> bool:
-        """Whether a source that was asked will probably be asked about the next step too."""
-        return source.pays or (self._left > 0 and source is self._trial)
-
     def expects(self, texts: Sequence[Text], trees: Sequence[TokenTree], limits: Sequence[int]) -> float:
         """Tokens per sequence, from these drafts as far as they are worth verifying."""
-        if all(len(tree) == 1 for tree in trees):
+        if max([len(tree) for tree in trees]) == 1:
             return 1.0
-        expected = _together(self._rank(texts, trees, limits))
-        nodes = best_nodes(expected, self.costs.upto(len(expected), len(trees)), 0.0, 0.0)
+        (expected,) = self._without(_NOBODY, _drafts(texts, trees, limits))
+        nodes, _ = best_nodes(expected, self.costs.upto(len(expected), len(trees)), 0.0, 0.0)
         return float(expected[nodes]) / len(trees)
 
     def took(self, seconds: Mapping[Source, float], unstarted: Container[str] = ()) -> None:
@@ -261,24 +230,24 @@ class Pilot:
         limits: Sequence[int],
         asked: Iterable[Source],
         unstarted: Container[str] = (),
-        beside: int = 0,
     ) -> list[TokenTree]:
-        """What of these drafts, one per text, is worth verifying; at most `limits` nodes of each. beside: nodes of each
-        that are verified besides, for the investors that were asked."""
-        batch, sources = len(trees), list(asked)
+        """What of these drafts, one per text, is worth verifying; at most `limits` nodes of each."""
+        batch, sources, drafts = len(trees), list(asked), _drafts(texts, trees, limits)
         spent, plain = self._spent(sources, batch), batch / self.costs.seconds(1, batch)
-        drafts = self._rank(texts, trees, limits)
-        expected = _together(drafts)
-        seconds = self._seconds(expected, batch, beside)
-        width = int(best_nodes(expected, seconds, spent, plain))
-        kept = [draft.best.first(width) for draft in drafts]
-        self.promised = [(float(d.worth[len(tree) - 1]) - 1) / d.share for d, tree in zip(drafts, kept, strict=True)]
-        resting = not width and any(2 * d.share < 1 for d in drafts)
-        nodes, tokens = sum(map(len, kept)) - batch, float(expected[width])
-        rate = tokens / (spent + float(seconds[width]))
-        self.last = Choice(tuple(s.name for s in sources), resting, nodes, tokens, rate, plain)
-        begun = [s.beginning * (s.drafter in unstarted or s is self._trial) for s in sources]
-        self._unjudged = Unjudged(sources, drafts, spent + float(seconds[width]), begun, beside)
+        worth = np.zeros((batch, _width(drafts)))  # expected tokens of each, with 0, 1, … nodes
+        ranked = [self._rank(draft, mine) for draft, mine in zip(drafts, worth, strict=True)]
+        # A step is as wide as the widest of its trees, so one that gains less may have as many nodes as the others.
+        expected = worth[0] if batch == 1 else worth.sum(axis=0)
+        seconds = self.costs.upto(len(expected), batch)
+        width, best = best_nodes(expected, seconds, spent, plain)
+        tokens, taken = float(expected[width]), spent + float(seconds[width])
+        kept = [tree.first(width) for tree in ranked]
+        self.promised = [(e - 1) / share for e, (_, _, share) in zip(worth[:, width].tolist(), drafts, strict=True)]
+        resting = not width and min([share for _, _, share in drafts]) < 1 / 2
+        names, nodes = tuple([s.name for s in sources]), sum(map(len, kept)) - batch
+        self.last = Choice(names, resting, nodes, tokens, tokens / taken, plain)
+        begun = [s.beginning if s.drafter in unstarted or s is self._trial else 0.0 for s in sources]
+        self._unjudged = sources, drafts, best, taken, begun
         return kept
 
     def decline(self, names: Container[str], batch: int) -> int:
@@ -286,7 +255,7 @@ class Pilot:
         so: `rested` is to be told how many there were."""
         plain = batch / self.costs.seconds(1, batch)
         self.last = Choice((), False, 0, batch, plain, plain)
-        waits = [s.waits[0] for s in self.sources(batch).values() if s.drafter in names and self._affords(s, batch)]
+        waits = [s.waits[0] for s in self.sources(batch).values() if s.drafter in names]
         return max(0, min(waits, default=0) - 1)
 
     def rested(self, steps: int, batch: int) -> None:
@@ -297,32 +266,28 @@ class Pilot:
 
     def judge(self) -> None:
         """What the drafters that were asked about the last step gained, against the step without them. That can wait
-        until the step runs, but not until more is known."""
+        until the step runs, but not until more is known. Each is tried again when what it lost, against the best that
+        could be asked instead, is little of all time."""
         if self._unjudged is None:
             return
-        (sources, drafts, taken, begun, beside), self._unjudged = self._unjudged, None
-        batch, spent = len(drafts), self._spent(sources, len(drafts))
+        (sources, drafts, rate, taken, begun), self._unjudged = self._unjudged, None
+        batch, group = len(drafts), self.sources(len(drafts)).values()
         step = self.costs.seconds(1, batch)
-        plain, with_all = batch / step, self._rate(_together(drafts), batch, spent, beside)
-        without = np.zeros((len(sources), max(len(draft.whole) for draft in drafts)))
+        without = [batch / step] * len(sources)
         if len(sources) > 1:
-            numbers = np.array([s.number for s in sources], np.int64)
-            for tree, limit, _, _, share in drafts:
-                columns, bins = self._numbers(tree.sources), self.calibration.bins
-                add_without(without, numbers, tree.parents, tree.raw, columns, bins, limit, self.trees, share)
-        for source, expected, beginning in zip(sources, without, begun, strict=True):
-            rows = 0 if source.drafter in self.investors else beside
-            rate = self._rate(expected, batch, spent - source.drafting.seconds, rows) if len(sources) > 1 else plain
-            if source.known:
-                self._judge(source, with_all / rate - 1, taken / step, beginning / step, self.sources(batch).values())
-
-    def _judge(self, source: Source, gain: float, steps: float, begun: float, beside: Collection[Source]) -> None:
-        """Asking this source changed the rate so much, in the time of so many plain steps, besides those in which it
-        began: it is tried again when what that lost is little of all time."""
-        source.learn(gain)
-        instead = [s.gains[source.level] for s in beside if s.head and s is not source] if source.head else []
-        lost = begun + steps * (1 - (1 + gain) / (1 + max(0.0, *instead, 0.0)))
-        source.waits[source.level] = max(0, round(lost * len(beside) / EXPLORING))
+            expected = self._without(np.array([s.number for s in sources], np.int64), drafts)
+            seconds = self.costs.upto(expected.shape[1], batch)
+            spent = [self._spent([s for s in sources if s is not source], batch) for source in sources]
+            without = [best_rate(e, seconds, s) for e, s in zip(expected, spent, strict=True)]
+        for source, other, beginning in zip(sources, without, begun, strict=True):
+            # One that learns from nodes beside its drafts finds nothing at first: it may lose a few steps before.
+            tried = not source.beside or source.drafting.times * self._beside([source], batch) >= TRIAL * step
+            if source.known and tried:
+                gain = rate / other - 1
+                source.learn(gain)
+                rivals = [s.gains[source.level] for s in group if s.head and s is not source] if source.head else []
+                lost = beginning + taken * (1 - (1 + gain) / (1 + max([0.0, *rivals])))
+                source.waits[source.level] = max(0, round(lost / step * len(group) / EXPLORING))
 
     # ---- after it
 
@@ -354,11 +319,8 @@ class Pilot:
                 for name, (seconds, gains, looks) in group.items():
                     source = self.sources(1 << int(size) - 1).get(name)
                     if source is not None and len(gains) == len(looks) == LEVELS:
-                        source.drafting, source.gains, source.looks = (
-                            TypicalTime(source.trial, seconds),
-                            list(gains),
-                            list(looks),
-                        )
+                        source.drafting = TypicalTime(TRIAL, seconds)
+                        source.gains, source.looks = list(gains), list(looks)
 
     def renew(self, name: str) -> None:
         """Ask this drafter again, whatever it gained before."""
@@ -367,47 +329,42 @@ class Pilot:
 
     # ---- within
 
-    def _spent(self, sources: Iterable[Source], batch: int) -> float:
-        """Seconds that drafts of these sources take, and what is done with them."""
-        return sum(s.drafting.seconds for s in sources) + batch * self.fusing.seconds
+    def _spent(self, sources: Collection[Source], batch: int) -> float:
+        """Seconds that drafts of these sources take, nodes beside them, and what is done with drafts."""
+        return sum([s.drafting.seconds for s in sources]) + batch * self.fusing.seconds + self._beside(sources, batch)
 
-    def _rate(self, expected: NDArray[np.float64], batch: int, spent: float, beside: int) -> float:
-        return float(best_rate(expected, self._seconds(expected, batch, beside), spent))
+    def _beside(self, sources: Collection[Source], batch: int) -> float:
+        """Seconds that nodes beside their drafts take."""
+        rows = sum([s.beside for s in sources])
+        return self.costs.seconds(1 + rows, batch) - self.costs.seconds(1, batch) if rows else 0.0
 
-    def _seconds(self, expected: NDArray[np.float64], batch: int, beside: int) -> NDArray[np.float64]:
-        """Of steps with 0, 1, … nodes, and those beside them."""
-        return self.costs.upto(len(expected) + beside, batch)[beside:]
+    def _rank(self, draft: Draft, expected: NDArray[np.float64]) -> TokenTree:
+        """Its most valuable nodes first. expected: what comes with 0, 1, … of them is added to that."""
+        tree, limit, share = draft
+        columns, bins = self._numbers(tree.sources), self.calibration.bins
+        found = rank(tree.tokens, tree.parents, tree.raw, columns, bins, limit, self.trees, share, expected)
+        return TokenTree(found[0], found[1], found[2], found[3], tree.sources)
 
-    def _rank(self, texts: Sequence[Text], trees: Sequence[TokenTree], limits: Sequence[int]) -> list[Draft]:
-        """Several ask about the same trees within a step."""
-        if [(draft.whole, draft.limit) for draft in self._drafts] != list(zip(trees, limits, strict=True)):
-            self._drafts = []
-            for text, tree, limit in zip(texts, trees, limits, strict=True):
-                columns, bins, share = self._numbers(tree.sources), self.calibration.bins, text.share
-                found = rank(tree.tokens, tree.parents, tree.raw, columns, bins, limit, self.trees, share)
-                best = TokenTree(found[0], found[1], found[2], found[3], tree.sources)
-                self._drafts.append(Draft(tree, limit, best, found[4], share))
-        return self._drafts
+    def _without(self, sources: NDArray[np.int64], drafts: Sequence[Draft]) -> NDArray[np.float64]:
+        """(sources, width) tokens of all sequences with 0, 1, … nodes, if one of the sources had proposed nothing."""
+        expected, bins = np.zeros((len(sources), _width(drafts))), self.calibration.bins
+        for tree, limit, share in drafts:
+            columns = self._numbers(tree.sources)
+            add_without(expected, sources, tree.parents, tree.raw, columns, bins, limit, self.trees, share)
+        return expected
 
-    def _numbers(self, names: tuple[str, ...]) -> NDArray[np.int64]:
-        """Whose calibrations these are."""
-        found = self._numbers_of.get(names)
-        if found is None:
-            found = self._numbers_of[names] = np.array([self.drafters.index(name) for name in names], np.int64)
-        return found
+
+_NOBODY = np.array([-1], np.int64)  # a source that has no part in any draft
 
 
 def _level(expected: float) -> int:
     return min(LEVELS - 1, int(2 * math.log2(max(1.0, expected))))
 
 
-def _together(drafts: Sequence[Draft]) -> NDArray[np.float64]:
-    """(width,) tokens of all sequences if each gets at most 0, 1, … nodes. A step is as wide as the widest of its
-    trees, so a sequence that gains less may as well have as many nodes as the others."""
-    if len(drafts) == 1:
-        return drafts[0].worth
-    tokens = np.zeros(max([len(draft.worth) for draft in drafts]))
-    for draft in drafts:
-        tokens[: len(draft.worth)] += draft.worth
-        tokens[len(draft.worth) :] += draft.worth[-1]
-    return tokens
+def _drafts(texts: Sequence[Text], trees: Sequence[TokenTree], limits: Sequence[int]) -> list[Draft]:
+    return [(tree, limit, text.share) for text, tree, limit in zip(texts, trees, limits, strict=True)]
+
+
+def _width(drafts: Sequence[Draft]) -> int:
+    """Rows of the widest step that may come of them."""
+    return max([min(len(tree), limit + 1) for tree, limit, _ in drafts])

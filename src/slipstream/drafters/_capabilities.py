@@ -193,10 +193,6 @@ def generates(drafter: Drafter | type[Drafter]) -> bool:
     return getattr(drafter, "generates", False)
 
 
-def invests(drafter: Drafter) -> int:
-    return getattr(drafter, "invests", 0)
-
-
 def sizes(drafter: Drafter) -> tuple[int, ...]:
     return getattr(drafter, "sizes", ())
 

@@ -3,6 +3,7 @@ drafts of one sequence are captured, and it is known what they take."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,7 @@ from slipstream.drafters.base import Drafter, Hidden, Seen
 from slipstream.request import Request
 from slipstream.sampling import Sampler, Sampling
 from slipstream.targets.base import Target, Want
-from slipstream.targets.captured.recording import Stopwatch
+from slipstream.targets.captured.recording import Stopwatch, preparing
 from slipstream.targets.timing import nonsense
 from slipstream.tree import TokenTree, fuse
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 @torch.inference_mode()
 def rehearse(target: Target, pilot: Pilot, parts: Mapping[str, Drafter], layers: tuple[int, ...]) -> None:
-    words = nonsense(target)
+    words, prepared = nonsense(target), preparing.seconds
     request = Request(words, max_new_tokens=len(words), prediction=words)
     sessions = {name: part.begin(request) for name, part in parts.items()}
     slot = target.open()
@@ -37,9 +38,7 @@ def rehearse(target: Target, pilot: Pilot, parts: Mapping[str, Drafter], layers:
                 session.observe(Seen(words[start : slot.length], start, hidden.of(can.layers(parts[name]))))
     room = target.context - slot.length - 1
     limit, root = Budget(target.default_draft, min(target.default_draft, room)), words[0]
-    trial = Pilot(
-        pilot.costs, pilot.drafters, pilot.trees, pilot.heads, pilot.investors
-    )  # what it learns of this text goes with it
+    trial = Pilot(pilot.costs, pilot.drafters, pilot.trees, pilot.heads)  # what it learns of this text goes with it
     Costs({1: 1.0, 2: 1.0}).observe(1, 1, 1.0)
     for _ in range(TRIAL):
         trees = [TokenTree.root(root)]
@@ -72,3 +71,5 @@ def rehearse(target: Target, pilot: Pilot, parts: Mapping[str, Drafter], layers:
     for session in sessions.values():
         session.close()
     target.close(slot)
+    if preparing.seconds > prepared:  # compiling leaves much behind, which the first answer would be interrupted for
+        gc.collect()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from slipstream.budget import Budget
@@ -36,11 +35,9 @@ class AutoDrafter(JointDrafter):
     def __init__(self, target: Any, tokenizer: Any, options: AutoOptions) -> None:
         super().__init__(target, tokenizer, options)
         heads = {name: can.sizes(part) for name, part in self.parts.items() if can.generates(part)}
-        half = target.default_draft // 2
-        investors = {name: min(half, can.invests(part)) for name, part in self.parts.items() if can.invests(part)}
-        self.pilot = Pilot(costs_of(target), list(self.parts), target.trees, heads, investors)
-        self._step: tuple[int, int, float] | None = None  # batch, rows, seconds of the step that was verified last
-        self._unlearnt: Callable[[], None] | None = None  # what the last steps say, if nobody had time for it yet
+        self.pilot = Pilot(costs_of(target), list(self.parts), target.trees, heads)
+        self._step: tuple[int, int, float] | None = None  # rows, batch, seconds of the step that was verified last
+        self._unlearnt: tuple[Sequence[AutoSession], Sequence[int]] | None = None  # whose texts say more of drafts
         self._answers = 0
         self._rest = self._rested = self._batch = 0  # plain steps to come, those that were, and of how many sequences
         if getattr(target, "model", None) is not None:  # a recording has nothing to say to a text of no meaning
@@ -86,35 +83,34 @@ class AutoDrafter(JointDrafter):
         if self._rested:
             self.pilot.costs.observe(rows, batch, seconds)
         else:
-            self._step = batch, rows, seconds
+            self._step = rows, batch, seconds
 
     def draft_ahead(self, session: DraftSession, step: FixedStep) -> None:
         """Those that were asked about this step will probably be asked about the next."""
         mine = cast(AutoSession, session)
         mine.ahead = True
         for source in mine.latest:
-            if self.pilot.continues(source):
-                can.draft_ahead(self.parts[source.drafter], mine.parts[source.drafter], step)
-        self.pilot.judge()  # while the device works
-        self._learn()
+            can.draft_ahead(self.parts[source.drafter], mine.parts[source.drafter], step)
+        self._look_back()  # while the device works
 
     def propose(
         self, sessions: Sequence[DraftSession], roots: Sequence[int], budgets: Sequence[Budget]
     ) -> list[Proposal]:
         mine = cast(Sequence[AutoSession], sessions)
         if self._rest and len(mine) == self._batch and all([session.begun for session in mine]):
-            return self._plain(roots)
+            self._rest, self._rested = self._rest - 1, self._rested + 1
+            return [Proposal(TokenTree.root(root)) for root in roots]
         whole = Stopwatch()
         self.pilot.rested(self._rested, self._batch)
         self._rest, self._rested, self._batch = 0, 0, len(mine)
-        self._learn()
-        self._unlearnt = partial(self._look_back, mine, roots, self._step)
-        self._step = None
+        if self._unlearnt is not None:  # nobody had time for it
+            self._look_back()
+        self._unlearnt = mine, roots
         if len(mine) > 1 or not self.target.ahead:
-            self._learn()
+            self._look_back()
         texts, limits = [session.text for session in mine], [budget.nodes for budget in budgets]
         trees = [TokenTree.root(root) for root in roots]
-        names = {name for session, limit in zip(mine, limits, strict=True) if limit for name in session.parts}
+        names = set().union(*[session.parts for session, limit in zip(mine, limits, strict=True) if limit])
         unstarted = {name for name, part in mine[0].parts.items() if can.unstarted(part)} if mine[0].ahead else set()
         taken: dict[Source, float] = {}
         beside: list[TokenTree | None] = [None] * len(mine)
@@ -130,9 +126,11 @@ class AutoDrafter(JointDrafter):
                 [budgets[i].upto(source.most) for i in who],
             )
             taken[source] = asking.seconds()
+            source.beside = max([len(each.beside) - 1 for each in found if each.beside is not None], default=0)
             for i, proposal in zip(who, found, strict=True):
                 draft = proposal.tree.cut(budgets[i].depth)
-                trees[i] = fuse([trees[i], draft]) if len(trees[i]) > 1 else draft
+                if len(draft) > 1:
+                    trees[i] = fuse([trees[i], draft]) if len(trees[i]) > 1 else draft
                 beside[i] = proposal.beside or beside[i]
         for session in mine:
             session.begun, session.ahead, session.promised = True, False, 0.0
@@ -140,35 +138,25 @@ class AutoDrafter(JointDrafter):
             self._rest = self.pilot.decline(names, len(mine))
             return [Proposal(tree) for tree in trees]
         self.pilot.took(taken, unstarted)
-        rows = max((len(tree) - 1 for tree in beside if tree is not None), default=0)
+        rows = max([source.beside for source in taken])
         limits = [max(0, limit - rows) for limit in limits]
-        kept = self.pilot.choose(texts, trees, limits, taken, unstarted, rows)
+        kept = self.pilot.choose(texts, trees, limits, taken, unstarted)
         for session, tree, promised in zip(mine, trees, self.pilot.promised, strict=True):
             session.promised = promised
             session.proposed(tree)
         self.pilot.fusing.see((whole.seconds() - sum(taken.values())) / len(mine))
         return [Proposal(tree, beside=window) for tree, window in zip(kept, beside, strict=True)]
 
-    def _plain(self, roots: Sequence[int]) -> list[Proposal]:
-        """Of a step about which nobody needs to be asked."""
-        self._rest, self._rested = self._rest - 1, self._rested + 1
-        return [Proposal(TokenTree.root(root)) for root in roots]
-
-    def _learn(self) -> None:
-        work, self._unlearnt = self._unlearnt, None
-        if work is not None:
-            work()
-
-    def _look_back(
-        self, sessions: Sequence[AutoSession], roots: Sequence[int], step: tuple[int, int, float] | None
-    ) -> None:
-        """What the last step cost, and what the text says about drafts."""
+    def _look_back(self) -> None:
+        """What the drafters of a step gained, what the one before cost, and what the text says about drafts."""
         self.pilot.judge()
-        if step is not None:
-            batch, rows, seconds = step
-            self.pilot.costs.observe(rows, batch, seconds)
-        for session, root in zip(sessions, roots, strict=True):
-            session.label(root)
+        if self._step is not None:
+            self.pilot.costs.observe(*self._step)
+            self._step = None
+        if self._unlearnt is not None:
+            (sessions, roots), self._unlearnt = self._unlearnt, None
+            for session, root in zip(sessions, roots, strict=True):
+                session.label(root)
 
 
 class AutoSession(JointSession):

@@ -266,8 +266,9 @@ def test_bench_measures_records_and_replays(forked, tmp_path, monkeypatch, capsy
     assert command("bench", *few, "--record", kept)[0] == 0
     monkeypatch.undo()
     capsys.readouterr()
-    assert command("bench", "--replay", kept, "-c", "none", "--repeats", "1")[0] == 0
-    assert "{" not in capsys.readouterr().out
+    code, shown, _ = command("bench", "--replay", kept, "-c", "none", "--repeats", "1")
+    assert code == 0
+    assert "{" not in shown + capsys.readouterr().out
     swept = ("-c", "none,pld", "--sweep", "length=2,8", "--repeats", "1", "--json", "-")
     assert command("bench", "--replay", kept, *swept)[0] == 0
     rows = json.loads(capsys.readouterr().out.strip().splitlines()[-1])["rows"]

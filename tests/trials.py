@@ -30,8 +30,8 @@ def trials(name: str, model: Any) -> list[Options]:
         case "dresd":
             store = embedded_answers(model)
             return [{"store": store, "live": True}, {"store": store, "unfiltered": True, "drafts": 3}]
-        case "model":  # where the request is greedy, it drafts in the mode "sample" as in "greedy"
-            return [{"draft_model": blurred(model), "mode": mode} for mode in ("sample", "beam")]
+        case "model":
+            return [{"draft_model": blurred(model), "mode": mode} for mode in ("greedy", "sample", "beam")]
         case "eagle":
             return [{"drafter_path": HEADS["eagle"].fresh(model), "depth": 4, "width": 4}]
         case "eagle3":  # one that can't guess every token, and draws where the request does

@@ -8,7 +8,7 @@ import pytest
 
 # Nothing heavy is imported here: the process that only hands out tests would wait for it before the others begin.
 
-REAL = {"smol", "forked", "browser", "forker"}
+REAL = {"smol", "shallow", "forked", "browser", "forker"}
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -57,12 +57,35 @@ def nothing_learnt():
         yield
 
 
+@pytest.fixture(autouse=True)
+def small_products(request, monkeypatch):
+    """Without oneDNN, which on Arm takes 0.1 ms to begin a product of tiny matrices. Real models keep it."""
+    if not REAL & set(request.fixturenames):
+        import torch
+
+        monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
+
+
 @pytest.fixture(scope="session")
 def smol():
     """The embedded model in float32 behind `pld`."""
     import slipstream
 
     return slipstream.load(drafter="pld", dtype="float32")
+
+
+@pytest.fixture(scope="session")
+def shallow():
+    """Its first and last three layers alone: for tests that compare texts and don't care what they say. They wander."""
+    import slipstream
+
+    whole = slipstream.load(drafter="none", dtype="float32")
+    decoder, config = whole.model.model, whole.model.config
+    decoder.layers = decoder.layers[:3] + decoder.layers[-3:]
+    config.num_hidden_layers = len(decoder.layers)
+    for i, layer in enumerate(decoder.layers):
+        layer.self_attn.layer_idx = i
+    return slipstream.LLM(whole.model, whole.tokenizer, "pld")
 
 
 @pytest.fixture(scope="session")

@@ -15,6 +15,7 @@ import sys
 import tempfile
 from contextlib import suppress
 from pathlib import Path
+from time import sleep
 
 PATIENCE = 300  # seconds until a program that hangs is killed
 
@@ -72,6 +73,13 @@ class Started:
         """The next letters that it prints."""
         self.stdout += (read := self._out.read(count))
         return read
+
+    def first_complaint(self):
+        """The first line that it writes to its standard error, once it is there."""
+        while b"\n" not in (said := os.pread(self._err.fileno(), 1 << 16, 0)):  # the program's own place stays
+            os.kill(self.pid, 0)
+            sleep(0.01)
+        return said.decode().partition("\n")[0]
 
     def wait(self):
         with self._out, self._err:

@@ -289,6 +289,7 @@ def test_a_cache_that_cannot_be_written_to_is_harmless(steps, tiny, cache, monke
     assert costs_of(open_target(tiny("llama"))).seconds(1) > 0
 
 
+@pytest.mark.slow
 def test_an_investor_is_asked_where_rows_cost_little_and_hardly_elsewhere(steps, tiny):
     """lookahead finds nothing before its window is full; what that takes is its to earn."""
     plain = LLM(tiny("llama"), drafter="none").generate(REPEATING, max_new_tokens=120, ignore_eos=True)

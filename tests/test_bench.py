@@ -206,14 +206,14 @@ def test_the_whole_benchmark_on_the_embedded_model(smol, tmp_path):
     assert all("no difference beyond noise" in said for said in compare_files(path, path))
 
 
-def test_an_interrupted_run_keeps_what_it_measured(smol):
+def test_an_interrupted_run_keeps_what_it_measured(shallow):
     plan = BenchPlan([Prompt("a", "c", ("Hello!",))], ("none", "pld"), decoding=Decoding(max_new_tokens=3), repeats=3)
 
     def stop(stage, done, of):  # noqa: ARG001
         if stage == "measuring" and done == 3:
             raise KeyboardInterrupt
 
-    rows, document = benchmark(plan, smol.model, smol.tokenizer, stop)
+    rows, document = benchmark(plan, shallow.model, shallow.tokenizer, stop)
     assert document["missing"] == "interrupted after 3 of 6 answers"
     assert sum(r.answers for r in rows if r.category == "all") == 3
 

@@ -106,6 +106,7 @@ def test_a_pasted_text_is_one_message_and_the_keys_do_what_they_should(tmp_path)
     assert (cache / "chat-history").stat().st_mode & 0o777 == 0o600
 
 
+@pytest.mark.slow
 def test_the_prompt_comes_before_heavy_imports_and_ends_when_loading_fails(tmp_path):
     """With a torch that waits until it is told to fail."""
     go = tmp_path / "go"

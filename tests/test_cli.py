@@ -80,9 +80,8 @@ def test_a_drafters_source_is_read_as_it_runs(name):
     assert all(option.comment for option in options)
 
 
-@pytest.mark.slow
-def test_generate_prints_the_text_and_one_json_line_last():
-    done = run("generate", FRUIT, "-n", "24", "--json")
+def test_generate_prints_the_text_and_one_json_line_last(forked):
+    done = forked.run("generate", FRUIT, "-n", "24", "--json")
     assert done.returncode == 0, done.stderr
     *text, last = done.stdout.strip().splitlines()
     said = json.loads(last)
@@ -251,7 +250,7 @@ def test_trace_compares_two_drafters_and_two_files(smol, tmp_path):  # noqa: ARG
     assert "'nobody' is unknown" in " ".join(unknown[2].split())
 
 
-def test_bench_measures_records_and_replays(forked, tmp_path, monkeypatch):
+def test_bench_measures_records_and_replays(forked, tmp_path, monkeypatch, capsys):
     page, saved, kept = tmp_path / "r.html", tmp_path / "r.json", tmp_path / "kept"
     few = ("--categories", "translation", "--limit", "1", "-n", "4", "--repeats", "1")
     done = forked.run("bench", *few, "-c", "none,pld,hf", "--html", page, "--json", saved)
@@ -266,8 +265,12 @@ def test_bench_measures_records_and_replays(forked, tmp_path, monkeypatch):
     monkeypatch.setattr("slipstream.evaluate.replay.measure", lambda *_, **__: {1: 0.01, 8: 0.02, 64: 0.04})
     assert command("bench", *few, "--record", kept)[0] == 0
     monkeypatch.undo()
-    assert "{" not in forked.run("bench", "--replay", kept, "-c", "none", "--repeats", "1").stdout
+    capsys.readouterr()
+    code, shown, _ = command("bench", "--replay", kept, "-c", "none", "--repeats", "1")
+    assert code == 0
+    assert "{" not in shown + capsys.readouterr().out
     swept = ("-c", "none,pld", "--sweep", "length=2,8", "--repeats", "1", "--json", "-")
-    rows = json.loads(forked.run("bench", "--replay", kept, *swept).stdout.strip().splitlines()[-1])["rows"]
+    assert command("bench", "--replay", kept, *swept)[0] == 0
+    rows = json.loads(capsys.readouterr().out.strip().splitlines()[-1])["rows"]
     assert [r["contestant"] for r in rows] == ["none", "pld length=2", "pld length=8"]
-    assert "no difference beyond noise" in forked.run("bench", "--compare", saved, saved).stdout
+    assert "no difference beyond noise" in command("bench", "--compare", saved, saved)[1]

@@ -176,6 +176,7 @@ def test_a_full_disk_leaves_what_was_there(tmp_path, full_disk):  # noqa: ARG001
     assert [path.name for path in tmp_path.iterdir()] == ["page"]
 
 
+@pytest.mark.slow
 def test_a_trace_that_cannot_be_written_costs_neither_answer_nor_page(tmp_path, capsys):
     words = ("-n", "4", "-d", "pld", "--html", tmp_path / "page.html", "--jsonl", "/dev/full")
     code, _, said = command("trace", "Hello!", *words)

@@ -14,18 +14,18 @@ def told(llm, messages, **options):
     return llm.generate(messages, **options).text
 
 
-def test_two_streams_made_before_either_is_read(smol):
-    chat = smol.chat()
+def test_two_streams_made_before_either_is_read(shallow):
+    chat = shallow.chat()
     one, two = chat.stream("Name a colour.", max_new_tokens=12), chat.stream("Why?", max_new_tokens=6)
     first, second = "".join(one), "".join(two)
     assert [m["content"] for m in chat.messages] == ["Name a colour.", first, "Why?", second]
-    assert first == told(smol, chat.messages[:1], max_new_tokens=12)
-    assert second == told(smol, chat.messages[:3], max_new_tokens=6)
+    assert first == told(shallow, chat.messages[:1], max_new_tokens=12)
+    assert second == told(shallow, chat.messages[:3], max_new_tokens=6)
     chat.close()
 
 
-def test_a_second_stream_is_refused_while_one_is_read(smol):
-    chat = smol.chat()
+def test_a_second_stream_is_refused_while_one_is_read(shallow):
+    chat = shallow.chat()
     reading = chat.stream("Tell me a story about a fox.", max_new_tokens=10)
     pieces = iter(reading)
     said = next(pieces)
@@ -33,14 +33,14 @@ def test_a_second_stream_is_refused_while_one_is_read(smol):
         with pytest.raises(PromptError, match="still being read"):
             refused()
     said += "".join(pieces)
-    assert said == told(smol, chat.messages[:1], max_new_tokens=10)
+    assert said == told(shallow, chat.messages[:1], max_new_tokens=10)
     assert [m["role"] for m in chat.messages] == ["user", "assistant"]
     chat.send("And then?", max_new_tokens=2)
     chat.close()
 
 
-def test_a_stream_that_is_left_or_closed_makes_room_for_the_next(smol):
-    chat = smol.chat()
+def test_a_stream_that_is_left_or_closed_makes_room_for_the_next(shallow):
+    chat = shallow.chat()
     for _ in chat.stream("Count to a hundred.", max_new_tokens=10):
         break
     closed = chat.stream("Count on.", max_new_tokens=10)
@@ -53,30 +53,33 @@ def test_a_stream_that_is_left_or_closed_makes_room_for_the_next(smol):
     assert list(never) == []
     assert [m["role"] for m in chat.messages] == ["user", "assistant"] * 2
     shorter = chat.send("Hi", max_new_tokens=8)
-    assert shorter.text == told(smol, chat.messages[:5], max_new_tokens=8)
+    assert shorter.text == told(shallow, chat.messages[:5], max_new_tokens=8)
     chat.close()
 
 
-def test_messages_may_be_edited_between_answers(smol):
-    chat = smol.chat("You are brief.")
+def test_messages_may_be_edited_between_answers(shallow):
+    chat = shallow.chat("You are brief.")
     chat.send("Name three rivers in Europe.", max_new_tokens=16)
     del chat.messages[1:]
     again = chat.send(ASK, max_new_tokens=8)
-    assert again.text == told(smol, chat.messages[:2], max_new_tokens=8)
+    assert again.text == told(shallow, chat.messages[:2], max_new_tokens=8)
     chat.messages[1]["content"] = "Say goodbye."
-    assert chat.send("x", max_new_tokens=8).text == told(smol, chat.messages[:-1], max_new_tokens=8)
+    assert chat.send("x", max_new_tokens=8).text == told(shallow, chat.messages[:-1], max_new_tokens=8)
     chat.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafter", ["eagle3", "redrafter", "auto", "medusa", "eagle", "model", "rasd"])
-def test_with_any_drafter_each_turn_reads_only_what_is_new(drafter, smol, monkeypatch):
+def test_with_any_drafter_each_turn_reads_only_what_is_new(drafter, request, monkeypatch):
     """As heads need hidden states of the text, they keep what they made of it. The drafts stay as good."""
+    shipped = drafter in ("eagle3", "redrafter", "auto", "rasd")  # with a head of the whole model
+    given = request.getfixturevalue("smol" if shipped else "shallow")
     options = {}
     if drafter in ("medusa", "eagle"):
-        options["drafter_path"] = HEADS[drafter].fresh(smol.model)
+        options["drafter_path"] = HEADS[drafter].fresh(given.model)
     if drafter == "model":
-        options["draft_model"] = smol.model
-    llm = LLM(smol.model, smol.tokenizer, drafter, **options)
+        options["draft_model"] = given.model
+    llm = LLM(given.model, given.tokenizer, drafter, **options)
     read = []
     prefill = llm.target.prefill
     monkeypatch.setattr(
@@ -94,8 +97,8 @@ def test_with_any_drafter_each_turn_reads_only_what_is_new(drafter, smol, monkey
     assert all(slot is None for slot in llm.target._slots)
 
 
-def test_a_turn_that_fails_midway_costs_nothing_but_reading_again(smol):
-    chat = smol.chat()
+def test_a_turn_that_fails_midway_costs_nothing_but_reading_again(shallow):
+    chat = shallow.chat()
     chat.send(ASK, max_new_tokens=8)
     calls = []
 
@@ -108,12 +111,12 @@ def test_a_turn_that_fails_midway_costs_nothing_but_reading_again(smol):
     with pytest.raises(KeyboardInterrupt):
         chat.send("Tell me a story.", max_new_tokens=12, processors=[broken])
     after = chat.send("Go on.", max_new_tokens=8)
-    assert after.text == told(smol, chat.messages[:-1], max_new_tokens=8)
+    assert after.text == told(shallow, chat.messages[:-1], max_new_tokens=8)
     chat.close()
 
 
-def test_a_chat_with_a_failing_drafter_option_leaves_no_trace(smol):
-    chat = smol.chat()
+def test_a_chat_with_a_failing_drafter_option_leaves_no_trace(shallow):
+    chat = shallow.chat()
     with pytest.raises(slipstream.OptionError):
         chat.send("hi", temprature=1)
     assert chat.messages == []

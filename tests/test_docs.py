@@ -4,6 +4,7 @@ import importlib
 import json
 import re
 import shlex
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -28,19 +29,30 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("readme")
 
 
+@pytest.fixture(scope="module")
+def ran(folder, forked):
+    """ran(line) -> a command's run, which is one for all who ask."""
+
+    @cache
+    def run(line):
+        program, *words = shlex.split(line)
+        assert program == "slipstream"
+        return forked.run(*words, stdin="Hi!\n\n", folder=folder)
+
+    return run
+
+
 @pytest.mark.parametrize(
     "line", [w for b in blocks(README, "console") for w in re.findall(r"^\$ (.*)$", b, re.MULTILINE)]
 )
-def test_the_readmes_commands_run(line, folder, forked):
-    program, *words = shlex.split(line)
-    assert program == "slipstream"
-    done = forked.run(*words, stdin="Hi!\n\n", folder=folder)
+def test_the_readmes_commands_run(line, ran):
+    done = ran(line)
     assert done.returncode == 0, done.stderr
 
 
-def test_the_readmes_schema_fits_its_limit(forked):
-    (line,) = re.findall(r"^\$ slipstream (.*--json-schema.*)$", README, re.MULTILINE)
-    done = forked.run(*shlex.split(line))
+def test_the_readmes_schema_fits_its_limit(ran):
+    (line,) = re.findall(r"^\$ (slipstream .*--json-schema.*)$", README, re.MULTILINE)
+    done = ran(line)
     assert set(json.loads(done.stdout)) == {"name", "age"}
     assert "finish: stop" in done.stderr
 

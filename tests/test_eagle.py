@@ -599,6 +599,7 @@ def test_what_a_head_knows_by_heart_is_accepted(kind, options):
         assert result.stats.tokens_per_step >= 3  # it learned two depths
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_draws_change_no_text_and_pass_for_the_targets_own(kind):
     target, head, prompts, _ = learned(kind)

@@ -45,6 +45,7 @@ def test_every_way_is_compared_and_agrees(way, lab):
     assert all(sum(outcome.compared.values()) for outcome in outcomes)
 
 
+@pytest.mark.slow
 def test_a_mistake_in_the_engine_shows(lab, monkeypatch):
     (case,) = cases(1, "batch", drafter="oracle")
     assert not tried(lab, case).problems

@@ -429,6 +429,7 @@ def test_few_tokens_make_narrow_trees():
     assert len(frozen.children(0)) == 1  # the others have no probability left
 
 
+@pytest.mark.slow
 def test_rejection_of_drawn_drafts_leaves_the_targets_distribution():
     """Counted over three tokens, with a target that has nothing to do with the head."""
     model, count, root = tiny_model("llama", vocab_size=3, hidden_size=16, eos_token_id=None), 2048, 1

@@ -43,18 +43,18 @@ def test_the_embedded_model_says_what_transformers_says(smol, halved, prompt):
         assert result.stats.tokens_per_step > 1.2
 
 
-def test_a_batch_gives_each_prompt_its_own_text(smol):
-    alone = [smol.generate(p, max_new_tokens=12).text for p in (FRUIT, STORY)]
-    assert [r.text for r in smol.generate([FRUIT, STORY], max_new_tokens=12)] == alone
+def test_a_batch_gives_each_prompt_its_own_text(shallow):
+    alone = [shallow.generate(p, max_new_tokens=12).text for p in (FRUIT, STORY)]
+    assert [r.text for r in shallow.generate([FRUIT, STORY], max_new_tokens=12)] == alone
 
 
-def test_messages_strings_and_tokens_are_prompts(smol):
-    text = smol.generate(STORY, max_new_tokens=8).text
-    assert smol.generate([{"role": "user", "content": STORY}], max_new_tokens=8).text == text
-    tokens = smol.request(STORY).tokens
-    assert smol.generate(tokens, max_new_tokens=8).text == text
-    assert smol.generate(torch.tensor([tokens]), max_new_tokens=8)[0].text == text
-    assert smol.generate(STORY, max_new_tokens=8, template=False).text != text
+def test_messages_strings_and_tokens_are_prompts(shallow):
+    text = shallow.generate(STORY, max_new_tokens=8).text
+    assert shallow.generate([{"role": "user", "content": STORY}], max_new_tokens=8).text == text
+    tokens = shallow.request(STORY).tokens
+    assert shallow.generate(tokens, max_new_tokens=8).text == text
+    assert shallow.generate(torch.tensor([tokens]), max_new_tokens=8)[0].text == text
+    assert shallow.generate(STORY, max_new_tokens=8, template=False).text != text
 
 
 def test_a_stream_is_the_text_in_pieces(smol):
@@ -94,8 +94,8 @@ def test_streams_never_show_what_a_stop_string_takes_back(smol):
     assert not shown.endswith(",")
 
 
-def test_cancel_from_another_thread_keeps_what_was_said(smol):
-    stream = smol.stream(STORY, max_new_tokens=400, ignore_eos=True)
+def test_cancel_from_another_thread_keeps_what_was_said(shallow):
+    stream = shallow.stream(STORY, max_new_tokens=400, ignore_eos=True)
     text = ""
     for i, piece in enumerate(stream):
         text += piece
@@ -114,9 +114,9 @@ def test_the_same_seed_gives_the_same_text_with_any_drafter(smol, halved):
     assert smol.generate(STORY, **{**options, "seed": 12}).tokens != plain.tokens
 
 
-def test_a_seed_not_given_is_told(smol):
-    one = smol.generate(STORY, max_new_tokens=12, temperature=1.0)
-    assert smol.generate(STORY, max_new_tokens=12, temperature=1.0, seed=one.seed).tokens == one.tokens
+def test_a_seed_not_given_is_told(shallow):
+    one = shallow.generate(STORY, max_new_tokens=12, temperature=1.0)
+    assert shallow.generate(STORY, max_new_tokens=12, temperature=1.0, seed=one.seed).tokens == one.tokens
 
 
 def test_a_chat_reads_only_what_is_new(smol):
@@ -167,13 +167,15 @@ def test_json_schema_holds_with_and_without_drafts(smol):
     assert isinstance(person["age"], int)
 
 
-def test_regex_holds_for_every_answer(smol):
-    dates = smol.generate("When?", regex=r"[0-9]{4}-[0-9]{2}-[0-9]{2}", n=3, temperature=1.0, seed=1, max_new_tokens=20)
+def test_regex_holds_for_every_answer(shallow):
+    dates = shallow.generate(
+        "When?", regex=r"[0-9]{4}-[0-9]{2}-[0-9]{2}", n=3, temperature=1.0, seed=1, max_new_tokens=20
+    )
     assert all(re.fullmatch(r"[0-9]{4}-[0-9]{2}-[0-9]{2}", d.text) for d in dates)
     with pytest.raises(OptionError, match="not understood"):
-        smol.generate("When?", regex="(")
+        shallow.generate("When?", regex="(")
     with pytest.raises(OptionError, match="not both"):
-        smol.generate("When?", regex="a", json_schema={})
+        shallow.generate("When?", regex="a", json_schema={})
 
 
 def test_bad_prompts_are_refused(smol):

@@ -261,6 +261,7 @@ def test_ngrams_pass_from_one_request_to_the_next_only_if_asked_and_within_a_col
 REPEATING = [5, 6, 7, 8] * 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.7, "seed": 3}], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("fixed", [False, True], ids=["ordinary", "fixed"])
 def test_texts_are_plain_decodings_in_fewer_steps(fixed, options, tiny):

@@ -6,7 +6,6 @@ import logging
 import os
 import signal
 import socket
-import subprocess
 import sys
 import threading
 from time import monotonic, sleep
@@ -25,8 +24,8 @@ CHAT = "/v1/chat/completions"
 
 
 @pytest.fixture(scope="module")
-def llm(smol):
-    with LLM(smol.model, smol.tokenizer, drafter="suffix", max_batch=4) as found:
+def llm(shallow):
+    with LLM(shallow.model, shallow.tokenizer, drafter="suffix", max_batch=4) as found:
         yield found
 
 
@@ -285,35 +284,26 @@ def test_where_nobody_can_listen_is_said():
             listening(host, 0)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_it_in_order(sent):
+def test_a_signal_ends_it_in_order(sent, forked):
     """Streams are told, the exit is a success, and the log has no traceback."""
-    command = [sys.executable, "-m", "slipstream", "serve", "--port", "0", "--drafter", "suffix", "--grace", "0.5"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
-    try:
-        first = process.stderr.readline()
-        port = int(first.split("/v1")[0].rpartition(":")[2])
-        body = json.dumps(chat(max_tokens=4000, ignore_eos=True, stream=True)).encode()
-        head = (
-            f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-        )
-        with connected(port) as talking:
-            talking.sendall(head.encode() + body)
-            found = b""
-            while found.count(b"data:") < 3:
-                found += talking.recv(65536)
-            process.send_signal(sent)
-            while piece := talking.recv(65536):
-                found += piece
-        assert b"this server is shutting down" in found
-        assert b"[DONE]" in found
-        _, log = process.communicate(timeout=120)
-        assert process.returncode == 0
-        assert "Traceback" not in log
-    finally:
-        process.kill()
-        process.wait()
+    process = forked.start("serve", "--port", "0", "--drafter", "suffix", "--grace", "0.5")
+    port = int(process.first_complaint().split("/v1")[0].rpartition(":")[2])
+    body = json.dumps(chat(max_tokens=4000, ignore_eos=True, stream=True)).encode()
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    with connected(port) as talking:
+        talking.sendall(head.encode() + body)
+        found = b""
+        while found.count(b"data:") < 3:
+            found += talking.recv(65536)
+        os.kill(process.pid, sent)
+        while piece := talking.recv(65536):
+            found += piece
+    assert b"this server is shutting down" in found
+    assert b"[DONE]" in found
+    done = process.wait()
+    assert done.returncode == 0
+    assert "Traceback" not in done.stderr
 
 
 def connected(port):

@@ -61,6 +61,7 @@ class Raises:
         return scores
 
 
+@pytest.mark.slow
 def test_every_answer_is_the_one_it_has_alone(llm):
     """Random arrivals, lengths, ways to draw and cancellations, from several threads."""
     rng, service = random.Random(0), Service(llm.engine)

@@ -384,6 +384,7 @@ def same_weights(one, other, model):
     return all(torch.equal(mine[name], its[name]) for name in mine)
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_ends_where_it_would_have(walker, walks, tmp_path):
     lesson, plan = Lesson("redrafter"), replace(QUICK, steps=25, log_every=4, eval_every=6, save_every=9)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
@@ -436,6 +437,7 @@ def test_the_rate_rises_then_falls_to_nothing():
     assert plan.rate_at(1000, math.inf) == 2.0  # nobody knows yet how long it is
 
 
+@pytest.mark.slow
 def test_epochs_and_minutes_say_when_it_ends(walker, walks, tmp_path, monkeypatch):
     texts, _ = read_texts([walks], VOCABULARY)
     batches = Order(texts, 1024, QUICK.seed).until(2)

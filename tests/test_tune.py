@@ -74,6 +74,7 @@ def test_a_model_that_writes_none_says_so(target, tmp_path, monkeypatch):
         tune(*target, tmp_path / "t", QUICK)
 
 
+@pytest.mark.slow
 def test_written_prompts_are_real_ones(target, monkeypatch):
     monkeypatch.setattr(module, "DRAWN", 8)
     llm = LLM(*target, drafter="none")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from functools import cache
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any
 
 from slipstream.errors import DrafterError, OptionError
@@ -23,7 +23,16 @@ GROUP = "slipstream.drafters"
 def names() -> tuple[str, ...]:
     """Every drafter there is, built-in ones first."""
     own = sorted(m.name for m in pkgutil.iter_modules(__path__) if m.name != "base" and not m.name.startswith("_"))
-    return tuple(dict.fromkeys(own + sorted(e.name for e in entry_points(group=GROUP))))
+    return tuple(dict.fromkeys(own + sorted(added())))
+
+
+@cache
+def added() -> dict[str, EntryPoint]:
+    """Drafters of other packages. Looking through all that is installed takes milliseconds: not for each LLM anew."""
+    found: dict[str, EntryPoint] = {}
+    for entry in entry_points(group=GROUP):
+        found.setdefault(entry.name, entry)
+    return found
 
 
 def find(name: str) -> type[Drafter]:
@@ -32,9 +41,8 @@ def find(name: str) -> type[Drafter]:
 
     if name not in names():
         raise DrafterError(f"drafter {name!r} is unknown: there are {', '.join(names())}")
-    for entry in entry_points(group=GROUP, name=name):
-        found = entry.load()
-        break
+    if name in added():
+        found = added()[name].load()
     else:
         module = importlib.import_module(f"{__name__}.{name}")
         (found,) = (

@@ -188,7 +188,7 @@ class Engine:
         scores = self.target.score([s.slot for s in running], trees, want)
         scored = perf_counter()
         verdicts = [self._decide(*each) for each in zip(running, trees, scores, strict=True)]
-        can.measured(self.drafter, len(running), max(map(len, trees)), taken.seconds())
+        can.measured(self.drafter, [len(tree) for tree in trees], taken.seconds())
         if len(running) > 1 and not self.target.exact_together:
             for sequence in running:
                 sequence.stats.exact = False

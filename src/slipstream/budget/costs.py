@@ -1,4 +1,4 @@
-"""Costs: what a step of the target takes, by rows and batch. Measured once, followed ever after."""
+"""Costs: what a step of the target takes, by rows and sequences. Measured once, followed ever after."""
 
 from __future__ import annotations
 
@@ -14,47 +14,53 @@ WILD = 1.5  # a time that is more than so many times what is usual was interrupt
 
 
 class Costs:
-    def __init__(self, seconds: Mapping[int, float], padded: bool = False) -> None:
+    def __init__(self, seconds: Mapping[int, float], padded: bool = False, flat: bool = False) -> None:
         """seconds: of a step with one sequence, for some numbers of rows, 1 among them. padded: rows in between cost as
-        many as the next larger number."""
+        many as the next larger number. flat: sequences of a batch may have different numbers of rows, and a step has as
+        many as they have together; else it has as many for each as the widest."""
         if 1 not in seconds or min(seconds.values()) <= 0:
             raise ValueError(f"a cost curve needs the time of one row, and times above 0: found {dict(seconds)}")
-        self.padded = padded
+        self.padded, self.flat = padded, flat
         self._rows = np.array(sorted(seconds), np.float64)
-        self._curves: dict[int, NDArray[np.float64]] = {1: np.array([seconds[int(r)] for r in self._rows])}
-        self._tables: dict[int, NDArray[np.float64]] = {}  # the same for every number of rows
-        self._seen: dict[int, NDArray[np.float64]] = {}  # by batch: how often each number of rows was, of late
+        self._curve = np.array([seconds[int(r)] for r in self._rows])
+        self._table = np.empty(int(self._rows[-1]))  # the same for every number of rows
+        self._seen = np.zeros(len(self._rows))  # how often each number of rows was, of late
+        self._more = np.zeros(2)  # seconds that each further sequence takes, in plain steps and in those that verify
+        self._batches = np.zeros(2)  # and how many such steps were seen
+        _between(self._rows, self._curve, self._table, padded)
 
     def seconds(self, rows: int, batch: int = 1) -> float:
-        """Of a step with so many rows for each of `batch` sequences."""
-        table = self._tables.get(batch)
-        return float((table if table is not None and rows <= len(table) else self.upto(rows, batch))[rows - 1])
+        """Of a step of `batch` sequences that verifies rows - 1 nodes: of each, or, flat, in all."""
+        return float((self._table if batch == 1 and rows <= len(self._table) else self.upto(rows, batch))[rows - 1])
 
     def upto(self, rows: int, batch: int = 1) -> NDArray[np.float64]:
-        """(rows,) of steps with 1, 2, … rows."""
-        table = self._tables.get(batch)
-        if table is None or len(table) < rows:
-            table = self._tables[batch] = np.empty(max(rows, int(self._rows[-1])))
-            _between(self._rows, self._curve(batch), table, self.padded)
-        return table[:rows]
+        """(rows,) of steps that verify 0, 1, … nodes."""
+        every = batch - 1 + rows if self.flat else batch * rows
+        if len(self._table) < every:
+            self._table = np.empty(every)
+            _between(self._rows, self._curve, self._table, self.padded)
+        if batch == 1:
+            return self._table[:rows]
+        alone = self._table[batch - 1 : every] if self.flat else self._table[batch - 1 : every : batch]
+        more = np.full(rows, self._more[1])
+        more[0] = self._more[0]
+        # Further sequences may take less than nothing: as many rows of one text had been overrated.
+        return np.maximum(alone + (batch - 1) * more, alone / WILD)
 
     def observe(self, rows: int, batch: int, seconds: float) -> None:
         """A step of that shape took so long.
 
         What was measured once may have been so on a busier machine, and most numbers of rows are rarely seen. So a step
-        also says how fast the machine is at others, the more the less these were seen of late.
+        of one sequence also says how fast the machine is at others, the more the less these were seen of late.
         """
-        off = min(WILD, max(1 / WILD, seconds / self.seconds(rows, batch))) - 1
-        if batch not in self._seen:
-            self._seen[batch] = np.zeros(len(self._rows))
-        _follow(self._rows, self._curve(batch), self._tables[batch], self._seen[batch], rows, self.padded, off)
-
-    def _curve(self, batch: int) -> NDArray[np.float64]:
-        """Until something is known of a batch, its rows are taken to cost what as many rows of one sequence do."""
-        if batch not in self._curves:
-            rows = self._rows.astype(int) * batch
-            self._curves[batch] = self.upto(rows[-1])[rows - 1]
-        return self._curves[batch]
+        expected = self.seconds(rows, batch)
+        off = min(WILD, max(1 / WILD, seconds / expected)) - 1
+        if batch == 1:
+            _follow(self._rows, self._curve, self._table, self._seen, rows, self.padded, off)
+            return
+        kind = int(rows > 1)
+        self._more[kind] += max(NEWEST, 1 / (1 + self._batches[kind])) * off * expected / (batch - 1)
+        self._batches[kind] += 1
 
 
 @compiled

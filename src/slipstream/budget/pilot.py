@@ -210,7 +210,7 @@ class Pilot:
         """Tokens per sequence, from these drafts as far as they are worth verifying."""
         if max([len(tree) for tree in trees]) == 1:
             return 1.0
-        (expected,) = self._without(_NOBODY, _drafts(texts, trees, limits))
+        (expected,) = self._without([-1], _drafts(texts, trees, limits))  # nobody
         nodes, _ = best_nodes(expected, self.costs.upto(len(expected), len(trees)), 0.0, 0.0)
         return float(expected[nodes]) / len(trees)
 
@@ -236,14 +236,14 @@ class Pilot:
         spent, plain = self._spent(sources, batch), batch / self.costs.seconds(1, batch)
         worth = np.zeros((batch, _width(drafts)))  # expected tokens of each, with 0, 1, … nodes
         ranked = [self._rank(draft, mine) for draft, mine in zip(drafts, worth, strict=True)]
-        # A step is as wide as the widest of its trees, so one that gains less may have as many nodes as the others.
-        expected = worth[0] if batch == 1 else worth.sum(axis=0)
+        expected, owners = self._together(worth)
         seconds = self.costs.upto(len(expected), batch)
-        width, best = best_nodes(expected, seconds, spent, plain)
-        tokens, taken = float(expected[width]), spent + float(seconds[width])
-        kept = [tree.first(width) for tree in ranked]
-        self.promised = [(e - 1) / share for e, (_, _, share) in zip(worth[:, width].tolist(), drafts, strict=True)]
-        resting = not width and min([share for _, _, share in drafts]) < 1 / 2
+        most, best = best_nodes(expected, seconds, spent, plain)
+        tokens, taken = float(expected[most]), spent + float(seconds[most])
+        widths = [most] * batch if owners is None else np.bincount(owners[:most], minlength=batch).tolist()
+        kept = [tree.first(width) for tree, width in zip(ranked, widths, strict=True)]
+        self.promised = [(worth[i, widths[i]] - 1) / share for i, (_, _, share) in enumerate(drafts)]
+        resting = not most and min([share for _, _, share in drafts]) < 1 / 2
         names, nodes = tuple([s.name for s in sources]), sum(map(len, kept)) - batch
         self.last = Choice(names, resting, nodes, tokens, tokens / taken, plain)
         begun = [s.beginning if s.drafter in unstarted or s is self._trial else 0.0 for s in sources]
@@ -275,8 +275,8 @@ class Pilot:
         step = self.costs.seconds(1, batch)
         without = [batch / step] * len(sources)
         if len(sources) > 1:
-            expected = self._without(np.array([s.number for s in sources], np.int64), drafts)
-            seconds = self.costs.upto(expected.shape[1], batch)
+            expected = self._without([s.number for s in sources], drafts)
+            seconds = self.costs.upto(len(expected[0]), batch)
             spent = [self._spent([s for s in sources if s is not source], batch) for source in sources]
             without = [best_rate(e, seconds, s) for e, s in zip(expected, spent, strict=True)]
         for source, other, beginning in zip(sources, without, begun, strict=True):
@@ -345,16 +345,26 @@ class Pilot:
         found = rank(tree.tokens, tree.parents, tree.raw, columns, bins, limit, self.trees, share, expected)
         return TokenTree(found[0], found[1], found[2], found[3], tree.sources)
 
-    def _without(self, sources: NDArray[np.int64], drafts: Sequence[Draft]) -> NDArray[np.float64]:
-        """(sources, width) tokens of all sequences with 0, 1, … nodes, if one of the sources had proposed nothing."""
-        expected, bins = np.zeros((len(sources), _width(drafts))), self.calibration.bins
-        for tree, limit, share in drafts:
+    def _without(self, sources: Sequence[int], drafts: Sequence[Draft]) -> list[NDArray[np.float64]]:
+        """For each source: tokens of all sequences with 0, 1, … nodes, if it had proposed nothing."""
+        numbers, bins = np.array(sources, np.int64), self.calibration.bins
+        worth = np.zeros((len(drafts), len(sources), _width(drafts)))
+        for (tree, limit, share), mine in zip(drafts, worth, strict=True):
             columns = self._numbers(tree.sources)
-            add_without(expected, sources, tree.parents, tree.raw, columns, bins, limit, self.trees, share)
-        return expected
+            add_without(mine, numbers, tree.parents, tree.raw, columns, bins, limit, self.trees, share)
+        return [self._together(worth[:, i])[0] for i in range(len(sources))]
 
-
-_NOBODY = np.array([-1], np.int64)  # a source that has no part in any draft
+    def _together(self, worth: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.int64] | None]:
+        """From the tokens of each sequence with 0, 1, … nodes of its own: those of all with 0, 1, … nodes, and whose
+        the first, second, … node is. None: each has as many, since a step is as wide as the widest of its trees."""
+        if len(worth) == 1:
+            return worth[0], None
+        if not self.costs.flat:
+            return worth.sum(axis=0), None
+        gains = np.diff(worth, axis=1)  # (sequences, nodes) what each node adds, never more than the one before it
+        order = np.argsort(-gains, axis=None, kind="stable")
+        tokens = len(worth) + np.concatenate([[0.0], np.cumsum(gains.ravel()[order])])
+        return tokens, order // max(1, gains.shape[1])
 
 
 def _level(expected: float) -> int:

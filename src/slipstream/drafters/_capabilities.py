@@ -97,9 +97,9 @@ class Decides(Protocol):
     def choice(self) -> Choice | None:
         """What it decided about the step that was proposed last."""
 
-    def measured(self, batch: int, rows: int, seconds: float) -> None:
-        """A step of that many sequences, and rows for each, took so long after its drafts: the target's forward, and
-        what came of it."""
+    def measured(self, rows: Sequence[int], seconds: float) -> None:
+        """A step of so many rows of each sequence took so long after its drafts: the target's forward, and what came of
+        it."""
 
 
 @runtime_checkable
@@ -215,9 +215,9 @@ def choice(drafter: Any) -> Choice | None:
     return getattr(drafter, "choice", None)
 
 
-def measured(drafter: Any, batch: int, rows: int, seconds: float) -> None:
+def measured(drafter: Any, rows: Sequence[int], seconds: float) -> None:
     if hasattr(drafter, "measured"):
-        drafter.measured(batch, rows, seconds)
+        drafter.measured(rows, seconds)
 
 
 def draft_ahead(drafter: Any, session: DraftSession, step: FixedStep) -> None:

@@ -79,11 +79,13 @@ class AutoDrafter(JointDrafter):
     def resting(self) -> bool:
         return self._rest > 0
 
-    def measured(self, batch: int, rows: int, seconds: float) -> None:
+    def measured(self, rows: Sequence[int], seconds: float) -> None:
+        batch = len(rows)
+        step = sum(rows) - batch + 1 if self.pilot.costs.flat else max(rows), batch, seconds
         if self._rested:
-            self.pilot.costs.observe(rows, batch, seconds)
+            self.pilot.costs.observe(*step)
         else:
-            self._step = rows, batch, seconds
+            self._step = step
 
     def draft_ahead(self, session: DraftSession, step: FixedStep) -> None:
         """Those that were asked about this step will probably be asked about the next."""

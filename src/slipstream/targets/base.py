@@ -116,6 +116,7 @@ class Target(ABC):
     exact: bool = True  # False: too little precision for a text never to depend on what was drafted
     exact_together: bool = True  # the same for sequences that run as a batch, whose members come and go
     ahead: bool = False  # whether it calls `Want.during`, where it chooses tokens itself
+    flat: bool = False  # whether a step has as many rows as its trees have together; else all count as the widest
     widths: tuple[int, ...] = ()  # a step is padded to one of these numbers of rows; empty: it is not
     notes: tuple[str, ...] = ()  # what a user should know about this model
 

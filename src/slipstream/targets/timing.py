@@ -80,7 +80,7 @@ def costs_of(target: Target) -> Costs:
     if known is None:
         known = {str(n): seconds for n, seconds in measure(target, nonsense(target)).items()}
         remember("costs", key, known)
-    return Costs({int(n): seconds for n, seconds in known.items()}, bool(target.widths))
+    return Costs({int(n): seconds for n, seconds in known.items()}, bool(target.widths), target.flat)
 
 
 def described(target: Target) -> str:

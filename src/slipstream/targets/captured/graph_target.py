@@ -79,7 +79,7 @@ class GraphTarget(Target):
     """A target whose steps are replayed."""
 
     widths = LONE
-    ahead = True
+    flat = ahead = True
 
     def __init__(
         self,

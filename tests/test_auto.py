@@ -140,7 +140,7 @@ def test_what_is_prepared_once_is_nobodys_fault(tiny, monkeypatch):
 
     monkeypatch.setattr(target, "score", prepared(score))
     monkeypatch.setattr(part, "propose", prepared(propose))
-    monkeypatch.setattr(drafter, "measured", lambda *what: told.append(what[2]) or measured(*what))
+    monkeypatch.setattr(drafter, "measured", lambda *what: told.append(what[1]) or measured(*what))
     llm.generate(REPEATING, max_new_tokens=20)
     drafting = drafter.pilot.sources()["suffix"].drafting
     assert drafting.times > TRIAL

@@ -8,8 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from slipstream.errors import CacheFullError
 from slipstream.request import Request
-from slipstream.service import KEPT, Job, Service
+from slipstream.service import KEPT, KEPT_IN_PAGES, Job, Service
 from slipstream.stats import Stats
 
 
@@ -25,19 +26,46 @@ class Slot:
 
 
 class FakeEngine:
-    """Reads ten tokens at a time, writes one a step. Some requests fail where their plan says so."""
+    """Reads ten tokens at a time, writes one a step. Some requests fail where their plan says so. room: tokens that
+    fit into its cache, if texts lie in pages."""
 
-    def __init__(self, log, max_batch):
-        self.log, self.max_batch = log, max_batch
-        self.target = SimpleNamespace(dtype=torch.float32, context=10_000, vocabulary=100)
+    def __init__(self, log, max_batch, room=None):
+        self.log, self.max_batch, self.room = log, max_batch, room
+        paged = room is not None
+        self.target = SimpleNamespace(dtype=torch.float32, context=10_000, vocabulary=100, paged=paged)
         self.drafter = SimpleNamespace(takes=())
         self.open = set()  # slots
 
     def turn(self):
         return nullcontext()
 
-    def read(self, request, running, kept):  # noqa: ARG002
+    def check_room(self, more):
+        if self.room is not None and sum(len(slot.tokens) for slot in self.open) + more > self.room:
+            raise CacheFullError("no room")
+
+    def put_back(self, sequence):
+        self.open.remove(sequence.slot)
+
+    def reread(self, sequence):
+        slot = Slot([])
+        self.open.add(slot)
+        text = [*sequence.request.tokens, *sequence.tokens[:-1]]
+        try:
+            for start in range(0, len(text), 10):
+                self.check_room(10)
+                slot.tokens += text[start : start + 10]
+                self.log.append(("piece", sequence.request.seed))
+                if slot.tokens != text:
+                    yield None
+        except BaseException:
+            self.open.discard(slot)
+            raise
+        sequence.slot = slot
+        yield sequence
+
+    def read(self, request, running, kept, like=None):  # noqa: ARG002
         self.log.append(("begin", request.seed))
+        assert like is None or like.slot in self.open
         slot = Slot([])
         if kept is not None and kept.slot is not None:
             self.open.discard(kept.slot)
@@ -45,8 +73,11 @@ class FakeEngine:
         self.open.add(slot)
         try:
             for _ in range(len(request.tokens) // 10):
+                self.check_room(10)
+                slot.tokens += request.tokens[len(slot.tokens) : len(slot.tokens) + 10]
                 self.log.append(("piece", request.seed))
                 yield None
+            self.check_room(10)
             if request.plan == "fails to read":
                 raise ValueError(request.seed)
         except BaseException:
@@ -58,6 +89,7 @@ class FakeEngine:
         yield SimpleNamespace(request=request, slot=slot, session=None, **known)
 
     def step(self, sequences):
+        self.check_room(len(sequences))
         if len(sequences) > 1 and any(s.request.plan == "breaks a step" and len(s.tokens) == 3 for s in sequences):
             raise RuntimeError("somebody's draft")
         for sequence in sequences:
@@ -87,6 +119,10 @@ class FakeEngine:
             kept.slot = None
 
 
+def put_back(service):
+    return [job.request.seed for *_, job in service._waiting if job.sequence is not None]
+
+
 PLANS = ["", "", "", "", "fails to read", "fails to write", "breaks a step", "cancelled", "late"]
 
 
@@ -100,7 +136,7 @@ def one_schedule(rng, monkeypatch):
     clock = [0.0]
     monkeypatch.setattr("slipstream.service.monotonic", lambda: clock[0])
     log = []
-    engine = FakeEngine(log, max_batch=rng.randint(1, 5))
+    engine = FakeEngine(log, max_batch=rng.randint(1, 5), room=rng.choice([None, 100, 200]))
     service = Service(engine)
     service._thread = threading.current_thread()  # rounds are ours to take
     jobs, heard, plans = {}, {}, {}
@@ -131,14 +167,14 @@ def one_schedule(rng, monkeypatch):
         # A round is one piece of one prompt at most, and one step of everybody who was being answered.
         assert sum(what == "piece" for what, _ in took) <= 1
         ended = {job.request.seed for job in jobs.values() if job.over}
-        assert all(("step", each) in took or each in ended for each in writing)
+        assert all(("step", each) in took or each in ended or each in put_back(service) for each in writing)
         assert len(service.running) <= engine.max_batch
         clock[0] += 1.0
         rounds += 1
         assert rounds < 10_000, "it never ends"
     service._forget(0)
     assert not engine.open  # no slot is lost
-    assert len(service._kept) <= KEPT
+    assert len(service._kept) <= (KEPT if engine.room is None else KEPT_IN_PAGES)
     for number, updates in heard.items():
         ends = [update for update in updates if update.finish is not None]
         assert len(ends) == 1

@@ -10,7 +10,13 @@ from time import monotonic, sleep
 
 import pytest
 
+from families import graphs
 from slipstream import LLM, BusyError, ModelError, OptionError, PromptError
+from slipstream.drafters import make
+from slipstream.engine import Engine
+from slipstream.heads import HEADS
+from slipstream.request import Request
+from slipstream.sampling import Sampling
 from slipstream.service import Job, Service
 
 PROMPTS = [[5, 6, 7, 8] * 6, [9, 10, 11], [3] * 17, [20, 21, 22, 20, 21, 22, 20, 21], list(range(1, 41))]
@@ -247,3 +253,36 @@ def test_it_is_given_back_with_its_llm(tiny, monkeypatch):
     del llm
     gc.collect()
     assert gone() is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drafter", ["suffix", "eagle3"])
+def test_where_pages_are_scarce_texts_are_put_back_and_nothing_is_lost(drafter, tiny, monkeypatch):
+    """Prompts of several pages that begin alike, more of them than the cache has room for: each answer is the one it
+    has alone, pages are shared, and all of them are given back."""
+    monkeypatch.setattr("slipstream.targets.captured.arena.ELSEWHERE", 0)
+    model, rng = tiny("llama"), random.Random(1)
+    target = graphs(model)
+    head = {"drafter_path": HEADS["eagle3"].fresh(model)} if drafter == "eagle3" else {}
+    engine = Engine(target, make(drafter, target, None, **head), drafter, max_batch=8)
+    begin = [rng.randrange(1, 60) for _ in range(200)]
+    asked = [
+        (begin[: rng.choice([0, 130, 150])] + [rng.randrange(1, 60) for _ in range(rng.randint(10, 50))], way)
+        for way in [{}, {"temperature": 0.9}] * 6
+    ]
+
+    def request(i):
+        tokens, way = asked[i]
+        return Request(tokens, 40, Sampling(**way), seed=i, max_draft=3)
+
+    expected = [[*engine.run([request(i)])][-1].tokens for i in range(len(asked))]
+    service = Service(engine)
+    found = [Listener(service, request(i), priority=i % 2) for i in range(len(asked))]
+    assert [listener.wait().finish for listener in found] == ["length"] * len(asked)
+    assert [listener.tokens for listener in found] == expected
+    counts = service.so_far()
+    assert counts.put_back > 0
+    assert counts.found_tokens > 200
+    service.close()
+    assert target.arena.free == target.arena.pages - 1
+    assert engine._open == []

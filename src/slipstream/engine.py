@@ -217,10 +217,14 @@ class Engine:
         return sequence
 
     def read(
-        self, request: Request, running: Iterable[Sequence] = (), kept: Kept | None = None
+        self,
+        request: Request,
+        running: Iterable[Sequence] = (),
+        kept: Kept | None = None,
+        like: Sequence | Kept | None = None,
     ) -> Iterator[Sequence | None]:
         """The same piece by piece: None after each piece of the prompt but the last, then the sequence. Steps of others
-        may come in between."""
+        may come in between. like: whose text begins alike, of which a copy is made."""
         check_prompt(request, self.target)
         check_drafting(request, self.drafter)
         self._pause_all_but(())
@@ -230,7 +234,7 @@ class Engine:
         session = self.drafter.begin(request)
         slot = None
         try:
-            slot = self._resumed(request, session, running, kept) or self.target.open()
+            slot = self._resumed(request, session, running, kept, like) or self.target.open()
             sequence = Sequence(request, slot, session, sampler, stats)
             for _ in self._read_prompt(sequence):
                 yield None
@@ -243,6 +247,27 @@ class Engine:
         self._open.append(sequence)
         yield sequence
 
+    def put_back(self, sequence: Sequence) -> None:
+        """Its keys are given up until `reread`. Nothing else is lost."""
+        can.pause(sequence.session)
+        self._latest = [other for other in self._latest if other is not sequence]
+        self.target.close(sequence.slot)
+
+    def reread(self, sequence: Sequence) -> Iterator[Sequence | None]:
+        """Piece by piece, like `read`: it goes on where it was put back."""
+        slot, text = self.target.open(), [*sequence.request.tokens, *sequence.tokens[:-1]]  # the last is the root
+        try:
+            self._pause_all_but(())
+            for _ in self.target.prefill(slot, text, Want()):
+                if slot.length < len(text):
+                    yield None
+                    self._pause_all_but(())
+        except BaseException:
+            self.target.close(slot)
+            raise
+        sequence.slot = slot
+        yield sequence
+
     def _pause_all_but(self, running: Collection[Sequence]) -> None:
         """Sequences that have no part in the forward to come: what they hold of the latest one is copied."""
         for sequence in self._latest:
@@ -251,7 +276,12 @@ class Engine:
         self._latest = list(running)
 
     def _resumed(
-        self, request: Request, session: DraftSession, running: Iterable[Sequence], kept: Kept | None
+        self,
+        request: Request,
+        session: DraftSession,
+        running: Iterable[Sequence],
+        kept: Kept | None,
+        like: Sequence | Kept | None,
     ) -> Slot | None:
         """A slot that has read the beginning of the prompt, which the session has taken over; None: there is none."""
         again = can.rereads(self.drafter)
@@ -263,8 +293,8 @@ class Engine:
             slot, other = kept.slot, kept.session
             kept.slot = kept.session = None
         else:
-            twin = next((s for s in running if s.request.tokens == request.tokens), None)
-            if twin is None:
+            twin = like or next((s for s in running if s.request.tokens == request.tokens), None)
+            if twin is None or twin.slot is None:
                 return None
             slot, other = self.target.fork(twin.slot), twin.session
         try:

@@ -2,7 +2,8 @@
 
 SlipstreamError
 ├── ModelError             a model that can't be found, loaded or driven
-│   └── NumericalError     a model that answered with NaN, or with no possible token
+│   ├── NumericalError     a model that answered with NaN, or with no possible token
+│   └── CacheFullError     texts that need more memory than the cache has
 ├── DrafterError           an unknown drafter, or one that doesn't fit the target
 ├── OptionError            an unknown option, or a value out of range
 ├── StoreError             a datastore, or a source of one, that can't be built, opened or read
@@ -22,6 +23,10 @@ class ModelError(SlipstreamError):
 
 class NumericalError(ModelError):
     """Logits from which no token can be chosen: NaN, or every token ruled out."""
+
+
+class CacheFullError(ModelError):
+    """Texts that need more memory than the cache has. Nothing was computed."""
 
 
 class DrafterError(SlipstreamError):

@@ -4,8 +4,10 @@ Requests wait in the order of their priority, then of their arrival. In each rou
 and all running answers go a step further: nobody who is answered waits for more than a piece of somebody else's prompt.
 Whatever fails, fails for its own request alone.
 
-Texts of finished answers stay read for a while: a request that begins with one of them, as the next turn of a chat
-does, reads what is new. Nothing passes from one collection to another, not even by how long it takes.
+Texts stay read for a while after their answers: a request that begins like one of them, or like one that is being
+answered, reads what is new. Nothing passes from one collection to another, not even by how long it takes. Where texts
+lie in pages they share those that they have in common. When pages run out, texts that nobody needs go first, the oldest
+before the others; then the youngest answer is put back, and read again later.
 """
 
 from __future__ import annotations
@@ -20,11 +22,12 @@ from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
 from time import monotonic
+from typing import cast
 
 import torch
 
 from slipstream.engine import Engine, Kept, Sequence, TokenLogprobs, check_drafting, check_prompt
-from slipstream.errors import BusyError, ModelError
+from slipstream.errors import BusyError, CacheFullError, ModelError
 from slipstream.request import Request
 from slipstream.stats import Stats
 from slipstream.text import Detokenizer
@@ -32,7 +35,8 @@ from slipstream.text import Detokenizer
 log = logging.getLogger("slipstream")
 
 LINGER = 5.0  # seconds without work after which its thread ends; the next request starts another
-KEPT = 4  # texts that stay read at most: each holds memory for its whole length
+KEPT = 4  # texts that stay read at most: each holds memory for its whole length,
+KEPT_IN_PAGES = 256  # or, in pages, for what no other has, until somebody needs it
 WORTH = 32  # tokens that a request must share with such a text: for fewer, taking it from another is not worth it
 
 
@@ -60,6 +64,7 @@ class Job:
     streams: bool = True  # whether it wants to hear of every step, or of the end alone
     arrived: float = field(default_factory=monotonic)
     sequence: Sequence | None = None  # once its prompt is read
+    number: int = 0  # in the order of arrival
     over: bool = False
     _texts: int = 0  # characters that were delivered
     _tokens: int = 0
@@ -100,6 +105,7 @@ class Counts:
 
     requests: int = 0
     refused: int = 0  # too many waited
+    put_back: int = 0  # times that one was to be read again, since pages had run out
     ended: dict[str, int] = field(default_factory=dict)  # by why: stop, length, cancelled, failed, …
     prompt_tokens: int = 0
     found_tokens: int = 0  # of those, that were read before
@@ -179,7 +185,8 @@ class Service:
         self._pieces: Iterator[Sequence | None] = iter(())  # of the prompt that is being read
         self._waiting: list[tuple[int, int, Job]] = []  # a heap: priority, number, request
         self._numbers = itertools.count()
-        self._kept: list[tuple[str, Kept]] = []  # by collection, the latest last
+        self._kept: list[tuple[str, Kept]] = []  # by collection, the latest used last
+        self._scarce = False  # somebody was put back: nobody begins before somebody ended
         self._changed = threading.Condition()
         self._counting = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -198,7 +205,8 @@ class Service:
                 self.counts.refused += 1
                 raise BusyError(f"{len(self._waiting)} requests wait already, which is as many as may: try again later")
             self.counts.requests += 1
-            heapq.heappush(self._waiting, (job.priority, next(self._numbers), job))
+            job.number = next(self._numbers)
+            heapq.heappush(self._waiting, (job.priority, job.number, job))
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="slipstream", daemon=True)
                 self._thread.start()
@@ -255,7 +263,8 @@ class Service:
         """One piece of a prompt, and one step of everybody."""
         self._drop_ended()
         with self.engine.turn():
-            if self.reading is None and len(self.running) < self.engine.max_batch:
+            self._scarce = self._scarce and bool(self.running)
+            if self.reading is None and len(self.running) < self.engine.max_batch and not self._scarce:
                 self._begin()
             if self.reading is not None:
                 self._read()
@@ -268,30 +277,94 @@ class Service:
                 return
             *_, job = heapq.heappop(self._waiting)
         self.reading = job
-        kept, known = self._known(job.request)
+        if job.sequence is not None:
+            self._pieces = self.engine.reread(job.sequence)
+            return
+        found, known = self._known(job.request)
         self.counts.found_tokens += known
         running = [other.sequence for other in self.running if other.sequence is not None]
-        self._pieces = self.engine.read(job.request, running, kept)
+        if self.engine.target.paged:
+            self._pieces = self.engine.read(job.request, (), None, found)
+        else:
+            self._pieces = self.engine.read(job.request, running, cast(Kept | None, found))
 
     def _read(self) -> None:
         job = self.reading
         assert job is not None
         try:
             sequence = next(self._pieces)
+        except CacheFullError as error:
+            self.reading = None
+            if self._spare() or self.running:  # it begins again
+                self._wait_again(job)
+            else:
+                self._drop(job, "failed", error)
+            return
         except Exception as error:
             self.reading = None
-            self._end(job, "failed", error)
+            self._drop(job, "failed", error)
             return
         if sequence is not None:
-            self.reading, job.sequence = None, sequence
-            self.counts.first_token.see(monotonic() - job.arrived)
+            self.reading = None
+            if job.sequence is None:
+                self.counts.first_token.see(monotonic() - job.arrived)
+            job.sequence = sequence
             self.running.append(job)
             self._tell([job])
+
+    def _drop(self, job: Job, finish: str, error: Exception | None = None) -> None:
+        """It ends while it waits, or is read."""
+        if job.sequence is not None:  # it was put back
+            job.sequence.finish = finish
+            with self.engine.turn():
+                self.engine.retire([job.sequence])
+            with self._counting:
+                self.counts.add(job.sequence.stats)
+        self._end(job, finish, error)
+
+    def _wait_again(self, job: Job) -> None:
+        """It goes on in its turn, before all that came after it."""
+        self._scarce = True
+        self.counts.put_back += 1
+        with self._changed:
+            heapq.heappush(self._waiting, (job.priority, job.number, job))
+
+    def _make_room(self) -> bool:
+        """For a step: nobody who is answered needs the first things to go; then the youngest is put back, if there is
+        more than one."""
+        if self._spare():
+            return True
+        if self.reading is not None:
+            job = self.reading
+            self._stop_reading()
+            self._wait_again(job)
+            return True
+        if len(self.running) < 2:
+            return False
+        youngest = max(self.running, key=lambda job: job.number)
+        assert youngest.sequence is not None
+        self.engine.put_back(youngest.sequence)
+        with self._counting:
+            self.running.remove(youngest)
+        self._wait_again(youngest)
+        return True
+
+    def _spare(self) -> bool:
+        """Give back the memory of the text that nobody used for the longest time, if there is one."""
+        if self._kept:
+            self._forget(len(self._kept) - 1)
+            return True
+        return False
 
     def _step(self) -> None:
         sequences = [job.sequence for job in self.running if job.sequence is not None]
         try:
             self.engine.step(sequences)
+        except CacheFullError as error:
+            if self._make_room():
+                self._step()
+                return
+            sequences[0].error, sequences[0].finish = error, "failed"
         except Exception as error:
             if len(sequences) == 1:
                 sequences[0].error, sequences[0].finish = error, "failed"
@@ -323,13 +396,16 @@ class Service:
 
     def _retire(self, job: Job, sequence: Sequence) -> None:
         kept = None
-        # In lower precision bits depend on where the reading of a long prompt began.
-        if sequence.finish not in ("cancelled", "failed") and self.engine.target.dtype == torch.float32:
+        self._scarce = False
+        target = self.engine.target
+        paged = target.paged
+        # Without pages, in lower precision, bits depend on where the reading of a long prompt began.
+        if sequence.finish not in ("cancelled", "failed") and (paged or target.dtype == torch.float32):
             kept = Kept()
         self.engine.retire([sequence], kept)
         if kept is not None:
             self._kept.append((job.request.collection, kept))
-            self._forget(KEPT)
+            self._forget(KEPT_IN_PAGES if paged else KEPT)
         if sequence.stats.new_tokens > 1:
             later = sequence.stats.seconds - sequence.stats.first_token_seconds
             self.counts.per_token.see(later / (sequence.stats.new_tokens - 1), sequence.stats.new_tokens - 1)
@@ -360,7 +436,7 @@ class Service:
             with self._changed:
                 waiting, self._waiting = self._waiting, []
             for *_, job in waiting:
-                self._end(job, "cancelled")
+                self._drop(job, "cancelled")
         with self._changed:
             there = [job for *_, job in self._waiting] + self.running + ([self.reading] if self.reading else [])
         for job in there:
@@ -377,7 +453,7 @@ class Service:
             self._stop_reading()
         for job in gone:
             late = job.deadline is not None and now > job.deadline
-            self._end(job, "timeout" if late else "cancelled")
+            self._drop(job, "timeout" if late else "cancelled")
 
     def _stop_reading(self) -> None:
         self.reading = None
@@ -401,17 +477,23 @@ class Service:
 
     # ---- texts that stay read
 
-    def _known(self, request: Request) -> tuple[Kept | None, int]:
-        """The kept text of this collection that a request shares most with, and how much that is."""
-        best, most = None, WORTH - 1
-        for collection, kept in self._kept:
-            if collection == request.collection and kept.slot is not None:
-                shared = kept.slot.shared(request.tokens[:-1])
+    def _known(self, request: Request) -> tuple[Kept | Sequence | None, int]:
+        """The text of this collection that a request shares most with, and how much that is. Without pages it is taken
+        away from those that are kept; with pages it stays, and texts that are being answered count too."""
+        best: Kept | Sequence | None = None
+        most, paged = WORTH - 1, self.engine.target.paged
+        texts = list[tuple[str, Kept | Sequence]](self._kept)
+        if paged:
+            texts += [(job.request.collection, job.sequence) for job in self.running if job.sequence is not None]
+        for collection, text in texts:
+            if collection == request.collection and text.slot is not None:
+                shared = text.slot.shared(request.tokens[:-1])
                 if shared > most:
-                    best, most = kept, shared
+                    best, most = text, shared
         if best is None:
             return None, 0
-        self._kept = [each for each in self._kept if each[1] is not best]
+        used = [each for each in self._kept if each[1] is best]
+        self._kept = [each for each in self._kept if each[1] is not best] + (used if paged else [])
         return best, most
 
     def _forget(self, at_most: int) -> None:

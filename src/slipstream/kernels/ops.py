@@ -252,23 +252,25 @@ def gathered_attention(
     tables: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention by path in plain torch: every row gathers its own keys."""
-    b, heads, n, _ = query.shape
-    groups = heads // keys.shape[1]
-    out = query.new_zeros(b, n, heads, values.shape[3])
-    for s in range(b):
-        for r in range(n):
-            depth, length, row = (int(x[s, r] if x.dim() > 1 else x[s]) for x in (depths, lengths, rows))
-            if depth < -1:
-                continue
-            text = torch.arange(length, device=paths.device)
-            if tables is not None:
-                text, row = tables[row].long()[text // PAGE] * PAGE + text % PAGE, 0
-            columns = torch.cat([text, paths[s, r, : depth + 1].long()])
-            columns = columns[max(0, length + depth + 1 - window) if window else 0 :]
-            k = keys[row][:, columns].float().repeat_interleave(groups, 0)  # (heads, seen, d)
-            v = values[row][:, columns].float().repeat_interleave(groups, 0)
-            scores = (k @ query[s, :, r, :, None].float())[..., 0] * scale
-            if soft_cap is not None:
-                scores = soft_cap * torch.tanh(scores / soft_cap)
-            out[s, r] = (scores.softmax(-1)[:, None] @ v)[:, 0].to(out.dtype)
-    return out
+    b, heads, n, d = query.shape
+    kv, dv = values.shape[1], values.shape[3]
+    rows, lengths = ((x[:, None].expand(b, n) if x.dim() == 1 else x).reshape(-1, 1).long() for x in (rows, lengths))
+    depths, paths = depths.reshape(-1, 1).long(), paths.reshape(b * n, -1).long()
+    there = depths > -2
+    at = torch.arange(max(1, int((lengths + depths).max()) + 1), device=query.device)[None]  # (1, positions)
+    text = at if tables is None else tables[rows[:, 0]].long()[:, at[0] // PAGE] * PAGE + at % PAGE
+    drafted = paths.gather(1, (at - lengths).clamp(0, paths.shape[1] - 1))
+    column = torch.where(at < lengths, text, drafted)  # (b·n, positions)
+    see = (at <= lengths + depths) & there
+    if window is not None:
+        see &= at > lengths + depths - window
+    column, rows = column.where(see, 0), rows.where(there, 0) if tables is None else torch.zeros_like(rows)
+    k, v = (x[rows, :, column].float().transpose(1, 2) for x in (keys, values))  # (b·n, kv, positions, d)
+    q = query.transpose(1, 2).reshape(b * n, kv, heads // kv, d).float()
+    scores = q @ k.transpose(2, 3) * scale
+    if soft_cap is not None:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
+    weights = scores.masked_fill(~see[:, None, None], -torch.inf).softmax(-1)
+    v = v.masked_fill(~see[:, None, :, None], 0.0)  # what nobody sees may be no number
+    out = (weights @ v).masked_fill(~there[:, :, None, None], 0.0)
+    return out.to(query.dtype).reshape(b, n, heads, dv)

@@ -15,6 +15,8 @@ from slipstream.sampling import Sampler, check_choice
 from slipstream.tree import TokenTree
 from slipstream.turns import Turns
 
+PIECE = 256  # tokens of two texts that are compared at a time
+
 
 @dataclass(frozen=True)
 class Want:
@@ -51,8 +53,11 @@ class Slot:
 
     def shared(self, tokens: Sequence[int]) -> int:
         """How many tokens it begins with that a text begins with too."""
-        pairs = enumerate(zip(self.tokens, tokens, strict=False))
-        return next((i for i, (own, other) in pairs if own != other), min(self.length, len(tokens)))
+        begin, most = 0, min(self.length, len(tokens))
+        while begin < most and self.tokens[begin : begin + PIECE] == list(tokens[begin : begin + PIECE]):
+            begin += PIECE  # many at a time, as far as they agree
+        pairs = enumerate(zip(self.tokens[begin : begin + PIECE], tokens[begin : begin + PIECE], strict=False))
+        return next((begin + i for i, (own, other) in pairs if own != other), most)
 
 
 class Scores:
@@ -117,6 +122,9 @@ class Target(ABC):
     exact_together: bool = True  # the same for sequences that run as a batch, whose members come and go
     ahead: bool = False  # whether it calls `Want.during`, where it chooses tokens itself
     flat: bool = False  # whether a step has as many rows as its trees have together; else all count as the widest
+    # Whether texts lie in pages: copies of a slot share them, and a text's bits are the same in whatever pieces it was
+    # read, and how often.
+    paged: bool = False
     widths: tuple[int, ...] = ()  # a step is padded to one of these numbers of rows; empty: it is not
     notes: tuple[str, ...] = ()  # what a user should know about this model
 

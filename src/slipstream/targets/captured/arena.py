@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from slipstream.errors import ModelError
+from slipstream.errors import CacheFullError, ModelError
 from slipstream.kernels.sizes import PAGE
 from slipstream.targets.base import Slot
 from slipstream.targets.cache import LayerShape
@@ -153,7 +153,7 @@ class Arena:
         first, last = slot.length // PAGE, _pages(end)
         needed = last - len(slot.pages) + sum(self._held[page] > 1 for page in slot.pages[first:])
         if needed > len(self._free):
-            raise ModelError(self._too_full(needed))
+            raise CacheFullError(self._too_full(needed))
         changed = False
         for i in range(first, len(slot.pages)):
             if self._held[slot.pages[i]] > 1:

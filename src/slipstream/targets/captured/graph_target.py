@@ -79,7 +79,7 @@ class GraphTarget(Target):
     """A target whose steps are replayed."""
 
     widths = LONE
-    flat = ahead = True
+    flat = paged = ahead = True
 
     def __init__(
         self,

@@ -135,6 +135,7 @@ def steps(given: argparse.Namespace) -> dict[str, Any]:
         lines = {name: told[name]}
         if name != "eager":
             lines["… alone"] = told[name + "_alone"] = replay_times(target)
+        target.release()
         for label, times in lines.items():
             tell(f"{label:10}" + "".join(f"{ms:9.3f}" for ms in times.values()) + " ms")
             tell(" " * 10 + "".join(f"{ms / floor:9.3f}" for ms in times.values()) + " × floor")
@@ -241,6 +242,7 @@ def long(given: argparse.Namespace) -> dict[str, Any]:
     rows = (1, 32, 64)
     told: dict[str, Any] = {"512": step_times(target, 512, rows), "8192": step_times(target, 8192, rows)}
     told["cache_bytes"] = target.arena.bytes
+    target.release()
     tell(json.dumps(told))
     return told
 

@@ -13,9 +13,11 @@ from slipstream import LLM, Store, kept
 from slipstream.budget import Budget
 from slipstream.budget.costs import Costs
 from slipstream.budget.pilot import TRIAL, Pilot, Text
-from slipstream.drafters import _capabilities
+from slipstream.drafters import _capabilities, make
+from slipstream.drafters._head import HeadDrafter
 from slipstream.drafters.base import Seen
 from slipstream.errors import DrafterError, OptionError
+from slipstream.heads import HEADS
 from slipstream.request import Request
 from slipstream.targets import open_target
 from slipstream.targets.captured.recording import preparing
@@ -512,3 +514,27 @@ def test_where_nobody_gains_steps_are_plain_and_nobody_reads_their_states(steps,
     trials = [step for step, sources in asked[1:] if sources]
     assert trials
     assert all(wanted[step - 1] == (1,) for step in trials)  # there to be shown
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "redrafter", "medusa"])
+def test_heads_that_draft_behind_steps_are_known_before_the_first_answer(kind, tiny, monkeypatch):
+    """What a draft takes that was started behind its step is seen in the rehearsal, by drafts that were started so."""
+    model = tiny("llama")
+    target, head = graphs(model), HEADS[kind].fresh(model)
+    make_head, began, started = HeadDrafter.__init__, HeadDrafter._started, []
+
+    def fixed(self, *given):
+        make_head(self, *given)
+        self.fixed = True  # as on a GPU
+
+    def watched(self, *given):
+        nodes = began(self, *given)
+        started.extend([nodes] if nodes is not None else [])
+        return nodes
+
+    monkeypatch.setattr(HeadDrafter, "__init__", fixed)
+    monkeypatch.setattr(HeadDrafter, "_started", watched)
+    drafter = make("auto", target, None, heads=[head])
+    (source,) = [s for s in drafter.pilot.sources().values() if s.head]
+    assert source.known
+    assert len(started) >= TRIAL

@@ -158,6 +158,8 @@ class Engine:
                     "then close this"
                 )
             self.closed, self._latest = True, []
+            can.release(self.drafter)
+            self.target.release()
             del self.target, self.drafter
 
     def forget(self, kept: Kept) -> None:

@@ -17,7 +17,7 @@ from slipstream import LLM, drafters
 from slipstream.errors import ModelError
 from slipstream.heads import HEADS
 from slipstream.sampling import Sampler, Sampling
-from slipstream.targets import Want, open_target
+from slipstream.targets import Want, load_model, open_target
 from slipstream.targets.captured.function import Captured
 from slipstream.targets.captured.graph_target import ROWS, GraphTarget
 from slipstream.tree import TokenTree
@@ -247,6 +247,20 @@ def test_nothing_leaks(tiny):
 
     assert used(100) == used(900)
     assert llm.target.arena.free == llm.target.arena.pages - 1
+
+
+@pytest.mark.parametrize("drafter", ["auto", "eagle3", "none"])
+def test_memory_goes_back_when_an_llm_is_closed(drafter):
+    """Again and again in one process, though something still refers to it."""
+    model, tokenizer = load_model(None, dtype="bfloat16", device="cuda")
+    used, closed = [], []
+    for _ in range(4):
+        with LLM(model, tokenizer, drafter, memory=0.2) as llm:
+            llm.generate("Hello!", max_new_tokens=12)
+        closed.append(llm)
+        used.append(torch.cuda.memory_allocated())
+    assert used[-1] - used[0] < 1 << 20
+    assert used[0] < 3 * sum(p.nbytes for p in model.parameters())  # no cache is among it
 
 
 def test_a_cache_that_does_not_fit_says_so():

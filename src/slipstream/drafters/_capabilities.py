@@ -90,6 +90,14 @@ class Learns(Protocol):
         """A request was answered with these tokens."""
 
 
+@runtime_checkable
+class Releases(Protocol):
+    """It holds memory of a device."""
+
+    def release(self) -> None:
+        """Nobody will ask it again: the memory goes back."""
+
+
 class Decides(Protocol):
     """It decides how much is verified, by what steps take."""
 
@@ -218,6 +226,11 @@ def choice(drafter: Any) -> Choice | None:
 def measured(drafter: Any, rows: Sequence[int], seconds: float) -> None:
     if hasattr(drafter, "measured"):
         drafter.measured(rows, seconds)
+
+
+def release(drafter: Any) -> None:
+    if _offers(drafter, Releases):
+        drafter.release()
 
 
 def draft_ahead(drafter: Any, session: DraftSession, step: FixedStep) -> None:

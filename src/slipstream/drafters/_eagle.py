@@ -76,6 +76,10 @@ class FeatureDrafter(ChainDrafter):
     def begin(self, request: Request) -> FeatureSession:
         return FeatureSession(self, request)
 
+    def release(self) -> None:
+        super().release()
+        self.cache.release()
+
     # ---- the text
 
     @torch.inference_mode()

@@ -92,6 +92,10 @@ class HeadDrafter(Drafter):
     def begin(self, request: Request) -> HeadSession:
         return HeadSession(self, request)
 
+    def release(self) -> None:
+        for captured in (self.captured, self.captured_draws, self.captured_ahead):
+            captured.clear()
+
     def propose(
         self, sessions: Sequence[DraftSession], roots: Sequence[int], budgets: Sequence[Budget]
     ) -> list[Proposal]:

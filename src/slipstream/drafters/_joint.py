@@ -40,6 +40,10 @@ class JointDrafter(Drafter):
         own = {option: value for option, value in given.items() if option in known and value}
         return registry.make(name, self.target, self.tokenizer, **own)
 
+    def release(self) -> None:
+        for part in self.parts.values():
+            can.release(part)
+
     @property
     def rereads(self) -> int | None:
         again = [can.rereads(part) for part in self.parts.values()]

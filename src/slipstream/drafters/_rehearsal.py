@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from slipstream.budget import Budget
 from slipstream.budget.costs import Costs
-from slipstream.budget.pilot import TRIAL, Pilot, Text
+from slipstream.budget.pilot import TRIAL, Pilot, Source, Text
 from slipstream.drafters import _capabilities as can
 from slipstream.drafters.base import Drafter, Hidden, Seen
 from slipstream.request import Request
@@ -31,7 +33,12 @@ def rehearse(target: Target, pilot: Pilot, parts: Mapping[str, Drafter], layers:
     request = Request(words, max_new_tokens=len(words), prediction=words)
     sessions = {name: part.begin(request) for name, part in parts.items()}
     slot = target.open()
-    for piece in (words[: len(words) // 4], words[len(words) // 4 :]):  # narrow and wide steps read prompts
+    if target.widths:  # prompts are read by steps of several widths
+        other = target.open()
+        for _ in target.prefill(other, (words * 4)[: target.context // 2], Want(layers)):
+            pass
+        target.close(other)
+    for piece in (words[: len(words) // 4], words[len(words) // 4 :]):
         for score in target.prefill(slot, piece, Want(layers)):
             start, hidden = slot.length - len(next(iter(score.hidden.values()), piece)), Hidden(score.hidden)
             for name, session in sessions.items():
@@ -59,7 +66,8 @@ def rehearse(target: Target, pilot: Pilot, parts: Mapping[str, Drafter], layers:
         for name in pilot.heads:
             can.draft_ahead(parts[name], sessions[name], step)
 
-    want = Want(layers, 1 + limit.nodes, (Sampler(Sampling(), words),), start_all)  # as the engine's
+    sampler = Sampler(Sampling(), words)
+    want = Want(layers, 1 + limit.nodes, (sampler,), start_all)  # as the engine's
     for rows in target.widths:
         if rows <= min(1 + limit.nodes, room):
             (score,) = target.score([slot], [TokenTree.chain(root, words[1:rows])], want)
@@ -67,6 +75,24 @@ def rehearse(target: Target, pilot: Pilot, parts: Mapping[str, Drafter], layers:
                 hidden = Hidden(score.hidden, [0], score.replayed).of(can.layers(parts[name]))
                 sessions[name].observe(Seen([root], slot.length, hidden))
                 parts[name].propose([sessions[name]], [root], [limit])
+
+    def started(source: Source, root: int) -> int:
+        """A draft that was started behind its step takes less than others. Returns the token that follows."""
+        part, session = parts[source.drafter], sessions[source.drafter]
+        during = partial(can.draft_ahead, part, session)
+        (score,) = target.score([slot], [TokenTree.root(root)], replace(want, during=during))
+        hidden = Hidden(score.hidden, score.rows([0]), score.replayed).of(can.layers(part))
+        session.observe(Seen([root], slot.length, hidden))
+        token, taken = score.token(0, sampler), Stopwatch()
+        part.propose([session], [token], [limit])
+        pilot.took({source: taken.seconds()})
+        return token
+
+    for source in pilot.sources().values():
+        if source.head and target.ahead:
+            token = root
+            for _ in range(TRIAL):
+                token = started(source, token)
     target.score([slot], [TokenTree.root(root)], Want((), 1 + limit.nodes, want.samplers))  # nobody is asked
     for session in sessions.values():
         session.close()

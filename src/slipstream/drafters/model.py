@@ -66,6 +66,9 @@ class DraftModel(Drafter):
     def begin(self, request: Request) -> DraftSession:
         return DraftModelSession(self, request)
 
+    def release(self) -> None:
+        self.draft.release()
+
 
 class DraftModelSession(DraftSession):
     def __init__(self, drafter: DraftModel, request: Request) -> None:

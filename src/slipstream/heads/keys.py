@@ -59,6 +59,10 @@ class KeyCache:
     def close(self, row: int) -> None:
         self._free.append(row)
 
+    def release(self) -> None:
+        self.layers.clear()
+        self.scratch.clear()
+
     @torch.inference_mode()
     def copy(self, source: int, to: int, length: int) -> None:
         """The first columns of a row, into another."""

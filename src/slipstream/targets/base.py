@@ -164,6 +164,9 @@ class Target(ABC):
         """ONE forward for the whole batch. The first `known` nodes of each tree were scored by the call before and
         are not computed again: that is how a tree grows level by level."""
 
+    def release(self) -> None:  # noqa: B027  most have nothing to do
+        """Nobody needs it any more: its memory goes back at once, whoever still refers to it."""
+
     @abstractmethod
     def commit(self, slot: Slot, path: Sequence[int]) -> None:
         """The path, from the root on, is now part of the text. Carried out inside the next forward."""

@@ -118,6 +118,12 @@ class Arena:
         """Keys and values of all layers of one shape, (layers, 1, heads, columns, dim)."""
         return self._stores.values()
 
+    def release(self) -> None:
+        """Give all memory back."""
+        self._stores.clear()
+        self._free.clear()
+        self.tables = self.tables[:0].clone()
+
     # ---- sequences
 
     def open(self) -> Slot:

@@ -139,6 +139,12 @@ class GraphTarget(Target):
     def close(self, slot: Slot) -> None:
         self.arena.close(slot)
 
+    def release(self) -> None:
+        self._steps.clear()
+        self._told.clear()
+        self._histories = self._scratch = self._sample = self.memory = None
+        self.arena.release()
+
     def fork(self, slot: Slot) -> Slot:
         self._settle(slot)
         twin = self.open()

@@ -207,7 +207,7 @@ def test_a_step_knows_how_far_its_tree_will_be_accepted(room, tiny):
     for _ in range(40):
         tree = random_tree(rng, int(rng.integers(1, 9)))
         target.arena.reach(slot, slot.length + 8)
-        target._fill(step.host, [slot], [tree], 0, False)
+        target._fill(step.host, [slot], [tree], [0], False)
         step._device.copy_(step._host)
         step.chosen = torch.from_numpy(rng.integers(0, 2, (2, 1, 8)).astype(np.int32))
         scores = Scores(torch.empty(8, 0), {}, np.zeros(8, np.int64))
@@ -389,3 +389,33 @@ def test_all_norms_have_stand_ins(family, tiny):
         assert same is not None
         x = torch.randn(2, 5, len(layer.weight))
         torch.testing.assert_close(same(x), layer(x), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{}, {"mode": "beam", "width": 3}], ids=["greedy", "beam"])
+def test_a_draft_model_reads_a_level_of_all_its_texts_in_one_step(options, tiny, monkeypatch):
+    """Three sequences, each as far as it is: their drafts are those that each has alone, in as few steps."""
+    model, draft = tiny("llama"), tiny_model("llama", seed=3)
+    prompts, levels = [[5, 6, 7, 8], [40, 41] * 9, list(range(1, 31))], []
+
+    def drafts(batch):
+        target = graphs(model)
+        drafter = make("model", target, None, draft_model=draft, depth=4, **options)
+        drafter.draft = graphs(draft)
+        extend = drafter.draft.extend
+        monkeypatch.setattr(
+            drafter.draft, "extend", lambda slots, *given: levels.append(len(slots)) or extend(slots, *given)
+        )
+        trees = [[] for _ in prompts]
+        requests = [
+            Request(p, 12, max_draft=8, watch=lambda step, mine=mine: mine.append(step.tree.tokens.tolist()))
+            for p, mine in zip(prompts, trees, strict=True)
+        ]
+        texts = {id(s.request): s.tokens for s in Engine(target, drafter, max_batch=batch).run(requests)}
+        return [texts[id(r)] for r in requests], trees
+
+    alone, levels_alone = drafts(1), len(levels)
+    levels.clear()
+    assert drafts(3) == alone
+    assert max(levels) == 3
+    assert len(levels) < levels_alone
+    assert any(len(tree) > 4 for trees in alone[1] for tree in trees)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -11,13 +12,14 @@ import torch
 
 from slipstream.drafters.base import Drafter, DraftSession, Proposal, Seen
 from slipstream.errors import DrafterError, OptionError
+from slipstream.kernels.ops import best_tokens
 from slipstream.sampling import Sampler, gumbel
 from slipstream.tree import TokenTree
 
 if TYPE_CHECKING:
     from slipstream.budget import Budget
     from slipstream.request import Request
-    from slipstream.targets import Target
+    from slipstream.targets import Slot, Target
 
 MODES = ("greedy", "sample", "beam")
 RIDE_ALONG = 16  # unread tokens up to this many are read together with the root
@@ -66,6 +68,39 @@ class DraftModel(Drafter):
     def begin(self, request: Request) -> DraftSession:
         return DraftModelSession(self, request)
 
+    def propose(
+        self, sessions: Sequence[DraftSession], roots: Sequence[int], budgets: Sequence[Budget]
+    ) -> list[Proposal]:
+        """Level by level, those of all sequences together."""
+        mine = cast(Sequence[DraftModelSession], sessions)
+        growing = [session.grow(root, budget) for session, root, budget in zip(mine, roots, budgets, strict=True)]
+        found: list[Proposal | None] = [None] * len(mine)
+        rows: dict[int, torch.Tensor | None] = dict.fromkeys(range(len(mine)))  # of those that are to go on
+        while rows:
+            trees: dict[int, Growing] = {}
+            for i, logits in rows.items():
+                try:
+                    trees[i] = growing[i].send(logits)
+                except StopIteration as end:
+                    found[i] = end.value
+            rows = dict(zip(trees, self._rows([mine[i].slot for i in trees], list(trees.values())), strict=True))
+        return [proposal for proposal in found if proposal is not None]
+
+    def _rows(self, slots: list[Slot], growing: list[Growing]) -> list[torch.Tensor]:
+        """(new nodes, V) logits of each, over the target's vocabulary."""
+        from slipstream.targets import Want
+
+        if not growing:
+            return []
+        trees, known = [tree.tree() for tree in growing], [tree.scored for tree in growing]
+        found = []
+        for scores, tree in zip(self.draft.extend(slots, trees, known, Want()), growing, strict=True):
+            tree.scored = len(tree.tokens)
+            rows = scores.every().float()
+            missing = self.target.vocabulary - rows.shape[1]  # padded sizes may differ either way
+            found.append(torch.nn.functional.pad(rows, (0, missing), value=-torch.inf) if missing else rows)
+        return found
+
     def release(self) -> None:
         self.draft.release()
 
@@ -74,6 +109,7 @@ class DraftModelSession(DraftSession):
     def __init__(self, drafter: DraftModel, request: Request) -> None:
         from slipstream.targets import Want
 
+        self.drafter = drafter
         self.draft, self.options, self.first = drafter.draft, drafter.options, drafter.options.first
         self.vocabulary = drafter.target.vocabulary
         self.slot, self._want = self.draft.open(), Want()
@@ -115,6 +151,10 @@ class DraftModelSession(DraftSession):
         self._unread = tokens[known:]
 
     def propose(self, root: int, budget: Budget) -> Proposal:
+        return self.drafter.propose([self], [root], [budget])[0]
+
+    def grow(self, root: int, budget: Budget) -> Generator[Growing, torch.Tensor | None, Proposal]:
+        """A draft. Yields it whenever it needs the logits of its new nodes, (new nodes, V), to go on."""
         positions = self.draft.context - 1 - self.slot.length - len(self._unread)
         depth = min(budget.depth, self.options.depth, positions)
         if depth < 1 or budget.nodes < 1 or max([root, *self._unread]) >= self.draft.vocabulary:
@@ -126,7 +166,7 @@ class DraftModelSession(DraftSession):
         self._lead = len(self._unread)
         growing = Growing([*self._unread, root])
         position = self.slot.length + self._lead  # of the root
-        rows = self._score(growing)[-1:]  # (1, V)
+        rows = cast(torch.Tensor, (yield growing))[-1:]  # (1, V)
         likeliest = tuple(rows[0].topk(min(self.first, self.vocabulary)).indices.tolist()) if self.first else None
         frontier, value = [self._lead], torch.zeros(1)
         for level in range(1, depth + 1):
@@ -136,20 +176,11 @@ class DraftModelSession(DraftSession):
             frontier = list(range(first, len(growing.tokens)))
             if not frontier or level == depth or len(growing.tokens) - 1 - self._lead >= budget.nodes:
                 break
-            rows = self._score(growing)
+            rows = cast(torch.Tensor, (yield growing))
         return Proposal(growing.proposal(self._lead), likeliest)
 
     def close(self) -> None:
         self.draft.close(self.slot)
-
-    def _score(self, growing: Growing) -> torch.Tensor:
-        """(new nodes, V) logits, over the target's vocabulary."""
-        known = growing.scored
-        (scores,) = self.draft.score([self.slot], [growing.tree()], self._want, known=known)
-        growing.scored = len(growing.tokens)
-        rows = torch.stack([scores.logits(i) for i in range(known, growing.scored)]).float()
-        missing = self.vocabulary - rows.shape[1]  # padded sizes may differ either way
-        return torch.nn.functional.pad(rows, (0, missing), value=-torch.inf) if missing else rows
 
     def _grow(
         self,
@@ -164,7 +195,9 @@ class DraftModelSession(DraftSession):
         Returns the children's path log-probabilities."""
         mode = self.options.mode
         if mode == "beam":
-            return self._grow_beam(growing, frontier, value, rows, room)
+            return self._grow_beam(growing, frontier, value, rows, self.options.width, room)
+        if mode == "greedy" and self._sampler.sampling.plain:  # a beam of one
+            return self._grow_beam(growing, frontier, value, rows, 1, room)
         self._sampler.position = position
         values = []
         for node, row, above in zip(frontier, rows, value, strict=True):
@@ -192,17 +225,18 @@ class DraftModelSession(DraftSession):
         return torch.tensor(values)
 
     def _grow_beam(
-        self, growing: Growing, frontier: list[int], value: torch.Tensor, rows: torch.Tensor, room: int
+        self, growing: Growing, frontier: list[int], value: torch.Tensor, rows: torch.Tensor, width: int, room: int
     ) -> torch.Tensor:
-        logp = torch.log_softmax(rows, -1)
-        paths = value.to(logp)[:, None] + logp  # (f, V)
-        best = torch.topk(paths.flatten(), min(self.options.width, room, paths.numel()))
+        """The `width` best paths go on."""
+        logp, ids = (x.cpu() for x in best_tokens(rows, min(width, rows.shape[1])))  # (f, width)
+        paths = value[:, None] + logp
+        best = torch.topk(paths.flatten(), min(width, room, paths.numel()))
         kept = []
         for place, flat in enumerate(best.indices.tolist()):
-            beam, token = divmod(flat, logp.shape[1])
-            p = float(logp[beam, token].exp())
+            beam, number = divmod(flat, logp.shape[1])
+            p = float(logp[beam, number].exp())
             if p > 0 and p >= self.options.confidence:
-                growing.add(token, frontier[beam], p)
+                growing.add(int(ids[beam, number]), frontier[beam], p)
                 kept.append(place)
         return best.values[kept]
 

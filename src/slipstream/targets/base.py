@@ -84,6 +84,10 @@ class Scores:
         """(V,) the logits of what follows `node`."""
         return self._logits[self._begin + node - self._first]
 
+    def every(self) -> torch.Tensor:
+        """(n, V) those of all nodes that were computed."""
+        return self._logits[self._begin : self._begin + len(self._positions)]
+
     def rows(self, nodes: Sequence[int]) -> list[int]:
         """Where the hidden states of these nodes lie."""
         return [self._begin + node - self._first for node in nodes]
@@ -163,6 +167,13 @@ class Target(ABC):
     def score(self, slots: Sequence[Slot], trees: Sequence[TokenTree], want: Want, known: int = 0) -> list[Scores]:
         """ONE forward for the whole batch. The first `known` nodes of each tree were scored by the call before and
         are not computed again: that is how a tree grows level by level."""
+
+    def extend(
+        self, slots: Sequence[Slot], trees: Sequence[TokenTree], known: Sequence[int], want: Want
+    ) -> list[Scores]:
+        """`score` of trees of which different numbers of nodes are known; where steps are flat, in one forward."""
+        each = zip(slots, trees, known, strict=True)
+        return [self.score([slot], [tree], want, nodes)[0] for slot, tree, nodes in each]
 
     def release(self) -> None:  # noqa: B027  most have nothing to do
         """Nobody needs it any more: its memory goes back at once, whoever still refers to it."""

@@ -191,16 +191,21 @@ class GraphTarget(Target):
                 scores.take(step.tokens[end : end + 1], step.values[end : end + 1])
             yield scores
 
-    @torch.inference_mode()
     def score(self, slots: Sequence[Slot], trees: Sequence[TokenTree], want: Want, known: int = 0) -> list[Scores]:
+        return self.extend(slots, trees, [known] * len(slots), want)
+
+    @torch.inference_mode()
+    def extend(
+        self, slots: Sequence[Slot], trees: Sequence[TokenTree], known: Sequence[int], want: Want
+    ) -> list[Scores]:
         if any(slot.length + tree.depth >= self.context for slot, tree in zip(slots, trees, strict=True)):
             raise ModelError(f"a draft reaches past the model's {self.context} positions: the engine must cut it")
-        step = self._replay(slots, trees, self._rows(slots, trees, want, known), want, known)
+        step = self._replay(slots, trees, self._rows(trees, want, known), want, known)
         chosen, tokens, values = self._followed(want.samplers, len(slots)), step.tokens, step.values
         found, begin = [], 0
-        for tree in trees:
-            end = begin + len(tree) - known
-            scores = Scores(step.logits, step.hidden, step.host.positions[0, begin:end].copy(), known, begin)
+        for tree, before in zip(trees, known, strict=True):
+            end = begin + len(tree) - before
+            scores = Scores(step.logits, step.hidden, step.host.positions[0, begin:end].copy(), before, begin)
             scores.replayed = True
             if chosen:
                 scores.take(tokens[begin:end], values[begin:end])
@@ -215,10 +220,11 @@ class GraphTarget(Target):
         trees: Sequence[TokenTree],
         rows: int,
         want: Want,
-        known: int = 0,
+        known: Sequence[int] = (0,),
         text: bool = False,
     ) -> FixedStep:
-        """One step for all of them, done. text: the trees are chains that become text."""
+        """One step for all of them, done. known: nodes of each that were computed before. text: the trees are chains
+        that become text."""
         samplers = self._followed(want.samplers, len(slots))
         depth = 1 if text else max(tree.depth for tree in trees) + 1
         step = self.step(self._shape(len(slots), rows, depth, text), want.layers, choice(samplers))
@@ -245,12 +251,12 @@ class GraphTarget(Target):
         able = len(samplers) == count and all(s is not None and drawable(s.sampling) for s in samplers)
         return samplers if able else ()
 
-    def _rows(self, slots: Sequence[Slot], trees: Sequence[TokenTree], want: Want, known: int) -> int:
+    def _rows(self, trees: Sequence[TokenTree], want: Want, known: Sequence[int]) -> int:
         """How many rows to compute. Fewer than wanted only where that changes no bit."""
-        least, wanted = bucket(sum(len(tree) - known for tree in trees), ROWS), bucket(want.rows, ROWS)
-        if len(slots) == 1 and least < wanted and not all(self.alike(n, want.layers) for n in (least, wanted)):
+        least, wanted = bucket(sum(map(len, trees)) - sum(known), ROWS), bucket(want.rows, ROWS)
+        if len(trees) == 1 and least < wanted and not all(self.alike(n, want.layers) for n in (least, wanted)):
             least = wanted
-        if len(slots) > 1 and self.exact_together and not self.alike(least, want.layers):
+        if len(trees) > 1 and self.exact_together and not self.alike(least, want.layers):
             self.exact_together = False
         return least
 
@@ -353,9 +359,11 @@ class GraphTarget(Target):
 
     def blank(self, host: Inputs) -> None:
         """Padding alone: it reads nothing, and writes into nobody's page."""
-        self._put(host, [], [], [NO_NODES] * 3, NO_NODES, 0, False)
+        self._put(host, [], [], [NO_NODES] * 3, NO_NODES, [], False)
 
-    def _fill(self, host: Inputs, slots: Sequence[Slot], trees: Sequence[TokenTree], known: int, text: bool) -> None:
+    def _fill(
+        self, host: Inputs, slots: Sequence[Slot], trees: Sequence[TokenTree], known: Sequence[int], text: bool
+    ) -> None:
         for slot in slots:
             if slot.pending is not None and len(slot.pending) > host.sources.shape[1]:
                 self._settle(slot)
@@ -375,18 +383,19 @@ class GraphTarget(Target):
         moved: Sequence[list[int]],
         nodes: Sequence[NDArray[Any]],
         sizes: NDArray[np.int32],
-        known: int,
+        known: Sequence[int],
         text: bool,
     ) -> None:
         """nodes: tokens, parents and depths of the trees, one after the other."""
         h = host
         rows = h.ids, h.positions, h.depths, h.columns, h.parents, h.slots, h.lengths, h.paths, h.ancestors
         sequences = h.owners, h.moves, h.sources, h.places, h.emitted
-        of_slots = np.array([[s.row, s.length, len(m)] for s, m in zip(slots, moved, strict=True)], np.int32)
+        each = zip(slots, moved, known, strict=True)
+        of_slots = np.array([[s.row, s.length, len(m), before] for s, m, before in each], np.int32).reshape(-1, 4)
         paths = np.array([node for path in moved for node in path], np.int32)
-        _put(self.arena.table, *rows, *sequences, *nodes, sizes, of_slots.reshape(-1, 3), paths, known, text)
+        _put(self.arena.table, *rows, *sequences, *nodes, sizes, of_slots, paths, text)
         for groups, tiles in zip(self.groups, h.tiles, strict=False):
-            _put_tiles(tiles, sizes, known, groups)
+            _put_tiles(tiles, sizes - of_slots[:, 3], groups)
 
 
 def by_row(model: Any) -> bool:
@@ -419,15 +428,15 @@ def _put(  # type: ignore[no-untyped-def]
     ids, positions, depths, columns, parents, slots, lengths, paths, ancestors,  # by row, to fill in
     owners, moves, sources, places, emitted,  # by sequence, to fill in
     tokens, tree_parents, tree_depths, sizes,  # the trees, one after the other
-    of_slots,  # each sequence's row of the table, its length, and how many nodes the step before accepted,
-    moved,  # which are these: their keys stand in a row from here on
-    known, text,
+    of_slots,  # each sequence's row of the table, its length, how many nodes the step before accepted, and are known
+    moved,  # those that were accepted: their keys stand in a row from here on
+    text,
 ):
     # fmt: on
-    """The rows of a step: each tree after its sequence's text, but for the first `known` nodes; then padding."""
+    """The rows of a step: each tree after its sequence's text, but for the nodes that are known; then padding."""
     row = node = move = 0
     for s in range(len(sizes)):
-        slot, length, count = of_slots[s]
+        slot, length, count, known = of_slots[s]
         first = row - known  # of node 0
         for j in range(known, sizes[s]):
             depth = tree_depths[node + j]
@@ -463,11 +472,10 @@ def _put(  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _put_tiles(tiles, sizes, known, groups):  # type: ignore[no-untyped-def]
-    """See `exact_attention`."""
+def _put_tiles(tiles, sizes, groups):  # type: ignore[no-untyped-def]
+    """See `exact_attention`. sizes: rows of each sequence."""
     tile = row = 0
-    for s in range(len(sizes)):
-        rows = sizes[s] - known
+    for rows in sizes:
         for number in range((rows * groups + TILE - 1) // TILE):
             tiles[tile, 0], tiles[tile, 1] = row, number
             tile += 1

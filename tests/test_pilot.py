@@ -255,6 +255,36 @@ def test_a_batch_shares_its_rows_where_they_gain_most():
     assert len(alone) == 1
 
 
+def test_rows_of_a_list_go_to_whoever_gains_most():
+    """Where a step has as many rows as its trees have together, a worse draft gets none that another makes more of."""
+    costs = Costs({1: 0.010, 8: 0.0102, 16: 0.0110, 64: 0.0200}, flat=True)
+    pilot = Pilot(costs, ["a"])
+    for _ in range(300):
+        pilot.learn(chain(range(1, 9), 0.95), list(range(1, 9)))
+        pilot.learn(chain([1], 0.05), [9])
+    good, bad = chain(range(1, 9), 0.95), chain(range(1, 9), 0.05)
+    kept = pilot.choose([Text()] * 3, [good, bad, good], [16] * 3, known(pilot, {"a": 0.0}, 3))
+    assert [len(tree) for tree in kept] == [9, 1, 9]
+    assert pilot.last.nodes == 16
+    best = max(range(17), key=lambda n: (3 + 0.9 * n) / costs.seconds(1 + n, 3))
+    assert best == 16
+    assert pilot.last.rate == pytest.approx(pilot.last.tokens / costs.seconds(17, 3), rel=1e-6)
+
+
+def test_what_verifying_takes_in_a_batch_is_not_blamed_on_plain_steps():
+    costs = Costs({1: 1.0, 8: 1.1, 128: 1.3}, padded=True, flat=True)
+    for _ in range(60):
+        costs.observe(113, 16, 4.0)
+    assert costs.seconds(113, 16) == pytest.approx(4.0, rel=0.05)
+    assert costs.seconds(1, 16) == pytest.approx(1.3)  # as cheap as sixteen rows of one text, until one is seen
+    for _ in range(60):
+        costs.observe(1, 16, 2.0)
+    assert costs.seconds(1, 16) == pytest.approx(2.0, rel=0.05)
+    assert costs.seconds(113, 16) == pytest.approx(4.0, rel=0.05)
+    assert costs.seconds(1, 8) == pytest.approx(1.1 + 7 * 0.7 / 15, rel=0.05)  # and so are other sizes
+    assert costs.seconds(1) == 1.0
+
+
 def test_time_that_drafting_took_already_makes_no_node_worth_more():
     """A node that is right in two of five cases takes half a step. Beside a draft that took a whole one it looks good:
     1.4 tokens in 2.5 steps are more than 1 in 2. But a plain step gives more in that time."""

@@ -85,8 +85,41 @@ def test_threads_get_the_answers_that_one_after_the_other_gets(drafter, fixed, t
     assert together == alone
     assert [answer(llm, *given) for given in asked[:EACH]] == alone[:EACH]  # nothing is left that disturbs
     assert llm.engine._open == []
-    spare = 1 if fixed else 0  # a row where padding goes
-    assert sum(slot is not None for slot in llm.target._slots) == spare
+    llm.service.close()  # which keeps texts read
+    rows = llm.target.arena._rows if fixed else llm.target._slots
+    assert all(slot is None for slot in rows)
+
+
+def test_threads_that_ask_at_the_same_time_are_answered_in_one_batch(tiny):
+    llm, batches = LLM(tiny("llama"), drafter="none", max_batch=8), []
+    step = llm.engine.step
+    llm.engine.step = lambda running: batches.append(len(running)) or step(running)
+    prompts = [[5 + i, 6, 7] for i in range(12)]
+    alone = [llm.generate(p, max_new_tokens=60, ignore_eos=True).tokens for p in prompts]
+    assert max(batches) == 1
+    with ThreadPoolExecutor(12) as pool:
+        together = list(pool.map(lambda p: llm.generate(p, max_new_tokens=60, ignore_eos=True).tokens, prompts))
+    assert together == alone
+    assert max(batches) > 2
+
+
+def test_a_function_that_asks_within_a_step_gets_its_answer(tiny):
+    """Though others are being answered by then, for whom that step would have to end first."""
+    llm, asked = LLM(tiny("llama"), drafter="none"), []
+
+    def ask(_, scores):
+        if not asked:
+            asked.append(None)
+            asked[0] = llm.generate([9, 10, 11], max_new_tokens=4).tokens
+        return scores
+
+    expected = llm.generate([9, 10, 11], max_new_tokens=4).tokens
+    with ThreadPoolExecutor(3) as pool:
+        others = [pool.submit(llm.generate, [5 + i, 6], max_new_tokens=40, ignore_eos=True) for i in range(2)]
+        mine = pool.submit(llm.generate, [5, 6, 7], max_new_tokens=6, processors=[ask])
+        assert mine.result(60).tokens
+        assert all(other.result(60).tokens for other in others)
+    assert asked == [expected]
 
 
 def test_streams_of_one_thread_interleave(tiny):

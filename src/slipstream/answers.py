@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Generator, Iterator
+from collections.abc import AsyncIterator, Generator, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from queue import SimpleQueue
 from typing import Any
 
 from slipstream.engine import Engine, TokenLogprobs
 from slipstream.engine import Sequence as Running
 from slipstream.errors import ModelError, PromptError
 from slipstream.request import Request
-from slipstream.service import Service, Updates
+from slipstream.service import Job, Service, Update, Updates
 from slipstream.stats import Stats
 from slipstream.text import Detokenizer
 from slipstream.trace.record import Recorder
+
+CLOSED = "this LLM was closed before it could answer: make another"
 
 
 @dataclass(frozen=True)
@@ -132,12 +135,34 @@ class AsyncStream:
         return result(self._running)
 
 
+def together(service: Service, requests: Sequence[Request]) -> list[Running]:
+    """All of them, with whatever else the service answers, from a thread that waits for it."""
+    updates = SimpleQueue[tuple[int, Update]]()
+    jobs, ended = list[Job](), dict[int, Running]()
+    try:
+        for i, request in enumerate(requests):
+            deliver = lambda update, i=i: updates.put((i, update))  # noqa: E731
+            jobs.append(service.submit(Job(request, deliver, streams=False)))
+        while len(ended) < len(jobs):
+            i, update = updates.get()
+            if update.error is not None:
+                raise update.error
+            if update.sequence is None:
+                raise ModelError(CLOSED)
+            ended[i] = update.sequence
+    except BaseException:
+        for job in jobs:
+            service.cancel(job)
+        raise
+    return [ended[i] for i in range(len(jobs))]
+
+
 async def answered(service: Service, request: Request) -> Result:
     """The whole answer, from an event loop."""
     async for update in Updates(service, request, streams=False):
         if update.error is not None:
             raise update.error
         if update.sequence is None:
-            raise ModelError("this LLM was closed before it could answer: make another")
+            raise ModelError(CLOSED)
         return result(update.sequence)
     raise AssertionError("a stream ends with an update that says so")

@@ -135,6 +135,11 @@ class Engine:
             yield
         self._tidy()
 
+    @property
+    def inside(self) -> bool:
+        """Whether this thread has its turn: a function of the user's was called within a step."""
+        return self._turns.mine
+
     def _tidy(self) -> None:
         """Retire runs that ended early: now, or at the end of the turn that somebody has now. A stream may be dropped
         anywhere, by Python's collector even within a step, so nothing waits here."""

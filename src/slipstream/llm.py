@@ -7,6 +7,7 @@ import copy
 import gc
 import math
 import secrets
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from numbers import Integral
@@ -18,7 +19,7 @@ import torch
 
 from slipstream import drafters
 from slipstream.accept import Rule, make_rule
-from slipstream.answers import AsyncStream, Result, Stream, answered, result
+from slipstream.answers import AsyncStream, Result, Stream, answered, result, together
 from slipstream.checks import integer, listed, real
 from slipstream.drafters import _capabilities as can
 from slipstream.drafters.base import Drafter
@@ -128,6 +129,7 @@ class LLM:
         name = drafter if isinstance(drafter, str) else type(drafter).__name__
         self.engine = Engine(self.target, made, name, max_batch)
         self._service: Service | None = None
+        self._first = threading.Lock()  # of those who call `generate` at a time
         self.eos = end_tokens(model, tokenizer)
         # Greedy decoding by transformers applies this default of the model's, so ours does.
         default = getattr(getattr(model, "generation_config", None), "repetition_penalty", None)
@@ -196,11 +198,20 @@ class LLM:
         (False): record what happened at each step.
         """
         requests = self.requests(prompt, n=n, **options)
-        ended: dict[int, Running] = {}
-        for sequence in self.engine.run(requests):
-            if sequence.finish is not None:
-                ended[id(sequence.request)] = sequence
-        return arranged([result(ended[id(r)]) for r in requests], prompt, n)
+        return arranged([result(sequence) for sequence in self._answered(requests)], prompt, n)
+
+    def _answered(self, requests: list[Request]) -> list[Running]:
+        """In this thread; while others are being answered, together with them."""
+        first = self._first.acquire(blocking=False)
+        try:
+            others = not first or (self._service is not None and self._service.busy)
+            if others and not self.engine.inside:
+                return together(self.service, requests)
+            ended = {id(s.request): s for s in self.engine.run(requests) if s.finish is not None}
+            return [ended[id(request)] for request in requests]
+        finally:
+            if first:
+                self._first.release()
 
     async def agenerate(self, prompt: Prompt | Sequence[Prompt], *, n: int = 1, **options: Unpack[Options]) -> Any:
         """As `generate`, from an event loop. Answers that are asked for at the same time are written together; a task

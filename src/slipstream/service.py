@@ -222,6 +222,11 @@ class Service:
     def waiting(self) -> int:
         return len(self._waiting)
 
+    @property
+    def busy(self) -> bool:
+        """Whether anything is being answered, or waits for it."""
+        return bool(self._waiting or self.running or self.reading)
+
     def so_far(self) -> Counts:
         """What has ended, and what runs: nothing twice, and nothing left out."""
         with self._counting:
@@ -246,7 +251,7 @@ class Service:
     def _work(self) -> None:
         while True:
             with self._changed:
-                idle = not (self._waiting or self.running or self.reading)
+                idle = not self.busy
                 if idle and self._closing is None:
                     self._changed.wait(LINGER)
                     idle = not self._waiting

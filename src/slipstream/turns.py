@@ -28,6 +28,11 @@ class Turns:
         with _making:
             return _of.setdefault(model, cls())
 
+    @property
+    def mine(self) -> bool:
+        """Whether this thread has it."""
+        return self._owner == threading.get_ident()
+
     def attempt(self) -> bool:
         """Enter if that is possible without waiting, and not from within."""
         with self._mutex:

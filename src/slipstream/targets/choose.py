@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("slipstream")
 
+CHUNK = 512  # tokens of a prompt that an ordinary forward reads
+
 # Model types whose trees the test suite compares with one full forward per path.
 PROVEN = {
     *("llama", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "mistral", "mixtral", "gemma", "gemma2", "gemma3_text"),
@@ -32,10 +34,11 @@ PROVEN = {
 
 
 def open_target(
-    model: Any, *, chunk: int = 512, graphs: bool = True, compile: bool = False, memory: float = 0.9
+    model: Any, *, chunk: int | None = None, graphs: bool = True, compile: bool = False, memory: float = 0.9
 ) -> Target:
     """A Target for a causal language model of transformers. It is put into evaluation mode and not changed further.
 
+    chunk: tokens of a prompt that are read at a time.
     graphs: whether steps on a GPU are captured and replayed, where the model allows it.
     compile: whether captured steps go through torch.compile first: faster, after some seconds for each shape of step.
     memory: the share of a GPU's free memory that texts may take.
@@ -44,19 +47,19 @@ def open_target(
     vocabulary, shapes = _probe(model)
     kinds = mask_kinds(config)
     if kinds is None or shapes is None:
-        return _chains(model, vocabulary, chunk, "its layers keep states that can't branch")
+        return _chains(model, vocabulary, chunk or CHUNK, "its layers keep states that can't branch")
     if getattr(config, "alibi", False):
-        return _chains(model, vocabulary, chunk, "its position bias follows a key's place in the cache")
-    target = TreeTarget(model, shapes, kinds, vocabulary, chunk)
+        return _chains(model, vocabulary, chunk or CHUNK, "its position bias follows a key's place in the cache")
+    target = TreeTarget(model, shapes, kinds, vocabulary, chunk or CHUNK)
     if config.model_type not in PROVEN and not scores_trees(target):
-        return _chains(model, vocabulary, chunk, "it does not honour a tree's mask and positions")
+        return _chains(model, vocabulary, chunk or CHUNK, "it does not honour a tree's mask and positions")
     if graphs and target.device.type == "cuda":
         return _graphs(model, shapes, vocabulary, chunk, compile, memory) or target
     return target
 
 
 def _graphs(
-    model: Any, shapes: list[LayerShape | None], vocabulary: int, chunk: int, compile: bool, memory: float
+    model: Any, shapes: list[LayerShape | None], vocabulary: int, chunk: int | None, compile: bool, memory: float
 ) -> Target | None:
     """A target whose steps are replayed, if this model's can be captured and say the same."""
     name = type(unwrapped(model)).__name__
@@ -68,7 +71,8 @@ def _graphs(
         from slipstream.targets.captured.graph_target import GraphTarget
 
         gc.collect()  # an LLM that is gone: its parts refer to each other, and may still hold a cache
-        target = GraphTarget(model, layers, vocabulary, chunk, compile="inductor" if compile else "", memory=memory)
+        how: dict[str, Any] = {"chunk": chunk} if chunk else {}
+        target = GraphTarget(model, layers, vocabulary, compile="inductor" if compile else "", memory=memory, **how)
         if scores_trees(target):
             return target
         why = "replayed steps gave other logits"

@@ -50,7 +50,7 @@ log = logging.getLogger("slipstream")
 
 ROWS = (1, 8, 16, 32, 64, 128, 256, 512)  # of steps
 LONE = ROWS[:6]  # those that a sequence by itself is likely to need
-READING = (32, 128, 512)  # of steps that read prompts: few, since each is captured
+READING = (32, 128, 512, 2048)  # of steps that read prompts: few, since each is captured
 SEQUENCES = (1, 64, 512)  # that a step has room for
 BATCHES = (1, 2, 4, 8, 16, 32, 64)  # of sequences that heads draft for together
 HISTORIES = (4, 16, 64, 256, 1024)  # sequences whose penalties there is room for
@@ -86,7 +86,7 @@ class GraphTarget(Target):
         model: Any,
         shapes: Sequence[LayerShape],
         vocabulary: int,
-        chunk: int = 512,
+        chunk: int = READING[-1],
         *,
         compile: str = "",
         memory: float = MEMORY,

@@ -211,7 +211,7 @@ def test_a_step_knows_how_far_its_tree_will_be_accepted(room, tiny):
         step._device.copy_(step._host)
         step.chosen = torch.from_numpy(rng.integers(0, 2, (2, 1, 8)).astype(np.int32))
         scores = Scores(torch.empty(8, 0), {}, np.zeros(8, np.int64))
-        scores.take(step.chosen[0, 0].numpy(), np.zeros(8, np.float32))
+        scores.take(step.chosen[0, 0].tolist(), None)
         verdict = verify(Match(), tree, scores, GREEDY, lambda _: False)
         kept = verdict.path[-room:]
         following = step.chosen[0, 0, kept].tolist()

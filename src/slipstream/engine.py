@@ -352,6 +352,8 @@ class Engine:
         """Show the drafter what was accepted."""
         self._report(sequence, tree, score, verdict)
         can.choices(sequence.session, tree, score.chosen)
+        if not can.observes(sequence.session):
+            return
         position = sequence.slot.length - len(verdict.path)
         hidden = Hidden(score.hidden, score.rows(verdict.path), score.replayed)
         sequence.session.observe(Seen(tree.tokens[verdict.path].tolist(), position, hidden))

@@ -60,7 +60,9 @@ class TokenTree:
     @classmethod
     def root(cls, token: int) -> TokenTree:
         """Nothing drafted: the decided token alone."""
-        return cls(np.array([token], np.int32), _ALONE, _NO_SOURCES, _CERTAIN)
+        tree = cls(np.array([token], np.int32), _ALONE, _NO_SOURCES, _CERTAIN)
+        tree.__dict__.update(depths=_AT_ROOT, depth=0)  # known without a look: batches make many of these
+        return tree
 
     @classmethod
     def build(
@@ -250,7 +252,7 @@ class TokenTree:
 
 
 # What all trees of a root alone share.
-_ALONE = np.array([-1], np.int32)
+_ALONE, _AT_ROOT = np.array([-1], np.int32), np.zeros(1, np.int32)
 _NO_SOURCES = np.empty((1, 0), np.float32)
 _CERTAIN = np.ones(1, np.float32)
 

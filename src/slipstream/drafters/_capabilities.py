@@ -228,6 +228,11 @@ def measured(drafter: Any, rows: Sequence[int], seconds: float) -> None:
         drafter.measured(rows, seconds)
 
 
+def observes(session: DraftSession) -> bool:
+    """Whether it wants to see the text."""
+    return getattr(session.observe, "__func__", None) is not DraftSession.observe
+
+
 def release(drafter: Any) -> None:
     if _offers(drafter, Releases):
         drafter.release()

@@ -177,8 +177,7 @@ class ReplayTarget(TextTarget):
 
     def _scores(self, positions: np.ndarray, hidden: dict[int, torch.Tensor]) -> Scores:
         scores = Scores(torch.empty(len(positions), 0), hidden, positions)
-        after = np.array([self._text[min(p + 1, len(self._text) - 1)] for p in positions])
-        scores.take(after, np.ones(len(positions), np.float32))
+        scores.take([int(self._text[min(p + 1, len(self._text) - 1)]) for p in positions], None)
         return scores
 
 

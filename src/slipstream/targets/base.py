@@ -77,8 +77,8 @@ class Scores:
         self._positions = positions  # (n - first,) absolute
         self.hidden = hidden  # {layer: (·, H)} on the device
         self.replayed = False  # whether later forwards write into the same tensors
-        self._tokens: NDArray[np.int64] | None = None  # chosen along with the forward
-        self._values: NDArray[np.float32] | None = None
+        self._tokens: list[int] | None = None  # chosen along with the forward
+        self._values: list[float] | None = None
 
     def logits(self, node: int) -> torch.Tensor:
         """(V,) the logits of what follows `node`."""
@@ -92,23 +92,25 @@ class Scores:
         """Where the hidden states of these nodes lie."""
         return [self._begin + node - self._first for node in nodes]
 
-    def take(self, tokens: NDArray[np.int64], values: NDArray[np.float32]) -> None:
-        """The forward chose by itself: the token after each node, and the logit that it won with."""
+    def take(self, tokens: list[int], values: list[float] | None) -> None:
+        """The forward chose by itself: the token after each node, and the logit that it won with. None: all of these
+        are numbers."""
         self._tokens, self._values = tokens, values
 
     def token(self, node: int, sampler: Sampler) -> int:
         """The token after `node`: chosen along with the forward, or now."""
         i = node - self._first
-        if self._tokens is not None and self._values is not None:
-            check_choice(float(self._values[i]), int(self._positions[i]) + 1)
-            return int(self._tokens[i])
+        if self._tokens is not None:
+            if self._values is not None:
+                check_choice(self._values[i], int(self._positions[i]) + 1)
+            return self._tokens[i]
         return sampler.sample(self.logits(node))
 
     def chosen(self, nodes: Sequence[int]) -> NDArray[np.int64]:
         """(m,) the tokens after these nodes: chosen along with the forward, or else the most probable ones."""
         rows = np.asarray(nodes, np.int64) - self._first
         if self._tokens is not None:
-            return self._tokens[rows]
+            return np.array(self._tokens, np.int64)[rows]
         found: NDArray[np.int64] = self._logits[torch.from_numpy(rows) + self._begin].argmax(-1).cpu().numpy()
         return found
 

@@ -144,7 +144,7 @@ class ChainTarget(Target):
         scores = Scores(out.logits[0, -logits:], hidden, np.arange(position, position + logits))
         if want.argmax and self.device.type != "cpu":
             top = out.logits[0, -logits:].max(-1)
-            scores.take(top.indices.cpu().numpy(), top.values.float().cpu().numpy())
+            scores.take(top.indices.tolist(), top.values.tolist())
         return scores
 
     def _new_cache(self) -> Any:

@@ -169,7 +169,7 @@ class TreeTarget(Target):
             rows = slice(n - 1, n) if last_only else slice(0, n)
             scores = Scores(logits[i, :1] if last_only else logits[i, :n], hidden, query[i, rows], known)
             if bring:
-                scores.take(best[i], value[i])
+                scores.take(best[i].tolist(), value[i].tolist())
             found.append(scores)
         return found
 

@@ -41,7 +41,7 @@ class Arena:
         self.longest = min(self.longest, (self.pages - 1) * PAGE)
         self._stores = {shape: self._store(shape) for shape in self._members}
         self._free = list(range(self.pages - 1, 0, -1))  # page 0 is nobody's: padding writes there
-        self._held = np.zeros(self.pages, np.int32)  # by how many sequences
+        self._held = [0] * self.pages  # by how many sequences
         self._rows: list[Slot | None] = []  # by row of the table
         self._host = torch.zeros((ROWS, self.longest // PAGE), dtype=torch.int32, pin_memory=self.device.type == "cuda")
         with torch.inference_mode():
@@ -151,27 +151,24 @@ class Arena:
     def share(self, slot: Slot, twin: Slot) -> None:
         """The twin has read what the slot has."""
         twin.pages = slot.pages[: _pages(slot.length)]
-        self._held[twin.pages] += 1
+        for page in twin.pages:
+            self._held[page] += 1
         self._note(twin)
 
     def reach(self, slot: Slot, end: int) -> None:
         """From its length to `end` the slot may be written to."""
-        first, last = slot.length // PAGE, _pages(end)
-        needed = last - len(slot.pages) + sum(self._held[page] > 1 for page in slot.pages[first:])
-        if needed > len(self._free):
-            raise CacheFullError(self._too_full(needed))
-        changed = False
-        for i in range(first, len(slot.pages)):
-            if self._held[slot.pages[i]] > 1:
-                slot.pages[i], old = self._take(), slot.pages[i]
-                self._copy(old, slot.pages[i])
-                self._drop(old)
-                changed = True
-        while len(slot.pages) < last:
-            slot.pages.append(self._take())
-            changed = True
-        if changed:
-            self._note(slot)
+        first, more = slot.length // PAGE, _pages(end) - len(slot.pages)
+        shared = [i for i in range(first, len(slot.pages)) if self._held[slot.pages[i]] > 1]
+        if more <= 0 and not shared:
+            return
+        if len(shared) + max(0, more) > len(self._free):
+            raise CacheFullError(self._too_full(len(shared) + more))
+        for i in shared:
+            slot.pages[i], old = self._take(), slot.pages[i]
+            self._copy(old, slot.pages[i])
+            self._drop(old)
+        slot.pages += [self._take() for _ in range(more)]
+        self._note(slot)
 
     def columns(self, slot: Slot, start: int, count: int) -> NDArray[np.int32]:
         """(count,) where the positions from `start` on lie."""

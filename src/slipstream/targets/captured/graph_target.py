@@ -188,7 +188,7 @@ class GraphTarget(Target):
             hidden = {layer: h[: len(part)].clone() for layer, h in step.hidden.items()}
             scores = Scores(step.logits[end : end + 1], hidden, np.array([slot.length - 1]))
             if self._followed(want.samplers, 1):
-                scores.take(step.tokens[end : end + 1], step.values[end : end + 1])
+                scores.take(step.tokens[end : end + 1].tolist(), step.values[end : end + 1].tolist())
             yield scores
 
     def score(self, slots: Sequence[Slot], trees: Sequence[TokenTree], want: Want, known: int = 0) -> list[Scores]:
@@ -201,14 +201,16 @@ class GraphTarget(Target):
         if any(slot.length + tree.depth >= self.context for slot, tree in zip(slots, trees, strict=True)):
             raise ModelError(f"a draft reaches past the model's {self.context} positions: the engine must cut it")
         step = self._replay(slots, trees, self._rows(trees, want, known), want, known)
-        chosen, tokens, values = self._followed(want.samplers, len(slots)), step.tokens, step.values
+        chosen, tokens, values = bool(self._followed(want.samplers, len(slots))), step.tokens.tolist(), step.values
+        positions = step.host.positions[0].copy()
+        sound = bool(np.isfinite(values[: sum(map(len, trees)) - sum(known)]).all())
         found, begin = [], 0
         for tree, before in zip(trees, known, strict=True):
             end = begin + len(tree) - before
-            scores = Scores(step.logits, step.hidden, step.host.positions[0, begin:end].copy(), before, begin)
+            scores = Scores(step.logits, step.hidden, positions[begin:end], before, begin)
             scores.replayed = True
             if chosen:
-                scores.take(tokens[begin:end], values[begin:end])
+                scores.take(tokens[begin:end], None if sound else values[begin:end].tolist())
             found.append(scores)
             begin = end
         return found

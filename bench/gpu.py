@@ -31,7 +31,8 @@ from slipstream import LLM
 from slipstream.evaluate.workloads import builtin, read, select
 from slipstream.sampling import Sampler, Sampling
 from slipstream.targets import Target, Want, load_model, open_target
-from slipstream.targets.captured.fixed_step import BEST, DEEPEST, Shape
+from slipstream.targets.captured.fixed_step import BEST
+from slipstream.targets.captured.inputs import DEEPEST, Shape
 from slipstream.targets.captured.recording import Stopwatch, preparing
 from slipstream.text import encode
 from slipstream.tree import TokenTree

@@ -18,8 +18,8 @@ from slipstream.request import Request
 from slipstream.sampling import Sampler, Sampling
 from slipstream.targets import Scores, Want
 from slipstream.targets.cache import KeyValuePool, LayerShape
-from slipstream.targets.captured.fixed_step import REACH, Shape
 from slipstream.targets.captured.graph_target import bucket
+from slipstream.targets.captured.inputs import REACH, Shape, fill
 from slipstream.targets.captured.modules import Angles, JointPart, Norm, StandIns, Whole
 from slipstream.targets.choose import open_target
 from slipstream.targets.trees import TreeTarget
@@ -207,7 +207,7 @@ def test_a_step_knows_how_far_its_tree_will_be_accepted(room, tiny):
     for _ in range(40):
         tree = random_tree(rng, int(rng.integers(1, 9)))
         target.arena.reach(slot, slot.length + 8)
-        target._fill(step.host, [slot], [tree], [0], False)
+        fill(step.host, target.arena.table, target.groups, [slot], [tree], [0])
         step._device.copy_(step._host)
         step.chosen = torch.from_numpy(rng.integers(0, 2, (2, 1, 8)).astype(np.int32))
         scores = Scores(torch.empty(8, 0), {}, np.zeros(8, np.int64))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -18,10 +17,11 @@ from transformers import AttentionInterface
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from slipstream.kernels.draw import draw
-from slipstream.kernels.draw_inputs import Draws, History
+from slipstream.kernels.draw_inputs import History
 from slipstream.kernels.ops import attend, best, move_keys, walk, write_keys
 from slipstream.notices import doing
 from slipstream.targets.captured.compiled import compiled_layers
+from slipstream.targets.captured.inputs import Inputs, Shape, fill
 from slipstream.targets.captured.recording import capture, preparing
 from slipstream.targets.states import asked_states
 
@@ -29,76 +29,7 @@ if TYPE_CHECKING:
     from slipstream.targets.captured.arena import Arena
 
 NAME = "slipstream-exact"
-REACH = 32  # accepted keys of a sequence that a step can move into place, if it has not more rows than that
-DEEPEST = 128  # nodes that a path is likely to have at most
-PADDING, TEXT = -2, -1  # depths of rows that are no node: nobody's, and tokens that are text
-
 BEST, DRAWN, DRAWN_WITH_HISTORY = "best", "drawn", "drawn with history"  # how a step chooses tokens
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Of a step: a list of rows, which belong to sequences."""
-
-    sequences: int  # at most
-    rows: int
-    depth: int  # of the deepest path
-    ends: int  # rows after which a token is wanted, at most
-    tiles: tuple[int, ...] = ()  # by layers' number of query heads per key head, the attention's; none: one sequence
-
-    @property
-    def reach(self) -> int:
-        return max(self.depth, REACH) if self.sequences == 1 else REACH
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """What a step reads, as views of one tensor, so that it goes up in one copy."""
-
-    flat: Any  # numpy on the host, torch on the device, int32
-    ids: Any  # (1, n)
-    positions: Any  # (1, n) absolute
-    depths: Any  # (1, n) see PADDING and TEXT
-    columns: Any  # (1, n) where each new key goes
-    parents: Any  # (1, n) rows, -1 for none
-    slots: Any  # (1, n) each row's sequence, as a row of the arena's table
-    lengths: Any  # (1, n) how much text lies before the row's path; for TEXT with the row itself
-    paths: Any  # (1, n, D) the columns of each row's ancestors, by depth
-    ancestors: Any  # (n, 1, D) their rows: for penalties; else (n, 1, 0)
-    ends: Any  # (e,) rows after which a token is wanted
-    owners: Any  # (s,) of the sequences, rows of the arena's table
-    moves: Any  # (s,) how many keys the last step accepted
-    sources: Any  # (s, R) their columns
-    places: Any  # (s, R) and the columns they belong in
-    emitted: Any  # (s, R) tokens new in the text before the root, -1 for none: for penalties
-    tiles: tuple[Any, ...]  # (·, 2) each: see `exact_attention`
-    draws: Draws  # by end
-
-    @classmethod
-    def of(cls, flat: Any, shape: Shape, history: bool) -> Inputs:
-        views, end = list[Any](), 0
-        for size in cls._sizes(shape, history):
-            begin, end = end, end + int(np.prod(size))
-            views.append(flat[begin:end].reshape(size))
-        count = len(views) - len(shape.tiles)
-        of: Any = [flat, *views[:count], tuple(views[count:]), Draws.of(flat[end:], shape.ends, 1)]
-        return cls(*of)
-
-    @staticmethod
-    def _sizes(shape: Shape, history: bool) -> list[tuple[int, ...]]:
-        n, s, reach = shape.rows, shape.sequences, shape.reach
-        tables = [(1, n, shape.depth), (n, 1, shape.depth if history else 0)]
-        return [
-            *[(1, n)] * 7,
-            *tables,
-            *[(shape.ends,), (s,), (s,)],
-            *[(s, reach)] * 3,
-            *[(count, 2) for count in shape.tiles],
-        ]
-
-    @classmethod
-    def size(cls, shape: Shape, history: bool) -> int:
-        return sum(int(np.prod(s)) for s in cls._sizes(shape, history)) + Draws.size(shape.ends, 1)
 
 
 class GraphLayer(CacheLayerMixin):
@@ -142,8 +73,6 @@ class StepTarget(Protocol):
 
     def fixed(self, step: FixedStep) -> AbstractContextManager[None]: ...
 
-    def blank(self, host: Inputs) -> None: ...
-
     def histories(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
 
     def scratch(self, shape: Shape) -> Any: ...
@@ -160,7 +89,7 @@ class FixedStep:
         self._device = torch.zeros(size, dtype=torch.int32, device=device)
         self.host = Inputs.of(self._host.numpy(), shape, history)
         self.inputs = i = Inputs.of(self._device, shape, history)
-        target.blank(self.host)  # a capture runs too: it must not write into anyone's page
+        fill(self.host, target.arena.table, target.groups, [], [], [])  # a capture runs too, with padding alone
         self.tables = target.arena.tables
         self.history: History | None = None
         if history:

@@ -17,28 +17,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from slipstream.compiled import compiled
 from slipstream.errors import ModelError
 from slipstream.kernels.draw import drawable, needs_history, noise_keys
-from slipstream.kernels.sizes import PAGE, TILE
+from slipstream.kernels.sizes import TILE
 from slipstream.sampling import Sampler
 from slipstream.targets.base import Scores, Slot, Target, Want
 from slipstream.targets.cache import LayerShape
 from slipstream.targets.captured import fixed_step as steps
 from slipstream.targets.captured.arena import MEMORY, Arena
-from slipstream.targets.captured.fixed_step import (
-    BEST,
-    DEEPEST,
-    DRAWN,
-    DRAWN_WITH_HISTORY,
-    PADDING,
-    TEXT,
-    FixedStep,
-    Inputs,
-    Shape,
-)
+from slipstream.targets.captured.fixed_step import BEST, DRAWN, DRAWN_WITH_HISTORY, FixedStep
+from slipstream.targets.captured.inputs import DEEPEST, Shape, fill
 from slipstream.targets.captured.layers import fusable_layers, in_place
 from slipstream.targets.captured.modules import StandIns
 from slipstream.targets.captured.recording import preparing
@@ -233,7 +222,9 @@ class GraphTarget(Target):
         for slot, tree in zip(slots, trees, strict=True):
             self.arena.reach(slot, slot.length + len(tree))
             slot.tree = tree
-        self._fill(step.host, slots, trees, known, text)
+            if slot.pending is not None and len(slot.pending) > step.shape.reach:
+                self._settle(slot)
+        fill(step.host, self.arena.table, self.groups, slots, trees, known, text)
         self._tell(step, slots, trees, samplers, text)
         self.arena.tell()
         step(want.during if samplers else None)  # whoever decides on the host knows what follows only then
@@ -359,46 +350,6 @@ class GraphTarget(Target):
                 step.history.emitted.index_put_((row, ids), torch.ones_like(ids, dtype=torch.int32), accumulate=True)
             host.emitted[i, : len(new) - len(late)] = new[len(late) :]
 
-    def blank(self, host: Inputs) -> None:
-        """Padding alone: it reads nothing, and writes into nobody's page."""
-        self._put(host, [], [], [NO_NODES] * 3, NO_NODES, [], False)
-
-    def _fill(
-        self, host: Inputs, slots: Sequence[Slot], trees: Sequence[TokenTree], known: Sequence[int], text: bool
-    ) -> None:
-        for slot in slots:
-            if slot.pending is not None and len(slot.pending) > host.sources.shape[1]:
-                self._settle(slot)
-        moved = [slot.pending or [] for slot in slots]
-        nodes: Any = trees[0].tokens, trees[0].parents, trees[0].depths
-        if len(trees) > 1:
-            nodes = [np.concatenate([getattr(t, of) for t in trees]) for of in ("tokens", "parents", "depths")]
-        sizes = np.array([len(tree) for tree in trees], np.int32)
-        self._put(host, slots, moved, nodes, sizes, known, text)
-        for slot in slots:
-            slot.pending = None
-
-    def _put(
-        self,
-        host: Inputs,
-        slots: Sequence[Slot],
-        moved: Sequence[list[int]],
-        nodes: Sequence[NDArray[Any]],
-        sizes: NDArray[np.int32],
-        known: Sequence[int],
-        text: bool,
-    ) -> None:
-        """nodes: tokens, parents and depths of the trees, one after the other."""
-        h = host
-        rows = h.ids, h.positions, h.depths, h.columns, h.parents, h.slots, h.lengths, h.paths, h.ancestors
-        sequences = h.owners, h.moves, h.sources, h.places, h.emitted
-        each = zip(slots, moved, known, strict=True)
-        of_slots = np.array([[s.row, s.length, len(m), before] for s, m, before in each], np.int32).reshape(-1, 4)
-        paths = np.array([node for path in moved for node in path], np.int32)
-        _put(self.arena.table, *rows, *sequences, *nodes, sizes, of_slots, paths, text)
-        for groups, tiles in zip(self.groups, h.tiles, strict=False):
-            _put_tiles(tiles, sizes - of_slots[:, 3], groups)
-
 
 def by_row(model: Any) -> bool:
     """Whether a row's result depends on that row alone, given a fixed number of rows. Experts take rows in groups."""
@@ -413,73 +364,3 @@ def choice(samplers: Sequence[Sampler | None]) -> str:
     if all(s.plain for s in asked):
         return BEST
     return DRAWN_WITH_HISTORY if any(map(needs_history, asked)) else DRAWN
-
-
-NO_NODES = np.empty(0, np.int32)
-
-
-@compiled
-def _column(table, slot, position):  # type: ignore[no-untyped-def]
-    return table[slot, position // PAGE] * PAGE + position % PAGE
-
-
-# fmt: off
-@compiled
-def _put(  # type: ignore[no-untyped-def]
-    table,  # where pages lie
-    ids, positions, depths, columns, parents, slots, lengths, paths, ancestors,  # by row, to fill in
-    owners, moves, sources, places, emitted,  # by sequence, to fill in
-    tokens, tree_parents, tree_depths, sizes,  # the trees, one after the other
-    of_slots,  # each sequence's row of the table, its length, how many nodes the step before accepted, and are known
-    moved,  # those that were accepted: their keys stand in a row from here on
-    text,
-):
-    # fmt: on
-    """The rows of a step: each tree after its sequence's text, but for the nodes that are known; then padding."""
-    row = node = move = 0
-    for s in range(len(sizes)):
-        slot, length, count, known = of_slots[s]
-        first = row - known  # of node 0
-        for j in range(known, sizes[s]):
-            depth = tree_depths[node + j]
-            ids[0, row], positions[0, row], slots[0, row] = tokens[node + j], length + depth, slot
-            columns[0, row] = _column(table, slot, length + j)
-            if text:
-                depths[0, row], lengths[0, row], parents[0, row] = TEXT, length + j + 1, -1
-                row += 1
-                continue
-            parent = tree_parents[node + j]
-            depths[0, row], lengths[0, row] = depth, length
-            parents[0, row] = first + parent if parent >= known else -1
-            up = j
-            for k in range(depth, -1, -1):
-                paths[0, row, k] = _column(table, slot, length + up)
-                if ancestors.shape[2]:
-                    ancestors[row, 0, k] = max(first + up, 0)
-                up = tree_parents[node + up]
-            row += 1
-        owners[s], moves[s] = slot, count
-        for j in range(count):
-            sources[s, j] = _column(table, slot, length - count + moved[move + j])
-            places[s, j] = _column(table, slot, length - count + j)
-        emitted[s, :] = -1
-        node += sizes[s]
-        move += count
-    for i in range(row, ids.shape[1]):
-        ids[0, i], positions[0, i], depths[0, i], columns[0, i] = 0, 0, PADDING, 0
-        parents[0, i], slots[0, i], lengths[0, i] = -1, 0, 0
-    for s in range(len(sizes), len(owners)):
-        owners[s], moves[s] = 0, 0
-        emitted[s, :] = -1
-
-
-@compiled
-def _put_tiles(tiles, sizes, groups):  # type: ignore[no-untyped-def]
-    """See `exact_attention`. sizes: rows of each sequence."""
-    tile = row = 0
-    for rows in sizes:
-        for number in range((rows * groups + TILE - 1) // TILE):
-            tiles[tile, 0], tiles[tile, 1] = row, number
-            tile += 1
-        row += rows
-    tiles[tile:] = -1

@@ -117,6 +117,7 @@ def own_stats(choices: Sequence[Choice]) -> dict[str, Any]:
         "tokens_per_step": round(counts.new_tokens / counts.steps, 4) if counts.steps else 0.0,
         "exact": all(each.exact for each in found),
         "by_source": counts.by_source,
+        **({"warnings": told} if (told := [words for each in found for words in each.warnings]) else {}),
     }
 
 

@@ -171,7 +171,7 @@ def learn(given: argparse.Namespace, rng: random.Random) -> dict[str, Any]:
         store = folder / "store"
         for _ in range(max(2, int(10 * given.scale))):
             with serving(*words, f"store={store}") as (process, port):
-                kill = (rng.uniform(0.1, 4), process.send_signal, signal.SIGKILL)
+                kill = (rng.uniform(0.1, 2), process.send_signal, signal.SIGKILL)
                 got = asyncio.run(answers(port, 40, kill))
                 process.kill()  # if it was quicker
                 received += [answer["text"] for answer in got if answer["text"]]

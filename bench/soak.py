@@ -168,6 +168,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--scale", type=float, default=1.0)
     parser.add_argument("--prompts", nargs="*", default=[], help="files; default: the built-in ones")
+    parser.add_argument("--repeats", type=int, default=3, help="of offline")
     given = parser.parse_args()
     for part in given.parts:
         found = PARTS[part](given, random.Random(given.seed))

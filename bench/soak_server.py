@@ -79,7 +79,7 @@ def server(given: argparse.Namespace, rng: random.Random) -> dict[str, Any]:
 
 def offline(given: argparse.Namespace, rng: random.Random) -> dict[str, Any]:
     llm, tokens = slipstream.load(dtype="float32"), 48
-    found, name = real(given.prompts, rng, 84), llm.tokenizer
+    found, name = real(given.prompts, rng, 22 * given.repeats), llm.tokenizer
 
     def written(prompt: str) -> list[int]:
         text = name.apply_chat_template(
@@ -121,20 +121,19 @@ def offline(given: argparse.Namespace, rng: random.Random) -> dict[str, Any]:
         }
         for way in ways.values():  # whatever is done once
             way([written("Hello!"), written("Good morning!")], 2)
-        for callers, count in ((1, 4), (4, 8), (16, 16)):
-            rates: dict[str, list[float]] = {name: [] for name in ways}
-            for repeat in range(3):
+        for repeat in range(given.repeats):
+            for callers, count in ((1, 2), (4, 4), (16, 16)):
+                rates = told.setdefault(str(callers), {name: [] for name in ways})
                 prompts = [written(found.pop()) for _ in range(count)]  # new ones: a service keeps what it has read
-                order = list(ways)[repeat:] + list(ways)[:repeat]
-                for way in order:
+                for way in list(ways)[repeat % 3 :] + list(ways)[: repeat % 3]:
                     clock = perf_counter()
                     counted = ways[way](prompts, callers)
                     rates[way].append(round(counted / (perf_counter() - clock), 2))
-            ratios = [a / b for a, b in zip(rates["server"], rates["list"], strict=True)]
-            inside = [a / b for a, b in zip(rates["server"], rates["service"], strict=True)]
-            medians = {"server/list": statistics.median(ratios), "server/service": statistics.median(inside)}
-            told[str(callers)] = {**rates, **{key: round(value, 3) for key, value in medians.items()}}
-            tell(f"{callers} callers: {told[str(callers)]}")
+                tell(f"repeat {repeat}, {callers} callers: { {way: rates[way][-1] for way in ways} }")
+    for rates in told.values():
+        for other in ("list", "service"):
+            ratios = [a / b for a, b in zip(rates["server"], rates[other], strict=True)]
+            rates[f"server/{other}"] = round(statistics.median(ratios), 3)
     return told
 
 

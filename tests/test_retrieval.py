@@ -144,6 +144,19 @@ def test_what_was_said_is_bounded_and_the_oldest_leaves_first():
     assert sum(len(run.positions) for run in said.runs("a").runs) < 125
 
 
+def test_a_collection_for_every_request_is_forgotten_in_time(tiny, monkeypatch):
+    monkeypatch.setattr("slipstream.datastores.live.COLLECTIONS", 3)
+    monkeypatch.setattr("slipstream.drafters.suffix.COLLECTIONS", 3)
+    with LLM(tiny("llama"), drafter="suffix", shared=100) as llm:
+        for i in range(6):
+            llm.generate([5, 6, 7] * 4, max_new_tokens=4, collection=f"tenant {i}", ignore_eos=True)
+            llm.generate([5, 6, 7] * 4, max_new_tokens=4, collection="often", ignore_eos=True)
+        kept = {"tenant 4", "tenant 5", "often"}
+        assert set(llm.engine.answers._memory) == set(llm.engine.answers._views) == kept
+        assert len(llm.engine.drafter._joined) == 3
+        assert len(llm.engine.answers.runs("tenant 0")) == 0
+
+
 @pytest.mark.slow
 def test_ten_thousand_requests_of_two_tenants_never_draft_from_each_other(tiny, tmp_path):
     """Each tenant's tokens are its own half of the vocabulary, so a token of the other's would show."""

@@ -4,18 +4,22 @@ import asyncio
 import json
 import logging
 import os
+import re
 import signal
 import socket
 import sys
 import threading
 from time import monotonic, sleep
+from types import SimpleNamespace
 
 import pytest
 from starlette.testclient import TestClient
 
 from slipstream import LLM, OptionError
+from slipstream.cli.serve import serve
 from slipstream.server.app import OPEN, Server
-from slipstream.server.asking import Limits
+from slipstream.server.asking import Asked, Limits
+from slipstream.server.bodies import Choice, own_stats
 from slipstream.server.run import listening
 from slipstream.stats import Stats
 from slipstream.text import Detokenizer
@@ -314,3 +318,27 @@ def connected(port):
         except ConnectionRefusedError:
             sleep(0.1)
     raise AssertionError("nobody listens")
+
+
+def test_whoever_reads_that_it_is_served_may_come_at_once(shallow, monkeypatch):
+    came = []
+
+    def said(text, **_):
+        port = int(re.search(r":(\d+)/v1", text)[1])
+        socket.create_connection(("127.0.0.1", port), 5).close()
+        came.append(port)
+
+    command = sys.modules[serve.__module__]
+    monkeypatch.setattr(command.err, "print", said)
+    monkeypatch.setattr(command, "open_llm", lambda *_, **__: LLM(shallow.model, shallow.tokenizer, drafter="none"))
+    monkeypatch.setattr("slipstream.server.run.run", lambda _, sock, *__: sock.close())
+    serve(port=0)
+    assert came
+
+
+def test_that_something_failed_after_an_answer_is_told_with_its_stats_but_no_path():
+    choice = Choice(0, Asked([]))
+    choice.running = SimpleNamespace(stats=Stats("rest", True, warnings=["rest: /home/me/store: no space left"]))
+    assert "/home" not in "".join(own_stats([choice])["warnings"])
+    choice.running.stats.warnings.clear()
+    assert "warnings" not in own_stats([choice])

@@ -56,6 +56,7 @@ def serve(
     limits = Limits(max_body, max_prompt, max_tokens, max_waiting, max_seconds)
     key = api_key or os.environ.get("SLIPSTREAM_API_KEY") or None
     server = Server(llm, called, limits, key)
+    sock.listen()  # whoever reads the next line may come at once
     where = f"http://{f'[{host}]' if ':' in host else host}:{sock.getsockname()[1]}"
     err.print(f"{called} is served at {where}/v1, its page at {where}/; Ctrl-C stops", markup=False)
     run(server, sock, grace, log_requests)

@@ -17,6 +17,7 @@ from slipstream.datastores.sparse.runs import COUNT, LENGTH, Run, Runs
 from slipstream.datastores.sparse.sort import DEPTH, Positions, precedes, separator, sort_positions
 
 SHORT = 1024  # positions that are inserted one by one before they are merged
+COLLECTIONS = 1024  # that are known at a time: clients name them, perhaps one for each request
 
 
 class LiveText:
@@ -70,7 +71,7 @@ class LiveText:
 
 class EarlierAnswers:
     """What earlier requests were answered, by collection. The engine owns it and writes it, from emitted tokens only,
-    when a request ends. The oldest answers leave first."""
+    when a request ends. The oldest answers leave first, and so do collections that had none for the longest time."""
 
     def __init__(self, dtype: Any, limit: int) -> None:
         self.dtype, self.limit = np.dtype(dtype), limit  # tokens of a collection
@@ -81,7 +82,11 @@ class EarlierAnswers:
     def publish(self, collection: str, tokens: Sequence[int]) -> None:
         if not tokens:
             return
-        memory = self._memory.setdefault(collection, Memory(self.dtype))
+        memory = self._memory.pop(collection, None) or Memory(self.dtype)
+        self._memory[collection] = memory  # the latest is the last
+        if len(self._memory) > COLLECTIONS:
+            oldest = next(iter(self._memory))
+            del self._memory[oldest], self._views[oldest]
         memory.append(np.asarray(tokens, self.dtype)[-self.limit :], "")
         if memory.size > self.limit + self.limit // 4:  # not at every answer: what stays is sorted anew
             memory.keep_latest(self.limit)

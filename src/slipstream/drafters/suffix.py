@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from slipstream.datastores.live import EarlierAnswers, LiveText
+from slipstream.datastores.live import COLLECTIONS, EarlierAnswers, LiveText
 from slipstream.datastores.sparse.runs import Runs, token_type
 from slipstream.datastores.sparse.search import SearchShape
 from slipstream.drafters._retrieval import RetrievalSession, open_store
@@ -72,6 +72,8 @@ class Suffix(Drafter):
         store = self.store.runs(collection) if self.store is not None else NOTHING
         known = self._joined.get(collection)
         if known is None or known[0] is not answers or known[1] is not store:
+            if len(self._joined) >= COLLECTIONS and known is None:
+                self._joined.pop(next(iter(self._joined)), None)
             self._joined[collection] = known = (answers, store, Runs((*store.runs, *answers.runs), self.dtype))
         return known[2]
 

@@ -18,6 +18,8 @@ from slipstream.server.tool_calls import CallArguments, CallBegins, Content, Del
 from slipstream.service import Counts, Update
 
 DONE = "data: [DONE]\n\n"
+# Not in the drafter's own words, which may name files of the server.
+NOT_KEPT = "the drafter failed after the answer, and may not have kept it; the server's log says why"
 Decode = Callable[[int], str]
 
 
@@ -117,6 +119,7 @@ def own_stats(choices: Sequence[Choice]) -> dict[str, Any]:
         "tokens_per_step": round(counts.new_tokens / counts.steps, 4) if counts.steps else 0.0,
         "exact": all(each.exact for each in found),
         "by_source": counts.by_source,
+        **({"warnings": [NOT_KEPT]} if any(each.warnings for each in found) else {}),
     }
 
 

@@ -26,13 +26,15 @@ class Collector:
             "slipstream_num_requests_running", "Answers being written or prompts being read", running
         )
         yield GaugeMetricFamily("slipstream_num_requests_waiting", "Requests that wait", service.waiting())
-        share = running / service.engine.max_batch
-        yield GaugeMetricFamily("slipstream_kv_cache_usage_perc", "Share of the sequences there is room for", share)
+        pages = service.engine.target.filled
+        share = running / service.engine.max_batch if pages is None else pages
+        yield GaugeMetricFamily("slipstream_kv_cache_usage_perc", "Share of the pages, or of the sequences", share)
         for name, told, value in (
             ("prompt_tokens", "Tokens of prompts", counts.prompt_tokens),
             ("generation_tokens", "Tokens of answers", counts.new_tokens),
             ("forward_steps", "Forwards of the model, counted once for each answer in them", counts.steps),
             ("requests_refused", "Requests refused because too many waited", counts.refused),
+            ("num_preemptions", "Answers that were put back because pages had run out", counts.put_back),
             (
                 "prefix_cache_queries",
                 "Prompt tokens looked for among texts that were read before",

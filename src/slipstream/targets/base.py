@@ -177,6 +177,11 @@ class Target(ABC):
         each = zip(slots, trees, known, strict=True)
         return [self.score([slot], [tree], want, nodes)[0] for slot, tree, nodes in each]
 
+    @property
+    def filled(self) -> float | None:
+        """The share of its pages that texts hold, kept ones included; None: it has none."""
+        return None
+
     def release(self) -> None:  # noqa: B027  most have nothing to do
         """Nobody needs it any more: its memory goes back at once, whoever still refers to it."""
 

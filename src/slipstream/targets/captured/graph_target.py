@@ -128,6 +128,10 @@ class GraphTarget(Target):
     def close(self, slot: Slot) -> None:
         self.arena.close(slot)
 
+    @property
+    def filled(self) -> float:
+        return 1 - self.arena.free / (self.arena.pages - 1)
+
     def release(self) -> None:
         self._steps.clear()
         self._told.clear()

@@ -282,7 +282,7 @@ def test_where_pages_are_scarce_texts_are_put_back_and_nothing_is_lost(drafter, 
     assert [listener.tokens for listener in found] == expected
     counts = service.so_far()
     assert counts.put_back > 0
-    assert 0 < target.filled < 1
+    assert 0 < target.filled <= 1
     assert counts.found_tokens > 200
     service.close()
     assert target.arena.free == target.arena.pages - 1

@@ -37,8 +37,8 @@ def tune(
     with busy("loading the model"):
         check_place(dtype, device)
         from slipstream.training.prompts import read_questions
-        from slipstream.training.tune import TuneSettings
         from slipstream.training.tune import tune as run
+        from slipstream.training.tuned import TuneSettings
 
         settings = TuneSettings(minutes, head, max_new_tokens, seed)
     if out_folder is not None:
@@ -51,6 +51,7 @@ def tune(
         from slipstream.kept import cache_folder
         from slipstream.targets import load_model
         from slipstream.training.processes import Processes
+        from slipstream.training.tune_page import PAGE
 
         target, tokenizer = load_model(model, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
     folder = out_folder or cache_folder() / "tuned" / f"{fingerprint(target)[:16]}-{head}"
@@ -59,7 +60,7 @@ def tune(
         with watching(Processes(str(target.device))) as watch:
             found = run(target, tokenizer, folder, settings, given, lambda said: err.print(said, markup=False), watch)
     except KeyboardInterrupt:
-        err.print("stopped: the same command goes on from here", markup=False)
+        err.print(f"stopped: the same command goes on from here; so far: {folder / PAGE}", markup=False)
         raise
     taken = ", ".join(f"{name} {seconds / 60:.1f}" for name, seconds in found.spent.items())
     out.print(f"{found.prompts:,} prompts; minutes: {taken}; right on held-out texts: {shares(found.accuracy)}")
@@ -70,3 +71,4 @@ def tune(
         out.print("It is registered: auto asks it for this model from now on.")
     else:
         out.print(f"That it pays is not shown, so it is not registered; it is in {folder / 'head'}.", markup=False)
+    out.print(f"charts and all numbers: {folder / PAGE}", markup=False)

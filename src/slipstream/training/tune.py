@@ -8,20 +8,18 @@ All of that lies in one folder, so that an interrupted run goes on in whichever 
     answers.jsonl   as `collect` writes it
     head/           as `train` writes it
     tuned.json      what the plan was, what each phase took, and what came of it
+    tune.html       the same as a page with charts, written whenever it stops
 """
 
 from __future__ import annotations
 
-import json
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain, islice
 from pathlib import Path
 from time import perf_counter
 from typing import Any
-
-import numpy as np
 
 from slipstream.errors import OptionError
 from slipstream.evaluate.workloads import builtin
@@ -31,97 +29,18 @@ from slipstream.llm import LLM
 from slipstream.training import checkpoint
 from slipstream.training.collect import CollectSettings, collect, has_template
 from slipstream.training.loop import TrainingPlan, Watch
+from slipstream.training.own_prompts import append, read_prompts, split, write_prompts
 from slipstream.training.prompts import Question
 from slipstream.training.recipes import find
 from slipstream.training.train import Lesson, train
-from slipstream.user_files import write_text
+from slipstream.training.tune_page import write_page
+from slipstream.training.tuned import OWN, Trial, Tuned, TuneSettings
 
 # Of the time. Answers are what a head learns from, but each is read many times; the trial must tell a tenth from noise.
 ANSWERING, TRAINING, TRYING = 0.4, 0.45, 0.15
-DRAWN = 64  # prompts that the model writes at a time
-HELD_OUT = 10  # every so many-th prompt is for the trial
-WORDS = 4  # in a row: a prompt most of whose runs were there before is much the same
-MARK = "\N{OBJECT REPLACEMENT CHARACTER}"
+EVALUATE = 50  # steps between two looks at the accuracy: few texts are held out, so a look costs little
 
 Tell = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class TuneSettings:
-    minutes: float = 20.0
-    head: str = "eagle3"
-    max_new_tokens: int = 256  # of an answer
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        find(self.head)
-        for name in ("minutes", "max_new_tokens"):
-            if not getattr(self, name) > 0:
-                raise OptionError(f"{name}={getattr(self, name)} is out of range: it must be more than 0")
-
-
-@dataclass
-class Trial:
-    """Seconds per token of one prompt, by contestant."""
-
-    kind: str  # own: a prompt like those it was trained on; builtin
-    seconds: dict[str, float]
-    same: bool  # whether all said the same
-
-
-@dataclass
-class Tuned:
-    """What is known of a run so far."""
-
-    settings: TuneSettings
-    model: str
-    spent: dict[str, float] = field(default_factory=dict)  # seconds by phase
-    prompts: int = 0
-    accuracy: list[float] = field(default_factory=list)
-    trials: list[Trial] = field(default_factory=list)
-    registered: bool | None = None  # None: not decided yet
-
-    def gain(self, over: str) -> float:
-        """How many times as fast `auto` with the head is: a geometric mean over the prompts."""
-        return float(np.exp(np.mean(self._logs(over)))) if self.trials else 0.0
-
-    def at_least(self, over: str) -> float:
-        """The lower end of the 95% interval of that: four prompts on a busy machine prove little."""
-        logs = self._logs(over)
-        if not logs:
-            return 0.0
-        means = np.random.default_rng(0).choice(logs, (2000, len(logs))).mean(1)
-        return float(np.exp(np.quantile(means, 0.025)))
-
-    def _logs(self, over: str) -> list[float]:
-        return [float(np.log(t.seconds[over] / t.seconds["with"])) for t in self.trials]
-
-    def save(self, folder: Path) -> None:
-        write_text(folder / "tuned.json", json.dumps(asdict(self), indent=1))
-
-    @classmethod
-    def open(cls, folder: Path, settings: TuneSettings, model: str) -> Tuned:
-        """As it was left; refused if it was begun for something else."""
-        try:
-            known = json.loads((folder / "tuned.json").read_text(encoding="utf-8"))
-            found = cls(
-                **{
-                    **known,
-                    "settings": TuneSettings(**known["settings"]),
-                    "trials": [Trial(**t) for t in known["trials"]],
-                }
-            )
-        except FileNotFoundError:
-            return cls(settings, model)
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            raise OptionError(f"{folder / 'tuned.json'} can't be read: {error}. Name another folder") from error
-        if (replace(found.settings, minutes=settings.minutes), found.model) != (settings, model):
-            raise OptionError(
-                f"{folder} holds a run for {found.model} with {found.settings}, not for {model} with {settings}: go on "
-                "with the same, or name another folder"
-            )
-        found.settings = settings  # more minutes may be given
-        return found
 
 
 def tune(
@@ -138,17 +57,35 @@ def tune(
         raise OptionError("tune needs the model's tokenizer: it writes and reads prompts as text")
     folder.mkdir(parents=True, exist_ok=True)
     run = Tuned.open(folder, settings, Lender.of(model).name)
-    if not run.accuracy:
-        with LLM(model, tokenizer, "none", max_batch=batch_of(model)) as llm:
-            answer(llm, folder, run, given, tell)
-        learn(model, folder, run, tell, watch)
-    if run.registered is None:
-        attempt(model, tokenizer, folder, run, tell)
-        run.registered = run.at_least("without") > 1 and run.gain("plain") > 1
-        if run.registered:
-            add(folder / "head", model)
+    try:
+        if not run.accuracy:
+            with LLM(model, tokenizer, "none", max_batch=batch_of(model)) as llm:
+                answer(llm, folder, run, given, tell)
+            learn(model, folder, run, tell, watch)
+        if run.registered is None:
+            attempt(model, tokenizer, folder, run, tell)
+            decide(model, folder, run)
+    finally:  # interrupted, it shows how far it came
         run.save(folder)
+        write_page(run, model, folder)
     return run
+
+
+def decide(model: Any, folder: Path, run: Tuned) -> None:
+    """The head is registered if the measured gain is beyond noise."""
+    run.registered = run.at_least("without") > 1 and run.gain("plain") > 1
+    if run.registered:
+        add(folder / "head", model)
+
+
+@contextmanager
+def timed(run: Tuned, phase: str) -> Iterator[None]:
+    """What it takes is added to the phase's time, even if it is interrupted."""
+    clock = perf_counter()
+    try:
+        yield
+    finally:
+        run.spent[phase] = run.spent.get(phase, 0.0) + perf_counter() - clock
 
 
 def batch_of(model: Any) -> int:
@@ -171,19 +108,18 @@ def answer(llm: LLM, folder: Path, run: Tuned, given: Sequence[Question], tell: 
         source = chain(source, write_prompts(llm, asked, run.settings.seed))
     at_most = 60 * ANSWERING * run.settings.minutes
     while True:
-        clock = perf_counter()
-        found = collect(llm, split(asked)[0], out, collecting)  # the first time: those that an earlier run left
+        with timed(run, "answering"):
+            # The first time: those that an earlier run left.
+            found = collect(llm, split(asked)[0], out, collecting)
         run.prompts = len(asked)
-        run.spent["answering"] = run.spent.get("answering", 0.0) + perf_counter() - clock
         run.save(folder)
         part = min(1.0, run.spent["answering"] / at_most)
         if asked:
             tell(f"answering: {len(asked):,} prompts, {found.tokens:,} tokens more, {part:.0%} of its time")
         if asked and part >= 1:
             return
-        clock = perf_counter()
-        new = [q for q in islice(source, llm.engine.max_batch) if q.id not in known]
-        run.spent["answering"] += perf_counter() - clock
+        with timed(run, "answering"):
+            new = [q for q in islice(source, llm.engine.max_batch) if q.id not in known]
         if not new and not asked:
             raise OptionError(
                 "no prompts: the model wrote none that end, and none were given. Name some with --prompts"
@@ -195,83 +131,32 @@ def answer(llm: LLM, folder: Path, run: Tuned, given: Sequence[Question], tell: 
         known.update(question.id for question in new)
 
 
-def write_prompts(llm: LLM, known: Sequence[Question], seed: int) -> Iterator[Question]:
-    """What the model expects users to say: it goes on where its template lets the user speak, or after its first token
-    where it has no template. Near-duplicates are left out; it ends when nearly all are."""
-    opening, seen, barren = user_opening(llm), set[str](), 0
-    for question in known:
-        is_new(question.turns[0], seen)
-    draw = len(known)
-    while barren < 4:
-        results = llm.generate(opening, n=DRAWN, seed=seed + draw, temperature=1.0, top_p=0.95, max_new_tokens=96)
-        draw += 1 + DRAWN
-        ended = [r.text.strip() for r in results if r.finish_reason == "stop" or not has_template(llm)]
-        new = [text for text in ended if len(text.split()) >= 3 and is_new(text, seen)]
-        barren = 0 if len(new) > DRAWN // 16 else barren + 1
-        yield from (Question((text,)) for text in new)
-
-
-def user_opening(llm: LLM) -> list[int]:
-    """The tokens after which a user speaks."""
-    if has_template(llm):
-        text = llm.tokenizer.apply_chat_template([{"role": "user", "content": MARK}], tokenize=False)
-        return list(llm.tokenizer(text[: text.index(MARK)], add_special_tokens=False)["input_ids"])
-    first = llm.tokenizer.bos_token_id
-    return [llm.tokenizer.eos_token_id if first is None else first]
-
-
-def is_new(text: str, seen: set[str]) -> bool:
-    """Whether half or more of its runs of words are new. They are seen then."""
-    words = text.lower().split()
-    runs = {" ".join(words[i : i + WORDS]) for i in range(max(1, len(words) - WORDS + 1))}
-    fresh = 2 * len(runs - seen) >= len(runs) and bool(runs - seen)
-    seen |= runs
-    return fresh
-
-
-def split(asked: Sequence[Question]) -> tuple[list[Question], list[Question]]:
-    """Those to learn from, and those for the trial."""
-    learnt = [q for i, q in enumerate(asked) if (i + 1) % HELD_OUT]
-    return learnt, [q for i, q in enumerate(asked) if not (i + 1) % HELD_OUT]
-
-
-def read_prompts(file: Path) -> list[Question]:
-    """What a killed run left of its last line is left out."""
-    try:
-        lines = file.read_text(encoding="utf-8").split("\n")[:-1]
-    except FileNotFoundError:
-        return []
-    return [Question(tuple(json.loads(line)["turns"]), json.loads(line)["system"]) for line in lines]
-
-
-def append(file: Path, questions: Iterable[Question]) -> None:
-    with file.open("a", encoding="utf-8") as out:
-        for question in questions:
-            out.write(json.dumps(asdict(question), ensure_ascii=False) + "\n")
-
-
 # ---- the head
 
 
 def learn(model: Any, folder: Path, run: Tuned, tell: Tell, watch: Watch | None) -> None:
     tell("training")
-    clock, place = perf_counter(), folder / "head"
+    place = folder / "head"
     plan = TrainingPlan(
-        minutes=TRAINING * run.settings.minutes, rate=find(run.settings.head).rate, seed=run.settings.seed
+        minutes=TRAINING * run.settings.minutes,
+        rate=find(run.settings.head).rate,
+        seed=run.settings.seed,
+        eval_every=EVALUATE,
     )
     going = (place / checkpoint.NAME).is_file()
     if place.exists() and not going:  # killed before its first checkpoint: nothing was learnt
         shutil.rmtree(place)
-    done = train(model, [folder / "answers.jsonl"], place, Lesson(run.settings.head), plan, resume=going, watch=watch)
+    lesson = Lesson(run.settings.head)
+    with timed(run, "training"):
+        done = train(model, [folder / "answers.jsonl"], place, lesson, plan, resume=going, watch=watch)
     run.accuracy = done.accuracy
-    run.spent["training"] = run.spent.get("training", 0.0) + perf_counter() - clock
     run.save(folder)
 
 
 def attempt(model: Any, tokenizer: Any, folder: Path, run: Tuned, tell: Tell) -> None:
     """Plain decoding, `auto` as it is and `auto` with the head take turns on prompts that it has not seen."""
-    own = [("own", q) for q in split(read_prompts(folder / "prompts.jsonl"))[1]]
-    others = [("builtin", Question(p.turns[:1])) for p in builtin()[1::2]]
+    own = [(OWN, q) for q in split(read_prompts(folder / "prompts.jsonl"))[1]]
+    others = [(p.category, Question(p.turns[:1])) for p in builtin()[1::2]]
     asked = [each for pair in zip(own, others, strict=False) for each in pair] or others
     known = [str(path) for _, path in heads_for(model)]
     makes: dict[str, dict[str, Any]] = {
@@ -279,22 +164,36 @@ def attempt(model: Any, tokenizer: Any, folder: Path, run: Tuned, tell: Tell) ->
         "without": {"drafter": "auto"},
         "with": {"drafter": "auto", "heads": [*known, str(folder / "head")]},
     }
+    run.trials = []  # of an interrupted run: `auto` was in another state there
     llms = {name: LLM(model, tokenizer, **options) for name, options in makes.items()}
     clock, at_most = perf_counter(), 60 * TRYING * run.settings.minutes
-    for kind, question in asked:
-        prompt: Any = question.turns[0]
-        if has_template(llms["plain"]):
-            prompt = [{"role": "user", "content": prompt}]
-        taken, texts = dict[str, float](), []
-        for name, llm in llms.items():
-            result = llm.generate(prompt, max_new_tokens=64)
-            taken[name] = (result.stats.seconds - result.stats.first_token_seconds) / max(1, len(result.tokens) - 1)
-            texts.append(result.tokens)
-        run.trials.append(Trial(kind, taken, all(text == texts[0] for text in texts)))
-        gained = f"{run.gain('plain'):.2f} × plain, {run.gain('without'):.2f} × auto before"
-        tell(f"trying: {len(run.trials)} prompts, {gained}")
-        if len(run.trials) >= 4 and perf_counter() - clock > at_most:
-            break
-    run.spent["trying"] = perf_counter() - clock
-    for llm in llms.values():
-        llm.close()
+    try:
+        with timed(run, "trying"):
+            for kind, question in asked:
+                found = compare(llms, kind, question)
+                if min(found.tokens.values()) < 2:  # nothing was decoded behind the first token: there is no speed
+                    continue
+                run.trials.append(found)
+                gained = f"{run.gain('plain'):.2f} × plain, {run.gain('without'):.2f} × auto before"
+                tell(f"trying: {len(run.trials)} prompts, {gained}")
+                if len(run.trials) >= 4 and perf_counter() - clock > at_most:
+                    break
+    finally:
+        for llm in llms.values():
+            llm.close()
+
+
+def compare(llms: dict[str, LLM], kind: str, question: Question) -> Trial:
+    """One prompt, answered by all."""
+    prompt: Any = question.turns[0]
+    if has_template(llms["plain"]):
+        prompt = [{"role": "user", "content": prompt}]
+    results = {name: llm.generate(prompt, max_new_tokens=64) for name, llm in llms.items()}
+    texts = [result.tokens for result in results.values()]
+    return Trial(
+        kind,
+        {n: (r.stats.seconds - r.stats.first_token_seconds) / max(1, len(r.tokens) - 1) for n, r in results.items()},
+        all(text == texts[0] for text in texts),
+        {name: result.stats.new_tokens for name, result in results.items()},
+        {name: result.stats.steps for name, result in results.items()},
+    )

@@ -5,7 +5,8 @@ tried on prompts that it has not seen, against plain decoding and against `auto`
 All of that lies in one folder, so that an interrupted run goes on in whichever phase it was:
 
     prompts.jsonl   what was asked, one question a line
-    answers.jsonl   as `collect` writes it
+    answers.jsonl   as `collect` writes it, or from a datastore that `--learn` filled
+    held.jsonl      in the second case: answers for the trial
     head/           as `train` writes it
     tuned.json      what the plan was, what each phase took, and what came of it
     tune.html       the same as a page with charts, written whenever it stops
@@ -21,18 +22,20 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from slipstream.errors import OptionError
+from slipstream.errors import ContextError, OptionError
 from slipstream.evaluate.workloads import builtin
 from slipstream.heads.base import Lender
-from slipstream.heads.registry import add, heads_for
+from slipstream.heads.registry import add, entries, heads_for, remove
 from slipstream.llm import LLM
+from slipstream.text import Prompt
 from slipstream.training import checkpoint
 from slipstream.training.collect import CollectSettings, collect, has_template
+from slipstream.training.learned import ANSWERS, openings, take_answers
 from slipstream.training.loop import TrainingPlan, Watch
 from slipstream.training.own_prompts import append, read_prompts, split, write_prompts
 from slipstream.training.prompts import Question
 from slipstream.training.recipes import find
-from slipstream.training.train import Lesson, train
+from slipstream.training.train import Lesson, start_from, train
 from slipstream.training.tune_page import write_page
 from slipstream.training.tuned import OWN, Trial, Tuned, TuneSettings
 
@@ -57,10 +60,16 @@ def tune(
         raise OptionError("tune needs the model's tokenizer: it writes and reads prompts as text")
     folder.mkdir(parents=True, exist_ok=True)
     run = Tuned.open(folder, settings, Lender.of(model).name)
+    if not run.accuracy:  # what can't be is refused before anything is kept
+        if settings.start is not None:
+            start_from(settings.start, model, Lesson(settings.head), {})
+        if settings.store is not None:
+            take(model, tokenizer, folder, run, tell)
     try:
         if not run.accuracy:
-            with LLM(model, tokenizer, "none", max_batch=batch_of(model)) as llm:
-                answer(llm, folder, run, given, tell)
+            if settings.store is None:
+                with LLM(model, tokenizer, "none", max_batch=batch_of(model)) as llm:
+                    answer(llm, folder, run, given, tell)
             learn(model, folder, run, tell, watch)
         if run.registered is None:
             attempt(model, tokenizer, folder, run, tell)
@@ -72,10 +81,19 @@ def tune(
 
 
 def decide(model: Any, folder: Path, run: Tuned) -> None:
-    """The head is registered if the measured gain is beyond noise."""
+    """The measured gain decides: beyond noise, the head is registered, in place of the one that it began with."""
     run.registered = run.at_least("without") > 1 and run.gain("plain") > 1
-    if run.registered:
-        add(folder / "head", model)
+    if not run.registered:
+        return
+    add(folder / "head", model)
+    if (old := run.settings.start) is not None and Path(old).resolve() in registered(model):
+        remove(old)
+
+
+def registered(model: Any) -> list[Path]:
+    """Folders of the heads for this model, without those that come with slipstream."""
+    own = {entry.folder for entry in entries()}
+    return [path for _, path in heads_for(model) if str(path) in own]
 
 
 @contextmanager
@@ -96,9 +114,19 @@ def batch_of(model: Any) -> int:
 # ---- prompts and answers
 
 
+def take(model: Any, tokenizer: Any, folder: Path, run: Tuned, tell: Tell) -> None:
+    """The answers that a datastore holds, as it is when the run begins."""
+    if (folder / ANSWERS).exists():
+        return
+    store, collection = Path(str(run.settings.store)), run.settings.collection
+    run.prompts = take_answers(store, collection, model, tokenizer, folder)
+    tell(f"{run.prompts:,} answers from {store}")
+    run.save(folder)
+
+
 def answer(llm: LLM, folder: Path, run: Tuned, given: Sequence[Question], tell: Tell) -> None:
     """Prompts are written, or taken, and answered, until its share of the time is over."""
-    file, out = folder / "prompts.jsonl", folder / "answers.jsonl"
+    file, out = folder / "prompts.jsonl", folder / ANSWERS
     collecting = CollectSettings(run.settings.max_new_tokens, seed=run.settings.seed)
     asked = read_prompts(file)
     known = {question.id for question in asked}
@@ -137,8 +165,9 @@ def answer(llm: LLM, folder: Path, run: Tuned, given: Sequence[Question], tell: 
 def learn(model: Any, folder: Path, run: Tuned, tell: Tell, watch: Watch | None) -> None:
     tell("training")
     place = folder / "head"
+    share = TRAINING if run.settings.store is None else ANSWERING + TRAINING
     plan = TrainingPlan(
-        minutes=TRAINING * run.settings.minutes,
+        minutes=share * run.settings.minutes,
         rate=find(run.settings.head).rate,
         seed=run.settings.seed,
         eval_every=EVALUATE,
@@ -148,29 +177,25 @@ def learn(model: Any, folder: Path, run: Tuned, tell: Tell, watch: Watch | None)
         shutil.rmtree(place)
     lesson = Lesson(run.settings.head)
     with timed(run, "training"):
-        done = train(model, [folder / "answers.jsonl"], place, lesson, plan, resume=going, watch=watch)
+        how: dict[str, Any] = {"start": run.settings.start, "resume": going, "watch": watch}
+        done = train(model, [folder / ANSWERS], place, lesson, plan, **how)
     run.accuracy = done.accuracy
     run.save(folder)
 
 
 def attempt(model: Any, tokenizer: Any, folder: Path, run: Tuned, tell: Tell) -> None:
     """Plain decoding, `auto` as it is and `auto` with the head take turns on prompts that it has not seen."""
-    own = [(OWN, q) for q in split(read_prompts(folder / "prompts.jsonl"))[1]]
-    others = [(p.category, Question(p.turns[:1])) for p in builtin()[1::2]]
-    asked = [each for pair in zip(own, others, strict=False) for each in pair] or others
-    known = [str(path) for _, path in heads_for(model)]
-    makes: dict[str, dict[str, Any]] = {
-        "plain": {"drafter": "none"},
-        "without": {"drafter": "auto"},
-        "with": {"drafter": "auto", "heads": [*known, str(folder / "head")]},
-    }
+    llms = {name: LLM(model, tokenizer, **options) for name, options in contestants(model, folder, run).items()}
+    asked = trial_prompts(folder, run, has_template(llms["plain"]))
     run.trials = []  # of an interrupted run: `auto` was in another state there
-    llms = {name: LLM(model, tokenizer, **options) for name, options in makes.items()}
     clock, at_most = perf_counter(), 60 * TRYING * run.settings.minutes
     try:
         with timed(run, "trying"):
-            for kind, question in asked:
-                found = compare(llms, kind, question)
+            for kind, prompt in asked:
+                try:
+                    found = compare(llms, kind, prompt)
+                except ContextError:  # longer than this model reads
+                    continue
                 if min(found.tokens.values()) < 2:  # nothing was decoded behind the first token: there is no speed
                     continue
                 run.trials.append(found)
@@ -183,11 +208,35 @@ def attempt(model: Any, tokenizer: Any, folder: Path, run: Tuned, tell: Tell) ->
             llm.close()
 
 
-def compare(llms: dict[str, LLM], kind: str, question: Question) -> Trial:
+def contestants(model: Any, folder: Path, run: Tuned) -> dict[str, dict[str, Any]]:
+    """Options of an LLM for each. The head that training began with drafts before, the new one in its place."""
+    known, old = [str(path) for _, path in heads_for(model)], run.settings.start
+    others = [path for path in known if old is None or Path(path) != Path(old).resolve()]
+    before = known if old is None else [*others, old]
+    return {
+        "plain": {"drafter": "none"},
+        "without": {"drafter": "auto", "heads": before},
+        "with": {"drafter": "auto", "heads": [*others, str(folder / "head")]},
+    }
+
+
+def trial_prompts(folder: Path, run: Tuned, template: bool) -> list[tuple[str, Prompt]]:
+    """Kinds and prompts: own ones and built-in ones by turns."""
+
+    def asked(said: str) -> Prompt:
+        return [{"role": "user", "content": said}] if template else said
+
+    own: list[tuple[str, Prompt]]
+    if run.settings.store is not None:
+        own = [(OWN, tokens) for tokens in openings(folder)]
+    else:
+        own = [(OWN, asked(q.turns[0])) for q in split(read_prompts(folder / "prompts.jsonl"))[1]]
+    others = [(p.category, asked(p.turns[0])) for p in builtin()[1::2]]
+    return [each for pair in zip(own, others, strict=False) for each in pair] or others or own
+
+
+def compare(llms: dict[str, LLM], kind: str, prompt: Prompt) -> Trial:
     """One prompt, answered by all."""
-    prompt: Any = question.turns[0]
-    if has_template(llms["plain"]):
-        prompt = [{"role": "user", "content": prompt}]
     results = {name: llm.generate(prompt, max_new_tokens=64) for name, llm in llms.items()}
     texts = [result.tokens for result in results.values()]
     return Trial(

@@ -37,9 +37,10 @@ def training_log(folder: Path) -> list[dict[str, Any]]:
 
 def page(run: Tuned, about: dict[str, Any], lines: Sequence[dict[str, Any]]) -> str:
     document = {"provenance": {**about, "options": asdict(run.settings)}}
-    said = (
-        f"An {run.settings.head} head" if run.settings.head[0] in "ae" else f"A {run.settings.head} head"
-    ) + f" from {run.prompts:,} prompts, tried on {len(run.trials)} that it had not seen."
+    kind = run.settings.head
+    texts = "prompts" if run.settings.store is None else "answers of a datastore"
+    said = f"A{'n' * (kind[0] in 'ae')} {kind} head from {run.prompts:,} {texts}, "
+    said += f"tried on {len(run.trials)} prompts that it had not seen."
     return sheet(document, "tune", escape(said), _figures(run), _notes(run), _charts(run, lines), _table(run))
 
 
@@ -70,6 +71,8 @@ def _notes(run: Tuned) -> str:
         notes.append(f'<li class="warning">Incomplete: {done}. The same command goes on from here.</li>')
     elif run.registered:
         notes.append("<li>The head is registered: auto asks it for this model from now on.</li>")
+    elif run.settings.start is not None:
+        notes.append("<li>That the new head is better is not shown, so the old one stays.</li>")
     else:
         notes.append("<li>That the head pays is not shown, so it is not registered.</li>")
     if differ := sum(not trial.same for trial in run.trials):
@@ -82,7 +85,10 @@ def _notes(run: Tuned) -> str:
 
 def names(run: Tuned) -> dict[str, str]:
     """The contestants, as they are called on the page."""
-    return {"plain": PLAIN, "without": "auto before", "with": f"auto with the {run.settings.head} head"}
+    kind = run.settings.head
+    if run.settings.start is None:
+        return {"plain": PLAIN, "without": "auto before", "with": f"auto with the {kind} head"}
+    return {"plain": PLAIN, "without": "auto with the old head", "with": f"auto with the new {kind} head"}
 
 
 def looks(run: Tuned) -> dict[str, Mark]:

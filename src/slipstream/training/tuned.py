@@ -23,6 +23,9 @@ class TuneSettings:
     head: str = "eagle3"
     max_new_tokens: int = 256  # of an answer
     seed: int = 0
+    store: str | None = None  # a datastore whose answers are learnt from; None: fresh ones
+    collection: str = "default"  # of the store
+    start: str | None = None  # a head to begin with; None: a fresh one
 
     def __post_init__(self) -> None:
         find(self.head)

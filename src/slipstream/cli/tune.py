@@ -50,7 +50,10 @@ def tune(
     ] = None,
     dtype: o.Dtype = None,
     device: o.Device = None,
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", help="The longest answer.")] = 256,
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option("--max-new-tokens", "-n", help="The longest answer. Default: 256, less on a CPU that is slow."),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of prompts, first weights and the order of texts.")] = 0,
     trust_remote_code: o.Trust = False,
 ) -> None:

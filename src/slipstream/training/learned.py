@@ -52,6 +52,12 @@ def take_answers(store: Path, collection: str, model: Any, tokenizer: Any, folde
     return len(learnt)
 
 
+def count_tokens(folder: Path) -> int:
+    """Of the answers to learn from."""
+    with (folder / ANSWERS).open(encoding="utf-8") as lines:
+        return sum(len(json.loads(line)["tokens"]) for line in lines)
+
+
 def openings(folder: Path) -> list[list[int]]:
     """What the trial goes on from: the first halves of the answers that were held out."""
     lines = (folder / HELD).read_text(encoding="utf-8").splitlines()

@@ -24,12 +24,13 @@ def write_prompts(llm: LLM, known: Sequence[Question], seed: int) -> Iterator[Qu
     for question in known:
         is_new(question.turns[0], seen)
     draw = len(known)
+    at_once = min(DRAWN, 2 * llm.engine.max_batch)  # few where batches are small: the clock is looked at in between
     while barren < 4:
-        results = llm.generate(opening, n=DRAWN, seed=seed + draw, temperature=1.0, top_p=0.95, max_new_tokens=96)
-        draw += 1 + DRAWN
+        results = llm.generate(opening, n=at_once, seed=seed + draw, temperature=1.0, top_p=0.95, max_new_tokens=96)
+        draw += 1 + at_once
         ended = [r.text.strip() for r in results if r.finish_reason == "stop" or not has_template(llm)]
         new = [text for text in ended if len(text.split()) >= 3 and is_new(text, seen)]
-        barren = 0 if len(new) > DRAWN // 16 else barren + 1
+        barren = 0 if len(new) > at_once // 16 else barren + 1
         yield from (Question((text,)) for text in new)
 
 

@@ -30,7 +30,19 @@ from slipstream.llm import LLM
 from slipstream.text import Prompt
 from slipstream.training import checkpoint
 from slipstream.training.collect import CollectSettings, collect, has_template
-from slipstream.training.learned import ANSWERS, openings, take_answers
+from slipstream.training.estimate import (
+    ANSWERING,
+    TRAINING,
+    TRYING,
+    Costs,
+    Estimate,
+    Given,
+    check,
+    ending,
+    estimate,
+    measure,
+)
+from slipstream.training.learned import ANSWERS, count_tokens, openings, take_answers
 from slipstream.training.loop import TrainingPlan, Watch
 from slipstream.training.own_prompts import append, read_prompts, split, write_prompts
 from slipstream.training.prompts import Question
@@ -39,9 +51,8 @@ from slipstream.training.train import Lesson, start_from, train
 from slipstream.training.tune_page import write_page
 from slipstream.training.tuned import OWN, Trial, Tuned, TuneSettings
 
-# Of the time. Answers are what a head learns from, but each is read many times; the trial must tell a tenth from noise.
-ANSWERING, TRAINING, TRYING = 0.4, 0.45, 0.15
-EVALUATE = 50  # steps between two looks at the accuracy: few texts are held out, so a look costs little
+LINES, LOOKS = 40, 12  # of loss and of accuracy in the log of a run, about: a curve that one can read
+LOG, EVALUATE = 20, 50  # steps between them at most: few texts are held out, so a look costs little
 
 Tell = Callable[[str], None]
 
@@ -54,8 +65,10 @@ def tune(
     given: Sequence[Question] = (),
     tell: Tell = lambda _: None,
     watch: Watch | None = None,
+    costs: Costs | None = None,
 ) -> Tuned:
-    """given: prompts; without any the model writes them. tell: is told in words how far it is; watch: the training."""
+    """given: prompts; without any the model writes them. tell: is told in words how far it is; watch: the training.
+    costs: of this machine; None: they are measured."""
     if tokenizer is None:
         raise OptionError("tune needs the model's tokenizer: it writes and reads prompts as text")
     folder.mkdir(parents=True, exist_ok=True)
@@ -65,9 +78,12 @@ def tune(
             start_from(settings.start, model, Lesson(settings.head), {})
         if settings.store is not None:
             take(model, tokenizer, folder, run, tell)
+        if run.plan is None:
+            run.plan = foresee(model, tokenizer, folder, run, given, tell, costs)
     try:
         if not run.accuracy:
-            if settings.store is None:
+            # Once training has begun its texts stay as they are, even if more minutes were given.
+            if settings.store is None and not (folder / "head" / checkpoint.NAME).is_file():
                 with LLM(model, tokenizer, "none", max_batch=batch_of(model)) as llm:
                     answer(llm, folder, run, given, tell)
             learn(model, folder, run, tell, watch)
@@ -96,6 +112,11 @@ def registered(model: Any) -> list[Path]:
     return [path for _, path in heads_for(model) if str(path) in own]
 
 
+def planned(run: Tuned) -> Estimate:
+    assert run.plan is not None  # `tune` has made one
+    return run.plan
+
+
 @contextmanager
 def timed(run: Tuned, phase: str) -> Iterator[None]:
     """What it takes is added to the phase's time, even if it is interrupted."""
@@ -109,6 +130,27 @@ def timed(run: Tuned, phase: str) -> Iterator[None]:
 def batch_of(model: Any) -> int:
     """Answers at a time: on a CPU rows cost."""
     return 8 if model.device.type == "cpu" else 32
+
+
+def foresee(
+    model: Any, tokenizer: Any, folder: Path, run: Tuned, given: Sequence[Question], tell: Tell, costs: Costs | None
+) -> Estimate:
+    """What will fit, told before it is begun; refused if that is too little for anything."""
+    settings, batch = run.settings, batch_of(model)
+    tell("measuring what fits into the time")
+    ready = given or [Question(p.turns[:1]) for p in builtin()[::2]]
+    with LLM(model, tokenizer, "none", max_batch=batch) as llm:
+        costs = costs or measure(llm, model, settings.head, settings.start, batch)
+        if settings.store is not None:
+            there = Given(texts=run.prompts, tokens=count_tokens(folder))
+        else:
+            turns = sum(len(question.turns) for question in ready) / max(1, len(ready))
+            ends = ending(llm, ready[: 2 * batch])
+            there = Given(len(given) or None, len(ready), turns or 1.0, ends)
+    found = estimate(costs, settings.minutes, there, settings.max_new_tokens, model.device.type == "cpu")
+    check(found, settings.minutes, str(model.device))
+    tell(found.in_words(settings.minutes))
+    return found
 
 
 # ---- prompts and answers
@@ -127,7 +169,7 @@ def take(model: Any, tokenizer: Any, folder: Path, run: Tuned, tell: Tell) -> No
 def answer(llm: LLM, folder: Path, run: Tuned, given: Sequence[Question], tell: Tell) -> None:
     """Prompts are written, or taken, and answered, until its share of the time is over."""
     file, out = folder / "prompts.jsonl", folder / ANSWERS
-    collecting = CollectSettings(run.settings.max_new_tokens, seed=run.settings.seed)
+    collecting = CollectSettings(planned(run).max_new_tokens, seed=run.settings.seed)
     asked = read_prompts(file)
     known = {question.id for question in asked}
     ready = given or [Question(p.turns[:1]) for p in builtin()[::2]]
@@ -170,7 +212,9 @@ def learn(model: Any, folder: Path, run: Tuned, tell: Tell, watch: Watch | None)
         minutes=share * run.settings.minutes,
         rate=find(run.settings.head).rate,
         seed=run.settings.seed,
-        eval_every=EVALUATE,
+        batch_tokens=planned(run).batch_tokens,
+        log_every=max(1, min(LOG, planned(run).steps // LINES)),
+        eval_every=max(1, min(EVALUATE, planned(run).steps // LOOKS)),
     )
     going = (place / checkpoint.NAME).is_file()
     if place.exists() and not going:  # killed before its first checkpoint: nothing was learnt

@@ -36,7 +36,8 @@ def training_log(folder: Path) -> list[dict[str, Any]]:
 
 
 def page(run: Tuned, about: dict[str, Any], lines: Sequence[dict[str, Any]]) -> str:
-    document = {"provenance": {**about, "options": asdict(run.settings)}}
+    expected = {} if run.plan is None else {"expected": run.plan.in_words(run.settings.minutes)}
+    document = {"provenance": {**about, **expected, "options": asdict(run.settings)}}
     kind = run.settings.head
     texts = "prompts" if run.settings.store is None else "answers of a datastore"
     said = f"A{'n' * (kind[0] in 'ae')} {kind} head from {run.prompts:,} {texts}, "

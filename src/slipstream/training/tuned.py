@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from slipstream.errors import OptionError
+from slipstream.training.estimate import Estimate
 from slipstream.training.recipes import find
 from slipstream.user_files import write_text
 
@@ -21,7 +22,7 @@ OWN = "own"  # the kind of prompts like those it was trained on
 class TuneSettings:
     minutes: float = 20.0
     head: str = "eagle3"
-    max_new_tokens: int = 256  # of an answer
+    max_new_tokens: int | None = None  # of an answer; None: as many as the time allows, 256 at most
     seed: int = 0
     store: str | None = None  # a datastore whose answers are learnt from; None: fresh ones
     collection: str = "default"  # of the store
@@ -30,7 +31,7 @@ class TuneSettings:
     def __post_init__(self) -> None:
         find(self.head)
         for name in ("minutes", "max_new_tokens"):
-            if not getattr(self, name) > 0:
+            if getattr(self, name) is not None and not getattr(self, name) > 0:
                 raise OptionError(f"{name}={getattr(self, name)} is out of range: it must be more than 0")
 
 
@@ -56,6 +57,7 @@ class Tuned:
     accuracy: list[float] = field(default_factory=list)
     trials: list[Trial] = field(default_factory=list)
     registered: bool | None = None  # None: not decided yet
+    plan: Estimate | None = None  # what was expected, and the sizes that it was begun with
 
     def gain(self, over: str, kind: str | None = None) -> float:
         """How many times as fast `auto` with the head is: a geometric mean over the prompts (of a kind)."""
@@ -94,6 +96,7 @@ class Tuned:
                     **known,
                     "settings": TuneSettings(**known["settings"]),
                     "trials": [Trial(**t) for t in known["trials"]],
+                    "plan": Estimate(**known["plan"]) if known.get("plan") else None,
                 }
             )
         except FileNotFoundError:

@@ -1,0 +1,212 @@
+"""What fits into the minutes: a little is measured on this machine before any of them is spent.
+
+From the costs follow the sizes: how long answers are and how large batches are, and how many of each there will be.
+On a CPU both shrink until enough fits. If even the least does not fit, that is said at once, with what would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+
+from slipstream.errors import OptionError
+from slipstream.heads.base import Lender
+from slipstream.llm import LLM
+from slipstream.training.collect import CollectSettings, converse
+from slipstream.training.data import Texts
+from slipstream.training.loop import Loop, TrainingPlan
+from slipstream.training.losses import Weights
+from slipstream.training.processes import Processes
+from slipstream.training.prompts import Question
+from slipstream.training.recipes import find
+from slipstream.training.teacher import Teacher
+from slipstream.training.train import DRAFT_VOCAB, Lesson, make_head, start_from
+
+# Of the time. Answers are what a head learns from, but each is read many times; the trial must tell a tenth from noise.
+ANSWERING, TRAINING, TRYING = 0.4, 0.45, 0.15
+
+LENGTHS = (256, 192, 128, 96, 64)  # tokens of an answer at most: the longest of which enough fit
+BATCHES = (16384, 8192, 4096, 2048, 1024)  # tokens of a batch: the largest of which enough fit
+ENOUGH_ANSWERS, ENOUGH_STEPS = 64, 200  # with fewer, more of smaller ones teach more
+LEAST_ANSWERS, LEAST_STEPS, LEAST_TRIALS = 16, 50, 4  # with fewer, a head has never paid
+
+PROBE = 32  # tokens of a few answers, to see how often they end
+ENDING, BELIEF = 0.0025, 200  # the chance that an answer ends at a token, and how many tokens' worth that is believed
+PROMPT = 48  # tokens of a prompt in its template
+WRITTEN = 96  # tokens that the model writes for one prompt of its own; about half of them are thrown away
+TRIED = 3 * 64  # tokens of a prompt of the trial: three contestants
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds on this machine."""
+
+    answering: float  # a token, with a batch of answers at a time
+    alone: float  # a token of a single answer
+    step: float  # of training, whatever its batch
+    learning: float  # a token of a batch
+
+
+@dataclass(frozen=True)
+class Given:
+    """What is there before the run begins."""
+
+    prompts: int | None = None  # None: the model writes them when the built-in ones are used up
+    builtin: int = 24
+    turns: float = 1.0  # of a prompt
+    ending: float = ENDING  # the chance that an answer ends at a token
+    texts: int | None = None  # answers of a datastore; None: they are written
+    tokens: int = 0  # of these texts
+
+
+@dataclass(frozen=True)
+class Estimate:
+    max_new_tokens: int  # of an answer
+    batch_tokens: int
+    answers: int  # to learn from
+    steps: int
+    trials: int
+    needed: float = 0.0  # minutes for the least that is useful
+
+    def in_words(self, minutes: float) -> str:
+        return (
+            f"in {minutes:g} minutes: about {self.answers:,} answers of at most {self.max_new_tokens} tokens, "
+            f"{self.steps:,} steps of {self.batch_tokens:,} tokens, {self.trials} prompts in the trial"
+        )
+
+
+def estimate(costs: Costs, minutes: float, given: Given, max_new_tokens: int | None, small: bool) -> Estimate:
+    """max_new_tokens: as it was asked for; None: what fits. small: sizes may shrink, as on a CPU."""
+    lengths = [max_new_tokens] if max_new_tokens else list(LENGTHS if small else LENGTHS[:1])
+    batches = BATCHES if small else BATCHES[:1]
+    seconds = 60 * minutes
+    trainable = seconds * (TRAINING if given.texts is None else ANSWERING + TRAINING)
+    length, answers = first_enough(
+        [(n, answers_in(costs, seconds * ANSWERING, given, n)) for n in lengths], ENOUGH_ANSWERS
+    )
+    tokens = given.tokens if given.texts is not None else text_tokens(answers, given, length)
+    batch, steps = first_enough([(n, int(trainable / step_seconds(costs, n, tokens))) for n in batches], ENOUGH_STEPS)
+    trials = int(seconds * TRYING / (TRIED * costs.alone))
+    return Estimate(length, batch, answers, steps, trials, needed(costs, given, lengths[-1], batches[-1]))
+
+
+def first_enough(found: list[tuple[int, int]], enough: int) -> tuple[int, int]:
+    """The first size of which there are enough, else the last; and how many there are."""
+    return next((pair for pair in found if pair[1] >= enough), found[-1])
+
+
+def answers_in(costs: Costs, seconds: float, given: Given, length: int) -> int:
+    if given.texts is not None:
+        return given.texts
+    each = given.turns * expected_length(length, given.ending) * costs.answering
+    found = int(seconds / each)
+    if given.prompts is not None:
+        return min(found, given.prompts)
+    if found <= given.builtin:
+        return found
+    return given.builtin + int((seconds - given.builtin * each) / (each + WRITTEN * costs.answering))
+
+
+def expected_length(longest: int, ending: float) -> float:
+    """Tokens of an answer, if it may end at each of them."""
+    return (1 - (1 - ending) ** longest) / ending if ending else float(longest)
+
+
+def text_tokens(answers: int, given: Given, length: int) -> int:
+    """Of so many texts to learn from, prompts included."""
+    return round(answers * given.turns * (expected_length(length, given.ending) + PROMPT))
+
+
+def step_seconds(costs: Costs, batch: int, tokens: int) -> float:
+    """A batch holds no more than there is."""
+    return costs.step + costs.learning * max(1, min(batch, tokens))
+
+
+def needed(costs: Costs, given: Given, length: int, batch: int) -> float:
+    """Minutes in which the least of everything fits."""
+    share, tokens, answering = ANSWERING + TRAINING, given.tokens, 0.0
+    if given.texts is None:
+        share, tokens = TRAINING, text_tokens(LEAST_ANSWERS, given, length)
+        each = given.turns * expected_length(length, given.ending) * costs.answering
+        answering = LEAST_ANSWERS * each / ANSWERING
+    training = LEAST_STEPS * step_seconds(costs, batch, tokens) / share
+    return max(answering, training, LEAST_TRIALS * TRIED * costs.alone / TRYING) / 60
+
+
+def check(found: Estimate, minutes: float, where: str) -> None:
+    """Refuse minutes in which nothing useful fits."""
+    if minutes < found.needed:
+        raise OptionError(
+            f"{minutes:g} minutes are too few for a useful head on {where}: {found.answers} answers, {found.steps} "
+            f"steps of training and {found.trials} prompts in the trial fit, at least {LEAST_ANSWERS}, {LEAST_STEPS} "
+            f"and {LEAST_TRIALS} are needed. Give --minutes {ceil(10 * found.needed) / 10:g} or more"
+        )
+
+
+# ---- the measurement
+
+
+def ending(llm: LLM, questions: Sequence[Question]) -> float:
+    """The chance that an answer ends at a token, from the beginnings of a few."""
+    first = [Question(question.turns[:1], question.system) for question in questions]
+    written = [talk.written for talk in converse(llm, first, CollectSettings(PROBE))]
+    ended = sum(0 < tokens < PROBE for tokens in written)
+    return (ended + ENDING * BELIEF) / (sum(written) + BELIEF)
+
+
+def measure(llm: LLM, model: Any, kind: str, start: str | None, batch: int) -> Costs:
+    """A few tokens of answers, alone and in a batch, and two sizes of a training step. Each is done once before."""
+    random = np.random.default_rng(0)
+    vocabulary = Lender.of(model).vocab_size
+    prompts = random.integers(0, vocabulary, (batch, 16)).tolist()
+    new = 8
+
+    def answer(count: int) -> float:
+        begun = perf_counter()
+        llm.generate(prompts[:count], max_new_tokens=new, ignore_eos=True)
+        return (perf_counter() - begun) / (count * new)
+
+    answer(1), answer(batch)
+    alone, together = answer(1), answer(batch)
+    low, high = (128, 512) if model.device.type == "cpu" else (1024, BATCHES[0])
+    fast, slow = (step_of(model, kind, start, tokens) for tokens in (low, high))
+    learning = max(slow - fast, 0.0) / (high - low) or slow / high
+    return Costs(together, alone, max(fast - low * learning, 0.0), learning)
+
+
+def step_of(model: Any, kind: str, start: str | None, tokens: int) -> float:
+    """Seconds of a training step on so many made-up tokens."""
+    lesson, recipe = Lesson(kind), find(kind)
+    vocabulary, likely = Lender.of(model).vocab_size, DRAFT_VOCAB.get(kind, 0)
+    ids = torch.arange(likely) if 0 < likely < vocabulary else None
+    head = make_head(model, lesson, 0, {}, ids) if start is None else start_from(start, model, lesson, {})
+    depths = recipe.depths or head.reach or 5
+    texts = made_up(tokens, vocabulary)
+    plan = TrainingPlan(steps=2, batch_tokens=tokens)
+    weights = Weights(recipe, lesson.decay)
+    loop = Loop(head, Teacher(model, head), weights, depths, texts, texts, plan, Processes(str(model.device)))
+    loop.train_step()
+    finish(model)
+    begun = perf_counter()
+    loop.train_step()
+    finish(model)
+    return perf_counter() - begun
+
+
+def made_up(tokens: int, vocabulary: int, width: int = 128) -> Texts:
+    rows = max(1, tokens // width)
+    ids = np.random.default_rng(0).integers(0, vocabulary, rows * width).astype(np.int32)
+    counted = np.ones((rows, width), bool)
+    counted[:, : width // 4] = False  # a prompt
+    return Texts(ids, counted.ravel(), np.arange(rows + 1, dtype=np.int64) * width)
+
+
+def finish(model: Any) -> None:
+    if model.device.type == "cuda":
+        torch.cuda.synchronize(model.device)

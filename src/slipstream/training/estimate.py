@@ -32,13 +32,14 @@ from slipstream.training.train import DRAFT_VOCAB, Lesson, make_head, start_from
 ANSWERING, TRAINING, TRYING = 0.4, 0.45, 0.15
 
 LENGTHS = (256, 192, 128, 96, 64)  # tokens of an answer at most: the longest of which enough fit
-BATCHES = (16384, 8192, 4096, 2048, 1024)  # tokens of a batch: the largest of which enough fit
+BATCHES = (16384, 8192, 4096, 2048, 1024, 512)  # tokens of a batch: the largest of which enough fit
 ENOUGH_ANSWERS, ENOUGH_STEPS = 64, 200  # with fewer, more of smaller ones teach more
-LEAST_ANSWERS, LEAST_STEPS, LEAST_TRIALS = 16, 50, 4  # with fewer, a head has never paid
+# A judgement, not a measurement: 32 answers within three minutes on two cores gave nothing beyond noise.
+LEAST_ANSWERS, LEAST_STEPS, LEAST_TRIALS = 16, 50, 4
 
 PROBE = 32  # tokens of a few answers, to see how often they end
 ENDING, BELIEF = 0.0025, 200  # the chance that an answer ends at a token, and how many tokens' worth that is believed
-PROMPT = 48  # tokens of a prompt in its template
+PROMPT = 96  # tokens of a prompt in its template
 WRITTEN = 96  # tokens that the model writes for one prompt of its own; about half of them are thrown away
 TRIED = 3 * 64  # tokens of a prompt of the trial: three contestants
 
@@ -51,6 +52,7 @@ class Costs:
     alone: float  # a token of a single answer
     step: float  # of training, whatever its batch
     learning: float  # a token of a batch
+    reading: float = 0.0  # a token of a prompt
 
 
 @dataclass(frozen=True)
@@ -104,13 +106,17 @@ def first_enough(found: list[tuple[int, int]], enough: int) -> tuple[int, int]:
 def answers_in(costs: Costs, seconds: float, given: Given, length: int) -> int:
     if given.texts is not None:
         return given.texts
-    each = given.turns * expected_length(length, given.ending) * costs.answering
+    each = answer_seconds(costs, given, length)
     found = int(seconds / each)
     if given.prompts is not None:
         return min(found, given.prompts)
     if found <= given.builtin:
         return found
     return given.builtin + int((seconds - given.builtin * each) / (each + WRITTEN * costs.answering))
+
+
+def answer_seconds(costs: Costs, given: Given, length: int) -> float:
+    return given.turns * (expected_length(length, given.ending) * costs.answering + PROMPT * costs.reading)
 
 
 def expected_length(longest: int, ending: float) -> float:
@@ -133,8 +139,7 @@ def needed(costs: Costs, given: Given, length: int, batch: int) -> float:
     share, tokens, answering = ANSWERING + TRAINING, given.tokens, 0.0
     if given.texts is None:
         share, tokens = TRAINING, text_tokens(LEAST_ANSWERS, given, length)
-        each = given.turns * expected_length(length, given.ending) * costs.answering
-        answering = LEAST_ANSWERS * each / ANSWERING
+        answering = LEAST_ANSWERS * answer_seconds(costs, given, length) / ANSWERING
     training = LEAST_STEPS * step_seconds(costs, batch, tokens) / share
     return max(answering, training, LEAST_TRIALS * TRIED * costs.alone / TRYING) / 60
 
@@ -161,45 +166,52 @@ def ending(llm: LLM, questions: Sequence[Question]) -> float:
 
 
 def measure(llm: LLM, model: Any, kind: str, start: str | None, batch: int) -> Costs:
-    """A few tokens of answers, alone and in a batch, and two sizes of a training step. Each is done once before."""
-    random = np.random.default_rng(0)
-    vocabulary = Lender.of(model).vocab_size
-    prompts = random.integers(0, vocabulary, (batch, 16)).tolist()
-    new = 8
+    """A few tokens of answers, alone and in a batch, and two sizes of a training step."""
+    cpu = model.device.type == "cpu"
+    vocabulary, new, long = Lender.of(model).vocab_size, 4 if cpu else 16, 64
+    prompts = np.random.default_rng(0).integers(0, vocabulary, (batch, long)).tolist()
 
-    def answer(count: int) -> float:
+    def seconds(rows: int, read: int, tokens: int) -> float:
         begun = perf_counter()
-        llm.generate(prompts[:count], max_new_tokens=new, ignore_eos=True)
-        return (perf_counter() - begun) / (count * new)
+        llm.generate([prompt[:read] for prompt in prompts[:rows]], max_new_tokens=tokens, ignore_eos=True)
+        return perf_counter() - begun
 
-    answer(1), answer(batch)
-    alone, together = answer(1), answer(batch)
-    low, high = (128, 512) if model.device.type == "cpu" else (1024, BATCHES[0])
-    fast, slow = (step_of(model, kind, start, tokens) for tokens in (low, high))
+    seconds(1, 2, 2)
+    if not cpu:  # steps are captured, which takes seconds once
+        seconds(batch, 2, new)
+    # The first token comes with the prompt: the others are a difference.
+    reading = seconds(1, long, 1) / long
+    alone = (seconds(1, 2, 1 + new) - seconds(1, 2, 1)) / new
+    together = (seconds(batch, 2, 1 + new) - seconds(batch, 2, 1)) / (new * batch)
+    low, high = (64, 256) if cpu else (1024, BATCHES[0])
+    fast, slow = step_costs(model, kind, start, (low, high))
     learning = max(slow - fast, 0.0) / (high - low) or slow / high
-    return Costs(together, alone, max(fast - low * learning, 0.0), learning)
+    return Costs(max(together, 1e-9), max(alone, 1e-9), max(fast - low * learning, 0.0), learning, reading)
 
 
-def step_of(model: Any, kind: str, start: str | None, tokens: int) -> float:
-    """Seconds of a training step on so many made-up tokens."""
+def step_costs(model: Any, kind: str, start: str | None, sizes: Sequence[int]) -> list[float]:
+    """Seconds of a training step on so many made-up tokens, for each size."""
     lesson, recipe = Lesson(kind), find(kind)
     vocabulary, likely = Lender.of(model).vocab_size, DRAFT_VOCAB.get(kind, 0)
     ids = torch.arange(likely) if 0 < likely < vocabulary else None
     head = make_head(model, lesson, 0, {}, ids) if start is None else start_from(start, model, lesson, {})
-    depths = recipe.depths or head.reach or 5
-    texts = made_up(tokens, vocabulary)
-    plan = TrainingPlan(steps=2, batch_tokens=tokens)
-    weights = Weights(recipe, lesson.decay)
-    loop = Loop(head, Teacher(model, head), weights, depths, texts, texts, plan, Processes(str(model.device)))
-    loop.train_step()
-    finish(model)
-    begun = perf_counter()
-    loop.train_step()
-    finish(model)
-    return perf_counter() - begun
+    depths, weights = recipe.depths or head.reach or 5, Weights(recipe, lesson.decay)
+    teacher, processes = Teacher(model, head), Processes(str(model.device))
+    found: list[float] = []
+    for size in sizes:
+        texts, plan = made_up(size, vocabulary), TrainingPlan(steps=2, batch_tokens=size)
+        loop = Loop(head, teacher, weights, depths, texts, texts, plan, processes)
+        if not found or model.device.type != "cpu":
+            loop.train_step()  # kernels are chosen, memory is taken
+        finish(model)
+        begun = perf_counter()
+        loop.train_step()
+        finish(model)
+        found.append(perf_counter() - begun)
+    return found
 
 
-def made_up(tokens: int, vocabulary: int, width: int = 128) -> Texts:
+def made_up(tokens: int, vocabulary: int, width: int = 64) -> Texts:
     rows = max(1, tokens // width)
     ids = np.random.default_rng(0).integers(0, vocabulary, rows * width).astype(np.int32)
     counted = np.ones((rows, width), bool)

@@ -145,7 +145,7 @@ def foresee(
             there = Given(texts=run.prompts, tokens=count_tokens(folder))
         else:
             turns = sum(len(question.turns) for question in ready) / max(1, len(ready))
-            ends = ending(llm, ready[: 2 * batch])
+            ends = ending(llm, ready[:batch])
             there = Given(len(given) or None, len(ready), turns or 1.0, ends)
     found = estimate(costs, settings.minutes, there, settings.max_new_tokens, model.device.type == "cpu")
     check(found, settings.minutes, str(model.device))

@@ -69,7 +69,7 @@ class Given:
 
 @dataclass(frozen=True)
 class Estimate:
-    max_new_tokens: int  # of an answer
+    max_new_tokens: int  # of an answer; 0: they are there already
     batch_tokens: int
     answers: int  # to learn from
     steps: int
@@ -77,15 +77,18 @@ class Estimate:
     needed: float = 0.0  # minutes for the least that is useful
 
     def in_words(self, minutes: float) -> str:
+        length = f" of at most {self.max_new_tokens} tokens" if self.max_new_tokens else ""
         return (
-            f"in {minutes:g} minutes: about {self.answers:,} answers of at most {self.max_new_tokens} tokens, "
-            f"{self.steps:,} steps of {self.batch_tokens:,} tokens, {self.trials} prompts in the trial"
+            f"in {minutes:g} minutes: about {self.answers:,} answers{length}, {self.steps:,} steps of at most "
+            f"{self.batch_tokens:,} tokens, {self.trials} prompts in the trial"
         )
 
 
 def estimate(costs: Costs, minutes: float, given: Given, max_new_tokens: int | None, small: bool) -> Estimate:
     """max_new_tokens: as it was asked for; None: what fits. small: sizes may shrink, as on a CPU."""
     lengths = [max_new_tokens] if max_new_tokens else list(LENGTHS if small else LENGTHS[:1])
+    if given.texts is not None:
+        lengths = [0]
     batches = BATCHES if small else BATCHES[:1]
     seconds = 60 * minutes
     trainable = seconds * (TRAINING if given.texts is None else ANSWERING + TRAINING)

@@ -89,7 +89,7 @@ def names(run: Tuned) -> dict[str, str]:
     kind = run.settings.head
     if run.settings.start is None:
         return {"plain": PLAIN, "without": "auto before", "with": f"auto with the {kind} head"}
-    return {"plain": PLAIN, "without": "auto with the old head", "with": f"auto with the new {kind} head"}
+    return {"plain": PLAIN, "without": "auto, old head", "with": "auto, new head"}
 
 
 def looks(run: Tuned) -> dict[str, Mark]:

@@ -7,9 +7,13 @@ import pytest
 from families import tiny_model
 from slipstream import LLM, OptionError
 from slipstream.heads import registry
+from slipstream.training import own_prompts
 from slipstream.training import tune as module
+from slipstream.training.estimate import Costs
+from slipstream.training.own_prompts import append, is_new, read_prompts, split, user_opening, write_prompts
 from slipstream.training.prompts import Question
-from slipstream.training.tune import Tuned, TuneSettings, is_new, read_prompts, split, tune, user_opening, write_prompts
+from slipstream.training.tune import tune
+from slipstream.training.tuned import Trial, Tuned, TuneSettings
 from test_collect import letters
 
 QUICK = TuneSettings(minutes=0.02, head="redrafter", max_new_tokens=12)
@@ -18,6 +22,7 @@ QUICK = TuneSettings(minutes=0.02, head="redrafter", max_new_tokens=12)
 @pytest.fixture(autouse=True)
 def own_cache(monkeypatch, tmp_path):
     monkeypatch.setenv("SLIPSTREAM_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(module, "measure", lambda *_: Costs(1e-6, 1e-6, 1e-6, 1e-6))  # any time will do
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +81,7 @@ def test_a_model_that_writes_none_says_so(target, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_written_prompts_are_real_ones(target, monkeypatch):
-    monkeypatch.setattr(module, "DRAWN", 8)
+    monkeypatch.setattr(own_prompts, "DRAWN", 8)
     llm = LLM(*target, drafter="none")
     some = [q for q, _ in zip(write_prompts(llm, [], 0), range(3), strict=False)]
     assert all(len(q.turns[0].split()) >= 3 for q in some)  # this one writes words without spaces: none
@@ -96,9 +101,11 @@ def test_from_a_model_to_a_registered_head(target, tmp_path, monkeypatch):
     assert {trial.kind for trial in done.trials} <= {"own", "builtin"}
     assert [kind for kind, _ in registry.heads_for(target[0])] == ["redrafter"]
     assert "redrafter" in LLM(*target).engine.drafter.parts  # unnamed
-    assert [s.split(":")[0] for s in said][:1] == ["answering"]
+    assert said[1].startswith("in 0.02 minutes: about ")
+    assert said[2].startswith("answering: ")
+    assert "The head is registered" in (tmp_path / "t" / "tune.html").read_text()
     # Run again, nothing is done anew.
-    before = {p: p.stat().st_mtime_ns for p in (tmp_path / "t").rglob("*") if p.name != "tuned.json"}
+    before = {p: p.stat().st_mtime_ns for p in (tmp_path / "t").rglob("*") if p.suffix not in (".json", ".html")}
     again = tune(*target, tmp_path / "t", QUICK)
     assert again.registered
     assert {p: p.stat().st_mtime_ns for p in before} == before
@@ -124,6 +131,7 @@ def test_an_interrupted_run_goes_on(phase, target, tmp_path, monkeypatch):
         tune(*target, tmp_path / "t", QUICK)
     kept = read_prompts(tmp_path / "t" / "prompts.jsonl")
     assert kept
+    assert "Incomplete" in (tmp_path / "t" / "tune.html").read_text()
     monkeypatch.setattr(module, phase, whole)
     done = tune(*target, tmp_path / "t", QUICK)
     assert done.registered is False
@@ -144,7 +152,7 @@ def test_a_folder_of_another_run_is_refused(target, tmp_path):
 
 def test_a_line_that_was_cut_off_is_no_prompt(tmp_path):
     file = tmp_path / "prompts.jsonl"
-    module.append(file, [Question(("a", "b"), "s"), Question(("c",))])
+    append(file, [Question(("a", "b"), "s"), Question(("c",))])
     with file.open("a") as out:
         out.write('{"turns": ["d')
     assert read_prompts(file) == [Question(("a", "b"), "s"), Question(("c",))]
@@ -157,10 +165,8 @@ def test_settings_that_cannot_be_are_refused(wrong):
 
 
 def test_gains_are_over_all_prompts():
-    trials = [module.Trial("own", {"plain": 2.0, "without": 1.0, "with": 0.5}, True)] * 2
-    run = Tuned(
-        QUICK, "m", trials=[*trials, module.Trial("builtin", {"plain": 1.0, "without": 1.0, "with": 2.0}, True)]
-    )
+    trials = [Trial("own", {"plain": 2.0, "without": 1.0, "with": 0.5}, True)] * 2
+    run = Tuned(QUICK, "m", trials=[*trials, Trial("builtin", {"plain": 1.0, "without": 1.0, "with": 2.0}, True)])
     assert run.gain("plain") == pytest.approx((4 * 4 * 0.5) ** (1 / 3))
     assert run.gain("without") == pytest.approx((2 * 2 * 0.5) ** (1 / 3))
     assert run.at_least("without") < 1 < run.gain("without")  # one prompt of three says otherwise

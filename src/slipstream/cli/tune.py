@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import json
+from itertools import count
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from slipstream.cli import options as o
 from slipstream.cli.terminal import busy, check_place, ensure_embedded, err, out
 from slipstream.cli.train import shares, watching
+from slipstream.errors import OptionError
+from slipstream.kept import cache_folder
 from slipstream.user_files import check_folder
+
+if TYPE_CHECKING:
+    from slipstream.training.tuned import TuneSettings
 
 
 def tune(
@@ -22,25 +29,52 @@ def tune(
         list[str] | None,
         typer.Option("--prompts", "-p", help="A file, folder or glob. Default: the model writes its own. Repeatable."),
     ] = None,
-    head: Annotated[str, typer.Option(help="Which kind of head: eagle3, eagle, redrafter, medusa or mlp.")] = "eagle3",
+    head: Annotated[
+        str | None,
+        typer.Option(
+            help="Which kind of head: eagle3, eagle, redrafter, medusa or mlp. Default: --start's, or eagle3."
+        ),
+    ] = None,
+    store: Annotated[
+        Path | None,
+        typer.Option(
+            "--from", help="Learn from the answers that --learn appended to this datastore, not from new ones."
+        ),
+    ] = None,
+    collection: Annotated[str, typer.Option(help="Of the datastore.")] = "default",
+    start: Annotated[
+        str | None, typer.Option(help="Begin with this head, a folder or a hub id. It stays if it is better.")
+    ] = None,
     out_folder: Annotated[
         Path | None, typer.Option("--out", help="Everything goes here. Default: a folder for the model in the cache.")
     ] = None,
     dtype: o.Dtype = None,
     device: o.Device = None,
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", help="The longest answer.")] = 256,
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option("--max-new-tokens", "-n", help="The longest answer. Default: 256, less on a CPU that is slow."),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of prompts, first weights and the order of texts.")] = 0,
     trust_remote_code: o.Trust = False,
 ) -> None:
     """Make a drafter for a model: it writes prompts and answers them, a head learns from that, and `auto` uses it from
-    then on if it pays. Interrupted, the same command goes on where it stopped."""
+    then on if it pays. Interrupted, the same command goes on where it stopped.
+
+    With --from STORE --start HEAD a head learns on from what the model answered while working.
+    """
+    if prompts and store is not None:
+        raise OptionError("--prompts and --from were given: answers are either written anew or taken from a datastore")
     with busy("loading the model"):
         check_place(dtype, device)
+        from slipstream.heads.check import check_head
         from slipstream.training.prompts import read_questions
-        from slipstream.training.tune import TuneSettings
         from slipstream.training.tune import tune as run
+        from slipstream.training.tuned import TuneSettings
 
-        settings = TuneSettings(minutes, head, max_new_tokens, seed)
+        where = None if store is None else str(store.resolve())
+        old = start and whole_path(start)
+        kind = head or (check_head(old).kind if old else "eagle3")
+        settings = TuneSettings(minutes, kind, max_new_tokens, seed, where, collection, old)
     if out_folder is not None:
         check_folder(out_folder)
     given = read_questions(prompts) if prompts else []
@@ -48,25 +82,52 @@ def tune(
         ensure_embedded()
     with busy("loading the model"):
         from slipstream.heads.registry import fingerprint
-        from slipstream.kept import cache_folder
         from slipstream.targets import load_model
         from slipstream.training.processes import Processes
+        from slipstream.training.tune_page import PAGE
 
         target, tokenizer = load_model(model, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
-    folder = out_folder or cache_folder() / "tuned" / f"{fingerprint(target)[:16]}-{head}"
+    folder = out_folder or usual_folder(fingerprint(target), settings)
     err.print(f"about {minutes:g} minutes on {target.device}; everything is kept in {folder}", markup=False)
     try:
         with watching(Processes(str(target.device))) as watch:
             found = run(target, tokenizer, folder, settings, given, lambda said: err.print(said, markup=False), watch)
     except KeyboardInterrupt:
-        err.print("stopped: the same command goes on from here", markup=False)
+        err.print(f"stopped: the same command goes on from here; so far: {folder / PAGE}", markup=False)
         raise
     taken = ", ".join(f"{name} {seconds / 60:.1f}" for name, seconds in found.spent.items())
-    out.print(f"{found.prompts:,} prompts; minutes: {taken}; right on held-out texts: {shares(found.accuracy)}")
-    gained = f"{found.gain('without'):.2f} × auto without it (at least {found.at_least('without'):.2f})"
+    texts = "prompts" if store is None else f"answers from {store}"
+    out.print(f"{found.prompts:,} {texts}; minutes: {taken}; right on held-out texts: {shares(found.accuracy)}")
+    before = "auto without it" if old is None else "auto with the old head"
+    gained = f"{found.gain('without'):.2f} × {before} (at least {found.at_least('without'):.2f})"
     said = f"auto with the head: {found.gain('plain'):.2f} × plain decoding, {gained}"
     out.print(f"{said}, on {len(found.trials)} prompts that it had not seen")
     if found.registered:
         out.print("It is registered: auto asks it for this model from now on.")
+    elif old is not None:
+        out.print(f"That it is better is not shown, so {old} stays; the new one is in {folder / 'head'}.", markup=False)
     else:
         out.print(f"That it pays is not shown, so it is not registered; it is in {folder / 'head'}.", markup=False)
+    out.print(f"charts and all numbers: {folder / PAGE}", markup=False)
+
+
+def whole_path(start: str) -> str:
+    """A folder's whole path, so that the run is the same from anywhere; a hub id as it is."""
+    return str(Path(start).resolve()) if Path(start).is_dir() else start
+
+
+def usual_folder(model: str, settings: TuneSettings) -> Path:
+    """In the cache. Learning on goes to a new folder each time, unless the last one was interrupted: it begins with
+    the head of another, and the datastore has grown."""
+    tuned = cache_folder() / "tuned"
+    name = f"{model[:16]}-{settings.head}"
+    if settings.store is None and settings.start is None:
+        return tuned / name
+    return next(place for n in count(2) if not finished(place := tuned / f"{name}-{n}"))
+
+
+def finished(folder: Path) -> bool:
+    try:
+        return json.loads((folder / "tuned.json").read_text(encoding="utf-8"))["registered"] is not None
+    except (OSError, ValueError, KeyError):
+        return False

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from slipstream.datastores.durable.store import LEARNED
 from slipstream.datastores.sparse.search import SearchShape
 from slipstream.drafters._retrieval import RetrievalSession, open_store
 from slipstream.drafters.base import Drafter, DraftSession
@@ -58,4 +59,4 @@ class Rest(Drafter):
 
     def ended(self, request: Request, tokens: Sequence[int]) -> None:
         if self.options.learn:
-            self.store.append(tokens, "learned", request.collection)
+            self.store.append(tokens, LEARNED, request.collection)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from slipstream.datastores.durable.store import LEARNED
 from slipstream.datastores.live import COLLECTIONS, EarlierAnswers, LiveText
 from slipstream.datastores.sparse.runs import Runs, token_type
 from slipstream.datastores.sparse.search import SearchShape
@@ -64,7 +65,7 @@ class Suffix(Drafter):
 
     def ended(self, request: Request, tokens: Sequence[int]) -> None:
         if self.options.learn and self.store is not None:
-            self.store.append(tokens, "learned", request.collection)
+            self.store.append(tokens, LEARNED, request.collection)
 
     def _below(self, collection: str) -> Runs:
         """Earlier answers and the store, as one thing to search; the same object until either changes."""

@@ -104,7 +104,7 @@ class Loop:
         has a log, and writes. `watch` may raise KeyboardInterrupt: then a checkpoint is made first."""
         plan, begun = self.plan, perf_counter() - self.seconds
         while not self.total or self.step < self.total:
-            self._train_step()
+            self.train_step()
             line: dict[str, Any] = {}
             # Powers of two as well, so that a slow machine learns early how many steps its minutes have.
             if self.step % plan.log_every == 0 or (self.step < plan.log_every and self.step & (self.step - 1) == 0):
@@ -152,7 +152,7 @@ class Loop:
         if self.processes.rank == 0:
             self._loss = state["loss"].to(self._loss.device)
 
-    def _train_step(self) -> None:
+    def train_step(self) -> None:
         """One step of the optimiser: `accumulate` batches in each process, weighted as if they were one."""
         plan, processes = self.plan, self.processes
         share = processes.count * plan.accumulate

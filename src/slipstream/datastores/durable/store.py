@@ -48,6 +48,7 @@ from slipstream.datastores.sparse.sort import Tokens
 from slipstream.errors import StoreError
 
 DEFAULT = "default"  # the collection of those who name none
+LEARNED = "learned"  # the source of what models said while they were asked
 MEMORY_TOKENS = 1 << 20  # appended tokens that become a segment
 SEGMENT_TOKENS = 1 << 27  # tokens of a segment at most: building one takes 5 bytes of memory for each
 
@@ -264,16 +265,17 @@ class Store:
                 found[one.name] = joined(found[one.name], one) if one.name in found else one
             return found
 
-    def documents(self, collection: str = DEFAULT) -> Iterator[Tokens]:
-        """Every document of a collection, one after the other."""
+    def documents(self, collection: str = DEFAULT, source: str | None = None) -> Iterator[Tokens]:
+        """Every document of a collection, or those of one source, one after the other."""
         with self.contents.settled():
             parts = [(self.contents.segments[e.name], e.removed) for e in self.contents.entries(collection)]
-            recent = self.contents.memory[collection].documents() if collection in self.contents.memory else []
+            memory = self.contents.memory.get(collection)
+            recent = [] if memory is None else list(zip(memory.documents(), memory.sources, strict=True))
         for segment, removed in parts:
             with watching(segment.path):
-                found = [tokens for tokens, _ in segment.documents(removed)]
+                found = [tokens for tokens, name in segment.documents(removed) if source in (None, name)]
             yield from found
-        yield from recent
+        yield from (tokens for tokens, name in recent if source in (None, name))
 
     def note(self, **notes: Any) -> None:
         """Write something about the store into its manifest."""

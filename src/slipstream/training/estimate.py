@@ -1,0 +1,227 @@
+"""What fits into the minutes: a little is measured on this machine before any of them is spent.
+
+From the costs follow the sizes: how long answers are and how large batches are, and how many of each there will be.
+On a CPU both shrink until enough fits. If even the least does not fit, that is said at once, with what would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+
+from slipstream.errors import OptionError
+from slipstream.heads.base import Lender
+from slipstream.llm import LLM
+from slipstream.training.collect import CollectSettings, converse
+from slipstream.training.data import Texts
+from slipstream.training.loop import Loop, TrainingPlan
+from slipstream.training.losses import Weights
+from slipstream.training.processes import Processes
+from slipstream.training.prompts import Question
+from slipstream.training.recipes import find
+from slipstream.training.teacher import Teacher
+from slipstream.training.train import DRAFT_VOCAB, Lesson, make_head, start_from
+
+# Of the time. Answers are what a head learns from, but each is read many times; the trial must tell a tenth from noise.
+ANSWERING, TRAINING, TRYING = 0.4, 0.45, 0.15
+
+LENGTHS = (256, 192, 128, 96, 64)  # tokens of an answer at most: the longest of which enough fit
+BATCHES = (16384, 8192, 4096, 2048, 1024, 512)  # tokens of a batch: the largest of which enough fit
+ENOUGH_ANSWERS, ENOUGH_STEPS = 64, 200  # with fewer, more of smaller ones teach more
+# A judgement, not a measurement: 32 answers within three minutes on two cores gave nothing beyond noise.
+LEAST_ANSWERS, LEAST_STEPS, LEAST_TRIALS = 16, 50, 4
+
+PROBE = 32  # tokens of a few answers, to see how often they end
+ENDING, BELIEF = 0.0025, 200  # the chance that an answer ends at a token, and how many tokens' worth that is believed
+PROMPT = 96  # tokens of a prompt in its template
+WRITTEN = 96  # tokens that the model writes for one prompt of its own; about half of them are thrown away
+TRIED = 3 * 64  # tokens of a prompt of the trial: three contestants
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds on this machine."""
+
+    answering: float  # a token, with a batch of answers at a time
+    alone: float  # a token of a single answer
+    step: float  # of training, whatever its batch
+    learning: float  # a token of a batch
+    reading: float = 0.0  # a token of a prompt
+
+
+@dataclass(frozen=True)
+class Given:
+    """What is there before the run begins."""
+
+    prompts: int | None = None  # None: the model writes them when the built-in ones are used up
+    builtin: int = 24
+    turns: float = 1.0  # of a prompt
+    ending: float = ENDING  # the chance that an answer ends at a token
+    texts: int | None = None  # answers of a datastore; None: they are written
+    tokens: int = 0  # of these texts
+
+
+@dataclass(frozen=True)
+class Estimate:
+    max_new_tokens: int  # of an answer; 0: they are there already
+    batch_tokens: int
+    answers: int  # to learn from
+    steps: int
+    trials: int
+    needed: float = 0.0  # minutes for the least that is useful
+
+    def in_words(self, minutes: float) -> str:
+        length = f" of at most {self.max_new_tokens} tokens" if self.max_new_tokens else ""
+        return (
+            f"in {minutes:g} minutes: about {self.answers:,} answers{length}, {self.steps:,} steps of at most "
+            f"{self.batch_tokens:,} tokens, {self.trials} prompts in the trial"
+        )
+
+
+def estimate(costs: Costs, minutes: float, given: Given, max_new_tokens: int | None, small: bool) -> Estimate:
+    """max_new_tokens: as it was asked for; None: what fits. small: sizes may shrink, as on a CPU."""
+    lengths = [max_new_tokens] if max_new_tokens else list(LENGTHS if small else LENGTHS[:1])
+    if given.texts is not None:
+        lengths = [0]
+    batches = BATCHES if small else BATCHES[:1]
+    seconds = 60 * minutes
+    trainable = seconds * (TRAINING if given.texts is None else ANSWERING + TRAINING)
+    length, answers = first_enough(
+        [(n, answers_in(costs, seconds * ANSWERING, given, n)) for n in lengths], ENOUGH_ANSWERS
+    )
+    tokens = given.tokens if given.texts is not None else text_tokens(answers, given, length)
+    batch, steps = first_enough([(n, int(trainable / step_seconds(costs, n, tokens))) for n in batches], ENOUGH_STEPS)
+    trials = int(seconds * TRYING / (TRIED * costs.alone))
+    return Estimate(length, batch, answers, steps, trials, needed(costs, given, lengths[-1], batches[-1]))
+
+
+def first_enough(found: list[tuple[int, int]], enough: int) -> tuple[int, int]:
+    """The first size of which there are enough, else the last; and how many there are."""
+    return next((pair for pair in found if pair[1] >= enough), found[-1])
+
+
+def answers_in(costs: Costs, seconds: float, given: Given, length: int) -> int:
+    if given.texts is not None:
+        return given.texts
+    each = answer_seconds(costs, given, length)
+    found = int(seconds / each)
+    if given.prompts is not None:
+        return min(found, given.prompts)
+    if found <= given.builtin:
+        return found
+    return given.builtin + int((seconds - given.builtin * each) / (each + WRITTEN * costs.answering))
+
+
+def answer_seconds(costs: Costs, given: Given, length: int) -> float:
+    return given.turns * (expected_length(length, given.ending) * costs.answering + PROMPT * costs.reading)
+
+
+def expected_length(longest: int, ending: float) -> float:
+    """Tokens of an answer, if it may end at each of them."""
+    return (1 - (1 - ending) ** longest) / ending if ending else float(longest)
+
+
+def text_tokens(answers: int, given: Given, length: int) -> int:
+    """Of so many texts to learn from, prompts included."""
+    return round(answers * given.turns * (expected_length(length, given.ending) + PROMPT))
+
+
+def step_seconds(costs: Costs, batch: int, tokens: int) -> float:
+    """A batch holds no more than there is."""
+    return costs.step + costs.learning * max(1, min(batch, tokens))
+
+
+def needed(costs: Costs, given: Given, length: int, batch: int) -> float:
+    """Minutes in which the least of everything fits."""
+    share, tokens, answering = ANSWERING + TRAINING, given.tokens, 0.0
+    if given.texts is None:
+        share, tokens = TRAINING, text_tokens(LEAST_ANSWERS, given, length)
+        answering = LEAST_ANSWERS * answer_seconds(costs, given, length) / ANSWERING
+    training = LEAST_STEPS * step_seconds(costs, batch, tokens) / share
+    return max(answering, training, LEAST_TRIALS * TRIED * costs.alone / TRYING) / 60
+
+
+def check(found: Estimate, minutes: float, where: str) -> None:
+    """Refuse minutes in which nothing useful fits."""
+    if minutes < found.needed:
+        raise OptionError(
+            f"{minutes:g} minutes are too few for a useful head on {where}: {found.answers} answers, {found.steps} "
+            f"steps of training and {found.trials} prompts in the trial fit, at least {LEAST_ANSWERS}, {LEAST_STEPS} "
+            f"and {LEAST_TRIALS} are needed. Give --minutes {ceil(10 * found.needed) / 10:g} or more"
+        )
+
+
+# ---- the measurement
+
+
+def ending(llm: LLM, questions: Sequence[Question]) -> float:
+    """The chance that an answer ends at a token, from the beginnings of a few."""
+    first = [Question(question.turns[:1], question.system) for question in questions]
+    written = [talk.written for talk in converse(llm, first, CollectSettings(PROBE))]
+    ended = sum(0 < tokens < PROBE for tokens in written)
+    return (ended + ENDING * BELIEF) / (sum(written) + BELIEF)
+
+
+def measure(llm: LLM, model: Any, kind: str, start: str | None, batch: int) -> Costs:
+    """A few tokens of answers, alone and in a batch, and two sizes of a training step."""
+    cpu = model.device.type == "cpu"
+    vocabulary, new, long = Lender.of(model).vocab_size, 4 if cpu else 16, 64
+    prompts = np.random.default_rng(0).integers(0, vocabulary, (batch, long)).tolist()
+
+    def seconds(rows: int, read: int, tokens: int) -> float:
+        begun = perf_counter()
+        llm.generate([prompt[:read] for prompt in prompts[:rows]], max_new_tokens=tokens, ignore_eos=True)
+        return perf_counter() - begun
+
+    seconds(1, 2, 2)
+    if not cpu:  # steps are captured, which takes seconds once
+        seconds(batch, 2, new)
+    # The first token comes with the prompt: the others are a difference.
+    reading = seconds(1, long, 1) / long
+    alone = (seconds(1, 2, 1 + new) - seconds(1, 2, 1)) / new
+    together = (seconds(batch, 2, 1 + new) - seconds(batch, 2, 1)) / (new * batch)
+    low, high = (64, 256) if cpu else (1024, BATCHES[0])
+    fast, slow = step_costs(model, kind, start, (low, high))
+    learning = max(slow - fast, 0.0) / (high - low) or slow / high
+    return Costs(max(together, 1e-9), max(alone, 1e-9), max(fast - low * learning, 0.0), learning, reading)
+
+
+def step_costs(model: Any, kind: str, start: str | None, sizes: Sequence[int]) -> list[float]:
+    """Seconds of a training step on so many made-up tokens, for each size."""
+    lesson, recipe = Lesson(kind), find(kind)
+    vocabulary, likely = Lender.of(model).vocab_size, DRAFT_VOCAB.get(kind, 0)
+    ids = torch.arange(likely) if 0 < likely < vocabulary else None
+    head = make_head(model, lesson, 0, {}, ids) if start is None else start_from(start, model, lesson, {})
+    depths, weights = recipe.depths or head.reach or 5, Weights(recipe, lesson.decay)
+    teacher, processes = Teacher(model, head), Processes(str(model.device))
+    found: list[float] = []
+    for size in sizes:
+        texts, plan = made_up(size, vocabulary), TrainingPlan(steps=2, batch_tokens=size)
+        loop = Loop(head, teacher, weights, depths, texts, texts, plan, processes)
+        if not found or model.device.type != "cpu":
+            loop.train_step()  # kernels are chosen, memory is taken
+        finish(model)
+        begun = perf_counter()
+        loop.train_step()
+        finish(model)
+        found.append(perf_counter() - begun)
+    return found
+
+
+def made_up(tokens: int, vocabulary: int, width: int = 64) -> Texts:
+    rows = max(1, tokens // width)
+    ids = np.random.default_rng(0).integers(0, vocabulary, rows * width).astype(np.int32)
+    counted = np.ones((rows, width), bool)
+    counted[:, : width // 4] = False  # a prompt
+    return Texts(ids, counted.ravel(), np.arange(rows + 1, dtype=np.int64) * width)
+
+
+def finish(model: Any) -> None:
+    if model.device.type == "cuda":
+        torch.cuda.synchronize(model.device)

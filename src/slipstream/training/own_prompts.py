@@ -1,0 +1,73 @@
+"""Prompts that a model writes itself, and the file that keeps what was asked."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from slipstream.llm import LLM
+from slipstream.training.collect import has_template
+from slipstream.training.prompts import Question
+
+DRAWN = 64  # prompts that the model writes at a time
+HELD_OUT = 10  # every so many-th prompt is for the trial
+WORDS = 4  # in a row: a prompt most of whose runs were there before is much the same
+MARK = "\N{OBJECT REPLACEMENT CHARACTER}"
+
+
+def write_prompts(llm: LLM, known: Sequence[Question], seed: int) -> Iterator[Question]:
+    """What the model expects users to say: it goes on where its template lets the user speak, or after its first token
+    where it has no template. Near-duplicates are left out; it ends when nearly all are."""
+    opening, seen, barren = user_opening(llm), set[str](), 0
+    for question in known:
+        is_new(question.turns[0], seen)
+    draw = len(known)
+    at_once = min(DRAWN, 2 * llm.engine.max_batch)  # few where batches are small: the clock is looked at in between
+    while barren < 4:
+        results = llm.generate(opening, n=at_once, seed=seed + draw, temperature=1.0, top_p=0.95, max_new_tokens=96)
+        draw += 1 + at_once
+        ended = [r.text.strip() for r in results if r.finish_reason == "stop" or not has_template(llm)]
+        new = [text for text in ended if len(text.split()) >= 3 and is_new(text, seen)]
+        barren = 0 if len(new) > at_once // 16 else barren + 1
+        yield from (Question((text,)) for text in new)
+
+
+def user_opening(llm: LLM) -> list[int]:
+    """The tokens after which a user speaks."""
+    if has_template(llm):
+        text = llm.tokenizer.apply_chat_template([{"role": "user", "content": MARK}], tokenize=False)
+        return list(llm.tokenizer(text[: text.index(MARK)], add_special_tokens=False)["input_ids"])
+    first = llm.tokenizer.bos_token_id
+    return [llm.tokenizer.eos_token_id if first is None else first]
+
+
+def is_new(text: str, seen: set[str]) -> bool:
+    """Whether half or more of its runs of words are new. They are seen then."""
+    words = text.lower().split()
+    runs = {" ".join(words[i : i + WORDS]) for i in range(max(1, len(words) - WORDS + 1))}
+    fresh = 2 * len(runs - seen) >= len(runs) and bool(runs - seen)
+    seen |= runs
+    return fresh
+
+
+def split(asked: Sequence[Question]) -> tuple[list[Question], list[Question]]:
+    """Those to learn from, and those for the trial."""
+    learnt = [q for i, q in enumerate(asked) if (i + 1) % HELD_OUT]
+    return learnt, [q for i, q in enumerate(asked) if not (i + 1) % HELD_OUT]
+
+
+def read_prompts(file: Path) -> list[Question]:
+    """What a killed run left of its last line is left out."""
+    try:
+        lines = file.read_text(encoding="utf-8").split("\n")[:-1]
+    except FileNotFoundError:
+        return []
+    return [Question(tuple(json.loads(line)["turns"]), json.loads(line)["system"]) for line in lines]
+
+
+def append(file: Path, questions: Iterable[Question]) -> None:
+    with file.open("a", encoding="utf-8") as out:
+        for question in questions:
+            out.write(json.dumps(asdict(question), ensure_ascii=False) + "\n")

@@ -266,6 +266,8 @@ def test_rows_of_a_list_go_to_whoever_gains_most():
     kept = pilot.choose([Text()] * 3, [good, bad, good], [16] * 3, known(pilot, {"a": 0.0}, 3))
     assert [len(tree) for tree in kept] == [9, 1, 9]
     assert pilot.last.nodes == 16
+    assert {type(each) for each in (*pilot.promised, pilot.last.tokens, pilot.last.rate)} == {float}  # for JSON
+    assert type(pilot.last.resting) is bool
     best = max(range(17), key=lambda n: (3 + 0.9 * n) / costs.seconds(1 + n, 3))
     assert best == 16
     assert pilot.last.rate == pytest.approx(pilot.last.tokens / costs.seconds(17, 3), rel=1e-6)

@@ -242,7 +242,7 @@ class Pilot:
         tokens, taken = float(expected[most]), spent + float(seconds[most])
         widths = [most] * batch if owners is None else np.bincount(owners[:most], minlength=batch).tolist()
         kept = [tree.first(width) for tree, width in zip(ranked, widths, strict=True)]
-        self.promised = [(worth[i, widths[i]] - 1) / share for i, (_, _, share) in enumerate(drafts)]
+        self.promised = [(float(worth[i, widths[i]]) - 1) / share for i, (_, _, share) in enumerate(drafts)]
         resting = not most and min([share for _, _, share in drafts]) < 1 / 2
         names, nodes = tuple([s.name for s in sources]), sum(map(len, kept)) - batch
         self.last = Choice(names, resting, nodes, tokens, tokens / taken, plain)

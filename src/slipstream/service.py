@@ -36,7 +36,7 @@ log = logging.getLogger("slipstream")
 
 LINGER = 5.0  # seconds without work after which its thread ends; the next request starts another
 KEPT = 4  # texts that stay read at most: each holds memory for its whole length,
-KEPT_IN_PAGES = 256  # or, in pages, for what no other has, until somebody needs it
+KEPT_IN_PAGES = 8  # or, in pages, for what no other has; few, since a head keeps room of its own for each
 WORTH = 32  # tokens that a request must share with such a text: for fewer, taking it from another is not worth it
 
 

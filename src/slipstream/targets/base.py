@@ -51,6 +51,13 @@ class Slot:
     def length(self) -> int:
         return len(self.tokens)
 
+    def accept(self, path: Sequence[int]) -> None:
+        """Nodes of the tree that was scored last become text; their keys are moved later."""
+        assert self.tree is not None, "commit follows score"
+        self.pending = list(path)
+        self.tokens.extend(self.tree.tokens[self.pending].tolist())
+        self.tree = None
+
     def shared(self, tokens: Sequence[int]) -> int:
         """How many tokens it begins with that a text begins with too."""
         begin, most = 0, min(self.length, len(tokens))

@@ -74,10 +74,7 @@ class TreeTarget(Target):
         slot.tree = None
 
     def commit(self, slot: Slot, path: Sequence[int]) -> None:
-        assert slot.tree is not None, "commit follows score"
-        slot.pending = list(path)
-        slot.tokens.extend(slot.tree.tokens[slot.pending].tolist())
-        slot.tree = None
+        slot.accept(path)
 
     def _settle(self, slot: Slot) -> None:
         if slot.pending is not None:

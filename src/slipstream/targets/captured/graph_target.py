@@ -152,10 +152,7 @@ class GraphTarget(Target):
         self.arena.shorten(slot, length)
 
     def commit(self, slot: Slot, path: Sequence[int]) -> None:
-        assert slot.tree is not None, "commit follows score"
-        slot.pending = list(path)
-        slot.tokens.extend(slot.tree.tokens[slot.pending].tolist())
-        slot.tree = None
+        slot.accept(path)
 
     def _settle(self, slot: Slot) -> None:
         if slot.pending is not None:

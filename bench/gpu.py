@@ -9,6 +9,11 @@ peers     transformers' own generate and prompt lookup on some of the prompts: t
 batch     tokens per second of 1, 4, 16 and 64 sequences, drafters in turn, without what captures take; the median of
           five calls, and each of them
 long      a step at 8,192 tokens of context against one at 512, and the memory of the cache
+full      64 sequences of some 2,048 tokens, 7B shape: a step of all of them, against reading the weights and their keys
+read      tokens per second of reading a prompt of 8,000 and of 31,000 tokens, by pieces, beside transformers
+draft     a draft model of every other layer: ms per drafted token, against its own plain step, and what it makes of
+          prompts
+rejection tokens per second with `redrafter` at temperature 0.7 by rule, against plain decoding
 
 Each part prints a table to stderr and one JSON line.
 """
@@ -16,6 +21,7 @@ Each part prints a table to stderr and one JSON line.
 from __future__ import annotations
 
 import argparse
+import copy
 import gc
 import json
 import statistics
@@ -29,6 +35,7 @@ import transformers
 
 from slipstream import LLM
 from slipstream.evaluate.workloads import builtin, read, select
+from slipstream.kernels.sizes import PAGE
 from slipstream.sampling import Sampler, Sampling
 from slipstream.targets import Target, Want, load_model, open_target
 from slipstream.targets.captured.fixed_step import BEST
@@ -248,12 +255,149 @@ def long(given: argparse.Namespace) -> dict[str, Any]:
     return told
 
 
+def full(given: argparse.Namespace) -> dict[str, Any]:
+    del given
+    model, speed = llama_7b(), bandwidth()
+    target: Any = open_target(model)
+    lengths = [2048 - 64 + 2 * i for i in range(64)]
+    slots = [target.open() for _ in lengths]
+    for slot, length in zip(slots, lengths, strict=True):
+        for _ in target.prefill(slot, [1 + i % 1000 for i in range(length)], Want()):
+            pass
+    held = target.arena.pages - 1 - target.arena.free
+    keys = sum(lengths) * target.arena.per_token
+    weights = sum(p.numel() * p.element_size() for p in model.parameters()) - model.get_input_embeddings().weight.nbytes
+    floor, taken = (weights + keys) / speed * 1e3, []
+    trees, want = [TokenTree.root(1)] * 64, Want(rows=1, samplers=(GREEDY,) * 64)
+    for _ in range(25):
+        torch.cuda.synchronize()
+        clock = perf_counter()
+        target.score(slots, trees, want)
+        torch.cuda.synchronize()
+        taken.append(perf_counter() - clock)
+    told = {
+        "tokens": sum(lengths),
+        "waste": round(held * PAGE / sum(lengths) - 1, 4),
+        "floor_ms": round(floor, 2),
+        "step_ms": round(statistics.median(taken[5:]) * 1e3, 2),
+        "gigabytes": round(torch.cuda.memory_allocated() / 1e9, 1),
+    }
+    target.release()
+    tell(json.dumps(told))
+    return told
+
+
+def read_prompts(given: argparse.Namespace) -> dict[str, Any]:
+    model, tokenizer = load_model(given.model, dtype="bfloat16", device="cuda")
+    longest = model.config.max_position_embeddings
+    every = "\n".join(p.turns[0] for p in (read(given.prompts) if given.prompts else builtin()))
+    tokens = encode(every, tokenizer, True)
+    told: dict[str, Any] = {}
+    for length in (7900, 31000):
+        if length > longest:
+            continue
+        text = (tokens * (1 + length // len(tokens)))[:length]
+        rates: dict[str, float] = {}
+        for chunk in (512, 2048):
+            target = open_target(model, chunk=chunk, memory=0.3)
+            for _ in range(4):
+                slot = target.open()
+                torch.cuda.synchronize()
+                clock = perf_counter()
+                for _ in target.prefill(slot, text, Want()):
+                    pass
+                torch.cuda.synchronize()
+                rates[f"pieces of {chunk}"] = length / (perf_counter() - clock)
+                target.close(slot)
+            target.release()
+        ids = torch.tensor([text], device="cuda")
+        for _ in range(3):
+            torch.cuda.synchronize()
+            clock = perf_counter()
+            with torch.inference_mode():
+                model(ids, logits_to_keep=1, use_cache=True)
+            torch.cuda.synchronize()
+            rates["transformers"] = length / (perf_counter() - clock)
+        told[str(length)] = {name: round(rate) for name, rate in rates.items()}
+        tell(f"{length} tokens " + "  ".join(f"{name} {rate:.0f}/s" for name, rate in rates.items()))
+    return told
+
+
+def halved(model: Any) -> Any:
+    """Every other layer of a model, the last among them."""
+    config = copy.deepcopy(model.config)
+    kept = list(range(len(model.model.layers) - 1, -1, -2))[::-1]
+    config.num_hidden_layers = len(kept)
+    if getattr(config, "layer_types", None):
+        config.layer_types = [config.layer_types[i] for i in kept]
+    small = type(model)(config).to(device=model.device, dtype=model.dtype).eval()
+    names = {f"model.layers.{old}.": f"model.layers.{new}." for new, old in enumerate(kept)}
+    state = {}
+    for name, value in model.state_dict().items():
+        start = next((old for old in names if name.startswith(old)), None)
+        if start:
+            state[names[start] + name[len(start) :]] = value
+        elif not name.startswith("model.layers."):
+            state[name] = value
+    small.load_state_dict(state)
+    return small
+
+
+def draft(given: argparse.Namespace) -> dict[str, Any]:
+    model, tokenizer = load_model(given.model, dtype="bfloat16", device="cuda")
+    small, depth = halved(model), 5
+    prompts = [p.turns[0] for p in select(read(given.prompts) if given.prompts else builtin(), None, given.limit)]
+    llms = {
+        "draft alone": LLM(small, tokenizer, "none", memory=0.2),
+        "none": LLM(model, tokenizer, "none", memory=0.2),
+        "model": LLM(model, tokenizer, "model", draft_model=small, depth=depth, memory=0.2),
+        "auto": LLM(model, tokenizer, "auto", draft_model=small, memory=0.2),
+    }
+    told: dict[str, Any] = {}
+    said: dict[str, list[list[int]]] = {}
+    for name, llm in llms.items():
+        for prompt in prompts[:3]:
+            llm.generate(prompt, max_new_tokens=given.tokens)
+        results = [llm.generate(p, max_new_tokens=given.tokens, ignore_eos=True) for p in prompts]
+        said[name] = [r.tokens for r in results]
+        told[name] = summary(results)
+        tell(f"{name:12}" + "  ".join(f"{k} {v}" for k, v in told[name].items()))
+    told["per_drafted_ms"] = round(told["model"]["draft_ms"] / depth, 4)
+    told["ratio"] = round(told["per_drafted_ms"] / told["draft alone"]["step_ms"], 3)
+    told["differ"] = {n: sum(a != b for a, b in zip(said[n], said["none"], strict=True)) for n in ("model", "auto")}
+    tell(json.dumps({k: told[k] for k in ("per_drafted_ms", "ratio", "differ")}))
+    return told
+
+
+def rejection(given: argparse.Namespace) -> dict[str, Any]:
+    model, tokenizer = load_model(given.model, dtype="bfloat16", device="cuda")
+    prompts = [p.turns[0] for p in select(read(given.prompts) if given.prompts else builtin(), None, given.limit)]
+    plain, heads = LLM(model, tokenizer, "none"), LLM(model, tokenizer, "redrafter")
+    told: dict[str, Any] = {}
+    drawn = {"temperature": 0.7, "seed": 1, "max_new_tokens": given.tokens}
+    for name, llm, options in (
+        ("none", plain, {}),
+        ("match", heads, {}),
+        ("rejection", heads, {"accept": "rejection"}),
+        ("typical", heads, {"accept": "typical"}),
+    ):
+        for prompt in prompts[:3]:
+            llm.generate(prompt, **drawn, **options)
+        told[name] = summary([llm.generate(p, **drawn, **options) for p in prompts])
+        tell(f"{name:12}" + "  ".join(f"{k} {v}" for k, v in told[name].items()))
+    return told
+
+
 PARTS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
     "steps": steps,
     "texts": texts,
     "peers": peers,
     "batch": batch,
     "long": long,
+    "full": full,
+    "read": read_prompts,
+    "draft": draft,
+    "rejection": rejection,
 }
 
 

@@ -29,16 +29,21 @@ from soak_server import learn, offline, server
 
 
 def texts(given: argparse.Namespace, rng: random.Random) -> dict[str, Any]:
-    llm = slipstream.load(dtype="float32")
+    how = {"dtype": given.dtype, "device": given.device, "max_batch": given.max_batch, "memory": given.memory}
+    llm = slipstream.load(**how)
     short = real(given.prompts, rng, 30)
     alike = [f"A farmer has 17 sheep, 4 goats and a dog, and sells them on a market day. {p}" for p in short[:10]]
     prompts = short + alike
     ways = [WAYS[i % 3] | ({"seed": i} if i % 3 else {}) for i in range(len(prompts))]
     clock = perf_counter()
-    alone = [llm.generate(p, max_new_tokens=48, max_draft=0, **w).tokens for p, w in zip(prompts, ways, strict=True)]
+    alone = [
+        llm.generate(p, max_new_tokens=given.tokens, max_draft=0, **w).tokens
+        for p, w in zip(prompts, ways, strict=True)
+    ]
     plain = sum(map(len, alone)) / (perf_counter() - clock)
     tell(f"alone: {plain:.1f} tokens/s")
-    asked = [(i % len(prompts), rng.randint(1, 48)) for i in rng.sample(range(1000), max(8, int(200 * given.scale)))]
+    numbers = rng.sample(range(10_000), max(8, int(given.requests * given.scale)))
+    asked = [(i % len(prompts), rng.randint(1, given.tokens)) for i in numbers]
     dropped, ended, heard = set(rng.sample(range(len(asked)), len(asked) // 20)), {}, {}
     clock = perf_counter()
     for number, (i, length) in enumerate(asked):
@@ -51,7 +56,7 @@ def texts(given: argparse.Namespace, rng: random.Random) -> dict[str, Any]:
                 ended[number].set()
 
         job = llm.service.submit(Job(request, hear, streams=number % 2 == 0))
-        sleep(rng.expovariate(2.0))
+        sleep(rng.expovariate(given.rate))
         if number in dropped:
             llm.service.cancel(job)
     for one in ended.values():
@@ -74,6 +79,7 @@ def texts(given: argparse.Namespace, rng: random.Random) -> dict[str, Any]:
         "tokens_per_second": round(rate, 1),
         "plain_alone": round(plain, 1),
         "found_tokens": counts.found_tokens,
+        "put_back": counts.put_back,
         "left": len(llm.service.running) + llm.service.waiting() + len(llm.engine._open),
     }
 
@@ -169,6 +175,13 @@ def main() -> None:
     parser.add_argument("--scale", type=float, default=1.0)
     parser.add_argument("--prompts", nargs="*", default=[], help="files; default: the built-in ones")
     parser.add_argument("--repeats", type=int, default=3, help="of offline")
+    parser.add_argument("--requests", type=int, default=200, help="of texts, as are those below")
+    parser.add_argument("--rate", type=float, default=2.0, help="requests per second")
+    parser.add_argument("--tokens", type=int, default=48, help="of an answer, at most")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--max-batch", type=int, default=8)
+    parser.add_argument("--memory", type=float, default=0.9, help="of a GPU; little of it, and answers are put back")
     given = parser.parse_args()
     for part in given.parts:
         found = PARTS[part](given, random.Random(given.seed))

@@ -1,6 +1,7 @@
 """Steps of fixed shape, as they are captured on a GPU, run here without capture: they say what forwards say."""
 
 import copy
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -193,6 +194,39 @@ def test_a_prompt_is_no_output_though_a_step_reads_it_as_a_tree(tiny):
     assert scores.token(0, sampler) == 50
 
 
+@pytest.mark.parametrize("family", ["llama", "opt"])
+@pytest.mark.parametrize("count", [2, 5, 70])
+def test_pieces_of_several_texts_share_a_step(count, family, tiny):
+    """Texts of all lengths, the first of which goes on: logits, states and choices are those of each alone."""
+    target, rng = graphs(tiny(family)), np.random.default_rng(count)
+    texts = [rng.integers(1, 60, 1 + 3 * i % 8).tolist() for i in range(count)]
+    samplers = [GREEDY, Sampler(Sampling(temperature=0.9), [], seed=3)]
+    want = Want((1,), samplers=tuple(samplers[i % 2] for i in range(count)))
+    slots, alone = read(target, [[9, 8, 7]] + [[]] * (count - 1)), read(target, [[9, 8, 7]] + [[]] * (count - 1))
+    together = target.read(slots, texts, want)
+    found = [(s.logits(0).clone(), s.hidden[1], s.token(0, samplers[i % 2])) for i, s in enumerate(together)]
+    for i, (slot, text) in enumerate(zip(alone, texts, strict=True)):
+        (scores,) = target.read([slot], [text], replace(want, samplers=want.samplers[i : i + 1]))
+        logits, states, token = found[i]
+        assert slots[i].tokens == slot.tokens
+        torch.testing.assert_close(logits, scores.logits(0), rtol=0, atol=1e-5)
+        torch.testing.assert_close(states, scores.hidden[1], rtol=0, atol=1e-5)
+        assert token == scores.token(0, samplers[i % 2])
+
+
+def test_prompts_are_read_together_and_those_alike_wait_for_a_copy(tiny, monkeypatch):
+    """Six requests, of which two pairs ask the same: their texts are those of each alone."""
+    target = graphs(tiny("llama"))
+    engine, read, pieces = Engine(target, make("none", target, None)), target.read, []
+    prompts = [[5, 6, 7], [8] * 40, [5, 6, 7], [9, 3], [8] * 40, [7] * 20]
+    expected = [[*engine.run([Request(prompt, 6)])][-1].tokens for prompt in prompts]
+    monkeypatch.setattr(target, "read", lambda s, p, want: pieces.append([*map(len, p)]) or read(s, p, want))
+    asked = [Request(prompt, 6) for prompt in prompts]
+    ended = {id(s.request): s.tokens for s in engine.run(asked)}
+    assert [ended[id(request)] for request in asked] == expected
+    assert pieces[:2] == [[3, 40], [1, 2, 1, 20]]
+
+
 def random_tree(rng, count):
     """Few different tokens, so that siblings are equal now and then."""
     return TokenTree.build(rng.integers(0, 2, count), [-1, *(int(rng.integers(0, i)) for i in range(1, count))])
@@ -280,8 +314,10 @@ def test_a_draft_that_was_started_for_another_token_is_made_again(tiny):
     model = tiny("llama")
     target = graphs(model)
     drafter = make("redrafter", target, None, drafter_path=HEADS["redrafter"].fresh(model))
-    sequence = Engine(target, drafter).start(Request(tokens=[5, 6, 7], max_new_tokens=20))
     engine = Engine(target, drafter)
+    reading = engine.read(Request(tokens=[5, 6, 7], max_new_tokens=20))
+    engine.read_on([reading])
+    sequence = reading.sequence
     engine.step([sequence])
     session = sequence.session
     assert session.ahead is not None

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from slipstream.engine import Engine, Reading
 from slipstream.errors import CacheFullError
 from slipstream.request import Request
 from slipstream.service import KEPT, KEPT_IN_PAGES, Job, Service
@@ -18,6 +19,10 @@ class Slot:
     def __init__(self, tokens):
         self.tokens = list(tokens)
 
+    @property
+    def length(self):
+        return len(self.tokens)
+
     def shared(self, tokens):
         same = 0
         while same < min(len(tokens), len(self.tokens)) and tokens[same] == self.tokens[same]:
@@ -27,12 +32,16 @@ class Slot:
 
 class FakeEngine:
     """Reads ten tokens at a time, writes one a step. Some requests fail where their plan says so. room: tokens that
-    fit into its cache, if texts lie in pages."""
+    fit into its cache, if texts lie in pages; then several texts are read together."""
+
+    may_join = Engine.may_join
 
     def __init__(self, log, max_batch, room=None):
         self.log, self.max_batch, self.room = log, max_batch, room
         paged = room is not None
-        self.target = SimpleNamespace(dtype=torch.float32, context=10_000, vocabulary=100, paged=paged)
+        self.target = SimpleNamespace(
+            dtype=torch.float32, context=10_000, vocabulary=100, paged=paged, flat=paged, chunk=10
+        )
         self.drafter = SimpleNamespace(takes=())
         self.open = set()  # slots
 
@@ -49,21 +58,9 @@ class FakeEngine:
     def reread(self, sequence):
         slot = Slot([])
         self.open.add(slot)
-        text = [*sequence.request.tokens, *sequence.tokens[:-1]]
-        try:
-            for start in range(0, len(text), 10):
-                self.check_room(10)
-                slot.tokens += text[start : start + 10]
-                self.log.append(("piece", sequence.request.seed))
-                if slot.tokens != text:
-                    yield None
-        except BaseException:
-            self.open.discard(slot)
-            raise
-        sequence.slot = slot
-        yield sequence
+        return Reading(sequence, slot, [*sequence.request.tokens, *sequence.tokens[:-1]], again=True)
 
-    def read(self, request, running, kept, like=None):  # noqa: ARG002
+    def read(self, request, running=(), kept=None, like=None):  # noqa: ARG002
         self.log.append(("begin", request.seed))
         assert like is None or like.slot in self.open
         slot = Slot([])
@@ -71,22 +68,33 @@ class FakeEngine:
             self.open.discard(kept.slot)
             kept.slot = None
         self.open.add(slot)
-        try:
-            for _ in range(len(request.tokens) // 10):
-                self.check_room(10)
-                slot.tokens += request.tokens[len(slot.tokens) : len(slot.tokens) + 10]
-                self.log.append(("piece", request.seed))
-                yield None
-            self.check_room(10)
-            if request.plan == "fails to read":
-                raise ValueError(request.seed)
-        except BaseException:
-            self.open.discard(slot)
-            raise
-        slot.tokens = list(request.tokens)
-        finish = "length" if request.max_new_tokens == 1 else None
-        known = {"stats": Stats("fake", True), "tokens": [0], "logprobs": [], "finish": finish, "error": None}
-        yield SimpleNamespace(request=request, slot=slot, session=None, **known)
+        known = {"stats": Stats("fake", True), "tokens": [], "logprobs": [], "finish": None, "error": None}
+        return Reading(SimpleNamespace(request=request, slot=slot, session=None, **known), slot, request.tokens)
+
+    def read_on(self, readings):
+        assert len(readings) == 1 or self.target.flat
+        room = 10
+        self.check_room(room)
+        if any(reading.sequence.request.plan == "breaks a reading" for reading in readings):
+            raise RuntimeError("somebody's text")
+        self.log.append(("piece", [reading.sequence.request.seed for reading in readings]))
+        for reading in readings:
+            sequence = reading.sequence
+            piece = reading.text[reading.slot.length : reading.slot.length + room]
+            reading.slot.tokens += piece
+            room -= len(piece)
+            if reading.left:
+                continue
+            if reading.again:
+                sequence.slot = reading.slot
+            elif sequence.request.plan == "fails to read":
+                reading.error = ValueError(sequence.request.seed)
+            else:
+                sequence.tokens.append(0)
+                sequence.finish = "length" if sequence.request.max_new_tokens == 1 else None
+
+    def abandon(self, reading):
+        self.open.discard(reading.slot)
 
     def step(self, sequences):
         self.check_room(len(sequences))
@@ -123,7 +131,7 @@ def put_back(service):
     return [job.request.seed for *_, job in service._waiting if job.sequence is not None]
 
 
-PLANS = ["", "", "", "", "fails to read", "fails to write", "breaks a step", "cancelled", "late"]
+PLANS = ["", "", "", "", "fails to read", "breaks a reading", "fails to write", "breaks a step", "cancelled", "late"]
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -164,8 +172,9 @@ def one_schedule(rng, monkeypatch):
         before, writing = len(log), [job.request.seed for job in service.running]
         service._round()
         took = log[before:]
-        # A round is one piece of one prompt at most, and one step of everybody who was being answered.
-        assert sum(what == "piece" for what, _ in took) <= 1
+        # A round is one forward that reads at most, and one step of everybody who was being answered.
+        alone = any(plan == "breaks a reading" for plan in plans.values())  # then everybody's is read alone
+        assert sum(what == "piece" for what, _ in took) <= (engine.max_batch if alone else 1)
         ended = {job.request.seed for job in jobs.values() if job.over}
         assert all(("step", each) in took or each in ended or each in put_back(service) for each in writing)
         assert len(service.running) <= engine.max_batch
@@ -183,11 +192,11 @@ def one_schedule(rng, monkeypatch):
         if ends[0].finish == "length":
             assert len(tokens) == jobs[number].request.max_new_tokens
         if ends[0].finish == "failed":
-            assert plan in ("fails to read", "fails to write", "breaks a step")
+            assert plan in ("fails to read", "breaks a reading", "fails to write", "breaks a step")
         if plan == "":
             assert ends[0].finish == "length" or service._closing is not None
     begun = [number for what, number in log if what == "begin"]
     for priority in (0, 1):  # those of one priority begin in the order of their arrival
-        mine = [number for number in begun if jobs[number].priority == priority]
+        mine = list(dict.fromkeys(number for number in begun if jobs[number].priority == priority))
         assert mine == sorted(mine)
     assert sum(service.counts.ended.values()) == len(jobs)

@@ -25,11 +25,13 @@ from slipstream.errors import ContextError, ModelError, OptionError, PromptError
 from slipstream.request import Request, Step
 from slipstream.sampling import Sampler
 from slipstream.stats import Stats
-from slipstream.targets.base import Scores, Slot, Target, Want
+from slipstream.targets.base import Scores, Slot, Target, Want, shared
 from slipstream.targets.captured.recording import Stopwatch
 from slipstream.tree import TokenTree, fuse
 
 log = logging.getLogger("slipstream")
+
+WORTH = 32  # tokens that two texts must have in common for a copy to be worth it
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,22 @@ class Sequence:
 
 
 @dataclass(eq=False)
+class Reading:
+    """A text on its way into the cache: the prompt of a new sequence, or all of one that was put back."""
+
+    sequence: Sequence
+    slot: Slot
+    text: list[int]
+    again: bool = False  # it was put back: its drafter has seen the text, and the token after it is decided
+    seconds: float = 0.0  # that forwards took
+    error: Exception | None = None  # what it failed with, and nobody else
+
+    @property
+    def left(self) -> int:
+        return len(self.text) - self.slot.length
+
+
+@dataclass(eq=False)
 class Kept:
     """A text that stays read from one request to the next, as in a chat: its slot, and its drafter's session."""
 
@@ -109,7 +127,7 @@ class Engine:
                 with self.turn():
                     sound = False
                     if waiting and len(running) < self.max_batch:
-                        told = [self.start(waiting.popleft(), running, kept)]
+                        told = self._start(waiting, running, kept)
                         running += told
                     else:
                         self.step(running)
@@ -216,12 +234,36 @@ class Engine:
             return None
         return verdict
 
-    def start(self, request: Request, running: Iterable[Sequence] = (), kept: Kept | None = None) -> Sequence:
-        """Read the prompt; its last row decides the first token. What it begins with is not read again where a kept
-        text, or a running sequence with the same prompt, has read it."""
-        *_, sequence = self.read(request, running, kept)
-        assert sequence is not None, "the last one is the sequence"
-        return sequence
+    def _start(self, waiting: deque[Request], running: list[Sequence], kept: Kept | None) -> list[Sequence]:
+        """Read prompts; the last row of each decides its first token. Where a forward takes rows of many texts, so many
+        of those that wait begin together."""
+        readings: list[Reading] = []
+        try:
+            while waiting and len(running) + len(readings) < self.max_batch:
+                prompt = waiting[0].tokens
+                twin = any(sequence.request.tokens == prompt for sequence in running)
+                if not self.may_join(waiting[0], readings, len(prompt) if twin else 0):
+                    break
+                readings.append(self.read(waiting.popleft(), running, kept))
+            while any(reading.left for reading in readings):
+                self.read_on([reading for reading in readings if reading.left])
+                for reading in readings:
+                    if reading.error is not None:
+                        raise reading.error
+        except BaseException:
+            for reading in readings:
+                self.abandon(reading)
+            raise
+        return [reading.sequence for reading in readings]
+
+    def may_join(self, request: Request, readings: Collection[Reading], known: int) -> bool:
+        """Whether a prompt can be read along with others, in one forward, and has nothing to gain from waiting for a
+        copy of theirs. known: tokens of it that need not be read anyway."""
+        if not readings:
+            return True
+        room = self.target.chunk - sum(reading.left for reading in readings)
+        gain = max(shared(reading.text, request.tokens) for reading in readings) - known
+        return self.target.flat and room > 0 and gain < min(WORTH, len(request.tokens))
 
     def read(
         self,
@@ -229,9 +271,9 @@ class Engine:
         running: Iterable[Sequence] = (),
         kept: Kept | None = None,
         like: Sequence | Kept | None = None,
-    ) -> Iterator[Sequence | None]:
-        """The same piece by piece: None after each piece of the prompt but the last, then the sequence. Steps of others
-        may come in between. like: whose text begins alike, of which a copy is made."""
+    ) -> Reading:
+        """A new sequence, whose prompt is to be read. What it begins with is not read again where a kept text, or a
+        running sequence with the same prompt, has read it. like: whose text begins alike, of which a copy is made."""
         check_prompt(request, self.target)
         check_drafting(request, self.drafter)
         self._pause_all_but(())
@@ -239,20 +281,12 @@ class Engine:
         stats = Stats(self.name, request.accept.lossless and self.target.exact, prompt_tokens=len(request.tokens))
         stats.processors = tuple(type(p).__name__ for p in request.sampling.processors)
         session = self.drafter.begin(request)
-        slot = None
         try:
             slot = self._resumed(request, session, running, kept, like) or self.target.open()
-            sequence = Sequence(request, slot, session, sampler, stats)
-            for _ in self._read_prompt(sequence):
-                yield None
-                self._pause_all_but(())
         except BaseException:
             session.close()
-            if slot is not None:
-                self.target.close(slot)
             raise
-        self._open.append(sequence)
-        yield sequence
+        return Reading(Sequence(request, slot, session, sampler, stats), slot, request.tokens)
 
     def put_back(self, sequence: Sequence) -> None:
         """Its keys are given up until `reread`. Nothing else is lost."""
@@ -260,20 +294,58 @@ class Engine:
         self._latest = [other for other in self._latest if other is not sequence]
         self.target.close(sequence.slot)
 
-    def reread(self, sequence: Sequence) -> Iterator[Sequence | None]:
-        """Piece by piece, like `read`: it goes on where it was put back."""
-        slot, text = self.target.open(), [*sequence.request.tokens, *sequence.tokens[:-1]]  # the last is the root
-        try:
-            self._pause_all_but(())
-            for _ in self.target.prefill(slot, text, Want()):
-                if slot.length < len(text):
-                    yield None
-                    self._pause_all_but(())
-        except BaseException:
-            self.target.close(slot)
-            raise
-        sequence.slot = slot
-        yield sequence
+    def reread(self, sequence: Sequence) -> Reading:
+        """It goes on where it was put back."""
+        text = [*sequence.request.tokens, *sequence.tokens[:-1]]  # the last is the root
+        return Reading(sequence, self.target.open(), text, again=True)
+
+    def read_on(self, readings: Collection[Reading]) -> None:
+        """One forward for a piece of each text, as far as a forward goes. A reading of which nothing is left is over:
+        its sequence has its next token. Who fails has the error; what concerns all is raised, and nothing was read."""
+        self._pause_all_but(())
+        joining, pieces, room = list[Reading](), list[list[int]](), self.target.chunk
+        for reading in readings:
+            if room:
+                joining.append(reading)
+                pieces.append(reading.text[reading.slot.length : reading.slot.length + room])
+                room -= len(pieces[-1])
+        layers = () if all(reading.again for reading in joining) else can.layers(self.drafter)
+        want = Want(layers, samplers=tuple(chooser(reading.sequence) for reading in joining))
+        clock = perf_counter()
+        scores = self.target.read([reading.slot for reading in joining], pieces, want)
+        seconds = (perf_counter() - clock) / len(joining)
+        for reading, piece, score in zip(joining, pieces, scores, strict=True):
+            reading.seconds += seconds
+            try:
+                self._take(reading, piece, score)
+            except Exception as error:
+                reading.error = error
+
+    def _take(self, reading: Reading, piece: list[int], score: Scores) -> None:
+        """What a piece of text shows: states, and behind the last one a token."""
+        sequence, clock = reading.sequence, perf_counter()
+        if reading.again:
+            if not reading.left:
+                sequence.slot = reading.slot
+            return
+        start = reading.slot.length - len(piece)
+        sequence.session.observe(Seen(piece, start, Hidden(score.hidden)))
+        if reading.left:
+            reading.seconds += perf_counter() - clock
+            return
+        tree = TokenTree.root(reading.text[-1])
+        verdict = verify(sequence.request.accept, tree, score, sequence.sampler, sequence.over)
+        self._report(sequence, tree, score, verdict)
+        sequence.stats.first_token_seconds = perf_counter() - sequence.started
+        self._advance(sequence, Step(tree, verdict, 0.0, reading.seconds, perf_counter() - clock))
+        self._open.append(sequence)
+
+    def abandon(self, reading: Reading) -> None:
+        """Its text is not wanted any more. Whoever was put back still is."""
+        if not reading.again:
+            reading.sequence.session.close()
+            self._open = [other for other in self._open if other is not reading.sequence]
+        self.target.close(reading.slot)
 
     def _pause_all_but(self, running: Collection[Sequence]) -> None:
         """Sequences that have no part in the forward to come: what they hold of the latest one is copied."""
@@ -316,24 +388,6 @@ class Engine:
             if kept is not None and other is not None:
                 other.close()
         return slot
-
-    def _read_prompt(self, sequence: Sequence) -> Iterator[None]:
-        request, read = sequence.request, sequence.slot.length
-        want = Want(can.layers(self.drafter), samplers=(chooser(sequence),))
-        clock, spent = perf_counter(), 0.0
-        for score in self.target.prefill(sequence.slot, request.tokens[read:], want):
-            count = sequence.slot.length - read
-            sequence.session.observe(Seen(request.tokens[read : read + count], read, Hidden(score.hidden)))
-            read += count
-            spent += perf_counter() - clock
-            if read < len(request.tokens):
-                yield
-            clock = perf_counter()
-        tree = TokenTree.root(request.tokens[-1])
-        verdict = verify(request.accept, tree, score, sequence.sampler, sequence.over)
-        self._report(sequence, tree, score, verdict)
-        sequence.stats.first_token_seconds = perf_counter() - sequence.started
-        self._advance(sequence, Step(tree, verdict, 0.0, spent, perf_counter() - clock))
 
     def _propose(self, running: list[Sequence]) -> list[TokenTree]:
         budgets = [s.budget(self.target) for s in running]

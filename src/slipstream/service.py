@@ -1,7 +1,8 @@
 """Service: many callers, one engine. A thread of its own drives it; answers come to their callers as they grow.
 
-Requests wait in the order of their priority, then of their arrival. In each round one piece of the next prompt is read
-and all running answers go a step further: nobody who is answered waits for more than a piece of somebody else's prompt.
+Requests wait in the order of their priority, then of their arrival. In each round one forward reads a piece of the next
+prompt, or of several where the target takes them together, and all running answers go a step further: nobody who is
+answered waits for more than a piece of others' prompts.
 Whatever fails, fails for its own request alone.
 
 Texts stay read for a while after their answers: a request that begins like one of them, or like one that is being
@@ -17,7 +18,7 @@ import heapq
 import itertools
 import logging
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -26,7 +27,7 @@ from typing import cast
 
 import torch
 
-from slipstream.engine import Engine, Kept, Sequence, TokenLogprobs, check_drafting, check_prompt
+from slipstream.engine import WORTH, Engine, Kept, Reading, Sequence, TokenLogprobs, check_drafting, check_prompt
 from slipstream.errors import BusyError, CacheFullError, ModelError
 from slipstream.request import Request
 from slipstream.stats import Stats
@@ -37,7 +38,6 @@ log = logging.getLogger("slipstream")
 LINGER = 5.0  # seconds without work after which its thread ends; the next request starts another
 KEPT = 4  # texts that stay read at most: each holds memory for its whole length,
 KEPT_IN_PAGES = 8  # or, in pages, for what no other has; few, since a head keeps room of its own for each
-WORTH = 32  # tokens that a request must share with such a text: for fewer, taking it from another is not worth it
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,7 @@ class Job:
     deadline: float | None = None  # by `monotonic`
     streams: bool = True  # whether it wants to hear of every step, or of the end alone
     arrived: float = field(default_factory=monotonic)
+    reading: Reading | None = None  # while its text is read
     sequence: Sequence | None = None  # once its prompt is read
     number: int = 0  # in the order of arrival
     over: bool = False
@@ -181,8 +182,7 @@ class Service:
         self.engine, self.max_waiting = engine, max_waiting
         self.counts = Counts()
         self.running: list[Job] = []
-        self.reading: Job | None = None
-        self._pieces: Iterator[Sequence | None] = iter(())  # of the prompt that is being read
+        self.reading: list[Job] = []
         self._waiting: list[tuple[int, int, Job]] = []  # a heap: priority, number, request
         self._numbers = itertools.count()
         self._kept: list[tuple[str, Kept]] = []  # by collection, the latest used last
@@ -265,57 +265,91 @@ class Service:
                 self._fail_all(error)
 
     def _round(self) -> None:
-        """One piece of a prompt, and one step of everybody."""
+        """One forward that reads prompts, and one step of everybody."""
         self._drop_ended()
         with self.engine.turn():
-            self._scarce = self._scarce and bool(self.running)
-            if self.reading is None and len(self.running) < self.engine.max_batch and not self._scarce:
-                self._begin()
-            if self.reading is not None:
+            self._scarce = self._scarce and bool(self.running or self.reading)
+            while len(self.running) + len(self.reading) < self.engine.max_batch and not self._scarce:
+                if not self._begin():
+                    break
+            if self.reading:
                 self._read()
             if self.running:
                 self._step()
 
-    def _begin(self) -> None:
+    def _begin(self) -> bool:
+        """Whether somebody's text is read from now on: the next one's, if it can be read along with the others."""
         with self._changed:
             if not self._waiting:
-                return
-            *_, job = heapq.heappop(self._waiting)
-        self.reading = job
-        if job.sequence is not None:
-            self._pieces = self.engine.reread(job.sequence)
-            return
+                return False
+            *_, job = self._waiting[0]
         found, known = self._known(job.request)
-        self.counts.found_tokens += known
-        running = [other.sequence for other in self.running if other.sequence is not None]
+        if not self.engine.may_join(job.request, [other.reading for other in self.reading if other.reading], known):
+            return False
+        with self._changed:
+            self._waiting.remove((job.priority, job.number, job))
+            heapq.heapify(self._waiting)
+        try:
+            job.reading = self._reading(job, found)
+        except Exception as error:
+            self._drop(job, "failed", error)
+            return True
+        self.reading.append(job)
+        self.counts.found_tokens += job.reading.slot.length
+        return True
+
+    def _reading(self, job: Job, found: Kept | Sequence | None) -> Reading:
+        if job.sequence is not None:
+            return self.engine.reread(job.sequence)
         if self.engine.target.paged:
-            self._pieces = self.engine.read(job.request, (), None, found)
-        else:
-            self._pieces = self.engine.read(job.request, running, cast(Kept | None, found))
+            return self.engine.read(job.request, like=found)
+        self._kept = [each for each in self._kept if each[1] is not found]  # it is taken over
+        running = [other.sequence for other in self.running if other.sequence is not None]
+        return self.engine.read(job.request, running, cast(Kept | None, found))
 
     def _read(self) -> None:
-        job = self.reading
-        assert job is not None
         try:
-            sequence = next(self._pieces)
+            self.engine.read_on([job.reading for job in self.reading if job.reading])
         except CacheFullError as error:
-            self.reading = None
-            if self._spare() or self.running:  # it begins again
-                self._wait_again(job)
-            else:
-                self._drop(job, "failed", error)
-            return
+            self._read_fewer(error)
         except Exception as error:
-            self.reading = None
+            self._read_one_by_one(error)
+        for job in list(self.reading):
+            reading = job.reading
+            assert reading is not None
+            if reading.error is not None:
+                self._stop_reading(job)
+                self._drop(job, "failed", reading.error)
+            elif not reading.left:
+                self.reading.remove(job)
+                job.reading = None
+                if job.sequence is None:
+                    self.counts.first_token.see(monotonic() - job.arrived)
+                job.sequence = reading.sequence
+                self.running.append(job)
+                self._tell([job])
+
+    def _read_fewer(self, error: CacheFullError) -> None:
+        """There are too few pages: the youngest begins again later, if that helps."""
+        job = max(self.reading, key=lambda job: job.number)
+        self._stop_reading(job)
+        if self._spare() or self.running or self.reading:
+            self._wait_again(job)
+        else:
             self._drop(job, "failed", error)
-            return
-        if sequence is not None:
-            self.reading = None
-            if job.sequence is None:
-                self.counts.first_token.see(monotonic() - job.arrived)
-            job.sequence = sequence
-            self.running.append(job)
-            self._tell([job])
+
+    def _read_one_by_one(self, error: Exception) -> None:
+        """Somebody's text can't be read: whose, shows when everybody's is read alone."""
+        for job in self.reading:
+            assert job.reading is not None
+            try:
+                if len(self.reading) == 1:
+                    raise error
+                self.engine.read_on([job.reading])
+            except CacheFullError:
+                pass  # the next round sees to it
+            except Exception as own:
+                job.reading.error = own
 
     def _drop(self, job: Job, finish: str, error: Exception | None = None) -> None:
         """It ends while it waits, or is read."""
@@ -339,9 +373,9 @@ class Service:
         more than one."""
         if self._spare():
             return True
-        if self.reading is not None:
-            job = self.reading
-            self._stop_reading()
+        if self.reading:
+            job = max(self.reading, key=lambda job: job.number)
+            self._stop_reading(job)
             self._wait_again(job)
             return True
         if len(self.running) < 2:
@@ -443,7 +477,7 @@ class Service:
             for *_, job in waiting:
                 self._drop(job, "cancelled")
         with self._changed:
-            there = [job for *_, job in self._waiting] + self.running + ([self.reading] if self.reading else [])
+            there = [job for *_, job in self._waiting] + self.running + self.reading
         for job in there:
             late = job.deadline is not None and now > job.deadline
             if late or (self._closing is not None and now > self._closing):
@@ -453,23 +487,24 @@ class Service:
             if gone:
                 self._waiting = [each for each in self._waiting if not each[-1].request.cancelled]
                 heapq.heapify(self._waiting)
-        if self.reading is not None and self.reading.request.cancelled:
-            gone.append(self.reading)
-            self._stop_reading()
+        for job in [job for job in self.reading if job.request.cancelled]:
+            gone.append(job)
+            self._stop_reading(job)
         for job in gone:
             late = job.deadline is not None and now > job.deadline
             self._drop(job, "timeout" if late else "cancelled")
 
-    def _stop_reading(self) -> None:
-        self.reading = None
+    def _stop_reading(self, job: Job) -> None:
+        assert job.reading is not None
+        reading, job.reading = job.reading, None
+        self.reading.remove(job)
         with self.engine.turn():
-            self._pieces.close()  # type: ignore[attr-defined]  # a generator
+            self.engine.abandon(reading)
 
     def _fail_all(self, error: Exception) -> None:
-        if self.reading is not None:
-            job = self.reading
+        for job in list(self.reading):
             with suppress(Exception):
-                self._stop_reading()
+                self._stop_reading(job)
             self._end(job, "failed", error)
         for job in list(self.running):
             self.running.remove(job)
@@ -483,8 +518,8 @@ class Service:
     # ---- texts that stay read
 
     def _known(self, request: Request) -> tuple[Kept | Sequence | None, int]:
-        """The text of this collection that a request shares most with, and how much that is. Without pages it is taken
-        away from those that are kept; with pages it stays, and texts that are being answered count too."""
+        """The text of this collection that a request shares most with, and how much that is. With pages texts that are
+        being answered count too."""
         best: Kept | Sequence | None = None
         most, paged = WORTH - 1, self.engine.target.paged
         texts = list[tuple[str, Kept | Sequence]](self._kept)
@@ -498,7 +533,7 @@ class Service:
         if best is None:
             return None, 0
         used = [each for each in self._kept if each[1] is best]
-        self._kept = [each for each in self._kept if each[1] is not best] + (used if paged else [])
+        self._kept = [each for each in self._kept if each[1] is not best] + used
         return best, most
 
     def _forget(self, at_most: int) -> None:

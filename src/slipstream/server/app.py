@@ -128,7 +128,7 @@ class Server:
     async def live(self) -> Any:
         """What the page shows."""
         service, counts = self.service, self.service.so_far()
-        jobs = [*service.running, *([service.reading] if service.reading else [])]
+        jobs = [*service.running, *service.reading]
         return {
             "model": self.name,
             "drafter": self.llm.engine.name,

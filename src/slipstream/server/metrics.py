@@ -21,7 +21,7 @@ class Collector:
 
     def collect(self) -> Iterator[Metric]:
         service, counts = self.service, self.service.so_far()
-        running = len(service.running) + (service.reading is not None)
+        running = len(service.running) + len(service.reading)
         yield GaugeMetricFamily(
             "slipstream_num_requests_running", "Answers being written or prompts being read", running
         )

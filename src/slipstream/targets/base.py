@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -60,11 +60,16 @@ class Slot:
 
     def shared(self, tokens: Sequence[int]) -> int:
         """How many tokens it begins with that a text begins with too."""
-        begin, most = 0, min(self.length, len(tokens))
-        while begin < most and self.tokens[begin : begin + PIECE] == list(tokens[begin : begin + PIECE]):
-            begin += PIECE  # many at a time, as far as they agree
-        pairs = enumerate(zip(self.tokens[begin : begin + PIECE], tokens[begin : begin + PIECE], strict=False))
-        return next((begin + i for i, (own, other) in pairs if own != other), most)
+        return shared(self.tokens, tokens)
+
+
+def shared(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens two texts have in common at their beginning."""
+    begin, most = 0, min(len(one), len(other))
+    while begin < most and list(one[begin : begin + PIECE]) == list(other[begin : begin + PIECE]):
+        begin += PIECE  # many at a time, as far as they agree
+    pairs = enumerate(zip(one[begin : begin + PIECE], other[begin : begin + PIECE], strict=False))
+    return next((begin + i for i, (a, b) in pairs if a != b), most)
 
 
 class Scores:
@@ -138,6 +143,7 @@ class Target(ABC):
     # Whether texts lie in pages: copies of a slot share them, and a text's bits are the same in whatever pieces it was
     # read, and how often.
     paged: bool = False
+    chunk: int = 1 << 30  # tokens that are read at a time at most
     widths: tuple[int, ...] = ()  # a step is padded to one of these numbers of rows; empty: it is not
     notes: tuple[str, ...] = ()  # what a user should know about this model
 
@@ -171,6 +177,14 @@ class Target(ABC):
     def prefill(self, slot: Slot, tokens: Sequence[int], want: Want) -> Iterator[Scores]:
         """Read tokens, committed at once: one Scores per chunk, with the hidden states of the whole chunk. Only the
         chunk's last row has logits, as node 0."""
+
+    def read(self, slots: Sequence[Slot], pieces: Sequence[Sequence[int]], want: Want) -> list[Scores]:
+        """`prefill` of a piece of several texts, together no longer than a chunk; where steps are flat, in one
+        forward."""
+        found: list[Scores] = []
+        for i, (slot, piece) in enumerate(zip(slots, pieces, strict=True)):
+            found += self.prefill(slot, piece, replace(want, samplers=want.samplers[i : i + 1]))
+        return found
 
     @abstractmethod
     def score(self, slots: Sequence[Slot], trees: Sequence[TokenTree], want: Want, known: int = 0) -> list[Scores]:

@@ -164,22 +164,30 @@ class GraphTarget(Target):
     # ---- forwards
 
     def prefill(self, slot: Slot, tokens: Sequence[int], want: Want) -> Iterator[Scores]:
+        for start in range(0, len(tokens), self.chunk):
+            yield from self.read([slot], [tokens[start : start + self.chunk]], want)
+
+    def read(self, slots: Sequence[Slot], pieces: Sequence[Sequence[int]], want: Want) -> list[Scores]:
         """By the same steps, of which the rows are text from the beginning."""
         if any(s is not None and needs_history(s.sampling) for s in want.samplers):
             want = replace(want, samplers=())  # penalties of an output that has not begun: the sampler's own business
-        for start in range(0, len(tokens), self.chunk):
-            part = list(tokens[start : start + self.chunk])
-            tree = TokenTree.chain(part[0], part[1:])
-            step = self._replay([slot], [tree], bucket(len(part), READING), want, text=True)
-            slot.tokens.extend(part)
+        trees = [TokenTree.chain(piece[0], piece[1:]) for piece in pieces]
+        rows = bucket(sum(map(len, pieces)), READING)
+        step = self._replay(slots, trees, rows, want, [0] * len(slots), text=True)
+        chosen, found, begin = bool(self._followed(want.samplers, len(slots))), [], 0
+        for i, (slot, piece) in enumerate(zip(slots, pieces, strict=True)):
+            slot.tokens.extend(piece)
             slot.tree = None
-            end = 0 if step.shape.ends == 1 else len(part) - 1
+            stop = begin + len(piece)
+            end = i if step.shape.ends < step.shape.rows else stop - 1
             # Copies: another sequence's prompt may be read before this one's states are looked at.
-            hidden = {layer: h[: len(part)].clone() for layer, h in step.hidden.items()}
+            hidden = {layer: h[begin:stop].clone() for layer, h in step.hidden.items()}
             scores = Scores(step.logits[end : end + 1], hidden, np.array([slot.length - 1]))
-            if self._followed(want.samplers, 1):
+            if chosen:
                 scores.take(step.tokens[end : end + 1].tolist(), step.values[end : end + 1].tolist())
-            yield scores
+            found.append(scores)
+            begin = stop
+        return found
 
     def score(self, slots: Sequence[Slot], trees: Sequence[TokenTree], want: Want, known: int = 0) -> list[Scores]:
         return self.extend(slots, trees, [known] * len(slots), want)
@@ -212,7 +220,7 @@ class GraphTarget(Target):
         trees: Sequence[TokenTree],
         rows: int,
         want: Want,
-        known: Sequence[int] = (0,),
+        known: Sequence[int],
         text: bool = False,
     ) -> FixedStep:
         """One step for all of them, done. known: nodes of each that were computed before. text: the trees are chains
@@ -234,8 +242,10 @@ class GraphTarget(Target):
     def _shape(self, sequences: int, rows: int, depth: int, text: bool) -> Shape:
         """Of a step that is wide enough."""
         sequences = bucket(sequences, SEQUENCES)
-        tiles = () if sequences == 1 else tuple(rows * -(-groups // TILE) for groups in self.groups)
-        ends = 1 if text and self._keeps_logits else rows
+        tiles: tuple[int, ...] = ()
+        if sequences > 1:  # at most one of a sequence is not full, and none is without a row
+            tiles = tuple(min(rows * -(-g // TILE), -(-rows * g // TILE) + sequences) for g in self.groups)
+        ends = min(rows, sequences) if text and self._keeps_logits else rows
         usual = min(rows, DEEPEST)
         depth = 1 if text else usual if depth <= usual else bucket(depth, DEPTHS)
         return Shape(sequences, rows, depth, ends, tiles)
@@ -267,7 +277,7 @@ class GraphTarget(Target):
         slot, tree = self.open(), TokenTree.chain(1, [2, 3, 4][: rows - 1])
         for _ in self.prefill(slot, [1 + 389 * i % (self.vocabulary - 1) for i in range(40)], Want()):
             pass
-        step = self._replay([slot], [tree], rows, Want(layers))
+        step = self._replay([slot], [tree], rows, Want(layers), [0])
         self.close(slot)
         found = step.logits[: len(tree)].clone()
         if self._sample is not None and len(self._sample) >= len(found):
@@ -323,13 +333,14 @@ class GraphTarget(Target):
         """How each sequence draws, its noise, and what is new in its text."""
         host, begin = step.host, 0
         if text:
-            host.ends[:] = len(trees[0]) - 1
+            host.ends[:] = 0
+            host.ends[: len(trees)] = np.cumsum([len(tree) for tree in trees]) - 1
         if step.choice == BEST:
             return
         for i, (slot, tree, sampler) in enumerate(zip(slots, trees, samplers, strict=True)):
             assert sampler is not None, "a step that draws has all samplers"
             positions = slot.length + tree.depths + 1  # of the tokens after the nodes
-            if step.shape.ends == 1:
+            if step.shape.ends < step.shape.rows:
                 positions = positions[-1:]
             end = begin + len(positions)
             host.draws.put(slice(begin, end), sampler.sampling)

@@ -340,6 +340,7 @@ def halved(model: Any) -> Any:
         elif not name.startswith("model.layers."):
             state[name] = value
     small.load_state_dict(state)
+    small.model.rotary_emb = copy.deepcopy(model.model.rotary_emb)  # in the precision it is loaded with
     return small
 
 

@@ -159,7 +159,9 @@ def scores_trees(target: TreeTarget | GraphTarget) -> bool:
                 wrong = _next_logits(target, text + tree.tokens[: node + 1].tolist())  # as if all were one chain
                 # How far half precision wanders depends on the model: not half as far as a wrong mask would.
                 allowed = 1e-3 * right.std() if is_exact(target.model) else 0.5 * (row - wrong).norm()
-                if not ((row - right).abs().max() if is_exact(target.model) else (row - right).norm()) <= allowed:
+                off = (row - right).abs().max() if is_exact(target.model) else (row - right).norm()
+                if not off <= allowed:
+                    log.debug("%s: off by %.3g where %.3g is allowed", type(target.model).__name__, off, allowed)
                     return False
     except Exception as error:  # an unknown model may fail in any way: then it gets chains
         log.debug("tree probe failed", exc_info=error)

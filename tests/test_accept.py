@@ -48,12 +48,13 @@ def test_a_drawn_child_is_accepted_with_p_over_q():
 
 
 def test_what_is_left_once_a_child_was_rejected():
-    p, q = residual(P, np.array([0.1, 0.6, 0.2, 0.1]), 1)
-    assert p == pytest.approx([1, 0, 0, 0])
-    assert q == pytest.approx([0.25, 0, 0.5, 0.25])
-    p, q = residual(P, None, 1)
-    assert p == pytest.approx(np.array([0.5, 0, 0.15, 0.05]) / 0.7)
+    p, q = residual(torch.tensor(P), torch.tensor([0.1, 0.6, 0.2, 0.1]), 1)
+    assert p.tolist() == pytest.approx([1, 0, 0, 0])
+    assert q.tolist() == pytest.approx([0.25, 0, 0.5, 0.25])
+    p, q = residual(torch.tensor(P), None, 1)
+    assert p.tolist() == pytest.approx([0.5 / 0.7, 0, 0.15 / 0.7, 0.05 / 0.7])
     assert q is None
+    assert residual(torch.tensor([0.0, 1.0]), None, 1) == (None, None)
 
 
 def test_typical_accepts_what_is_plausible_and_nothing_else():

@@ -42,13 +42,13 @@ class Scripted(Sampler):
         return taken
 
     def distribution(self, row):
-        return row.numpy().copy()
+        return row.clone()
 
     def sample(self, row):
         return self._decide(row.numpy())
 
     def draw(self, weights):
-        return self._decide(weights / weights.sum())
+        return self._decide((weights / weights.sum()).tolist())
 
     def flip(self, probability, draw):  # noqa: ARG002
         p = min(1.0, probability)

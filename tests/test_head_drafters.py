@@ -452,7 +452,7 @@ def test_rejection_of_drawn_drafts_leaves_the_targets_distribution():
             text = (*tree.tokens[verdict.path[1:]].tolist(), verdict.bonus)
             accepted += len(verdict.path) - 1
             while len(text) < 3:
-                text = (*text, sampler.draw(law[text]))
+                text = (*text, sampler.draw(torch.from_numpy(law[text])))
                 sampler.push(text[-1])
             cells[text] += 1
     assert accepted > 0.3 * count  # the drafts were really used

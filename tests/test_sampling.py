@@ -153,13 +153,13 @@ def test_draws_follow_their_weights_and_never_hit_what_weighs_nothing():
     for position in range(8_000):
         sampler = Sampler(Sampling(temperature=1.0), [], seed=3)
         sampler.position = position
-        counts[sampler.draw(weights)] += 1
+        counts[sampler.draw(torch.from_numpy(weights))] += 1
     assert np.abs(counts / counts.sum() - weights / 4).max() < 0.02
     assert not counts[weights == 0].any()
     with pytest.raises(NumericalError, match="no token is possible"):
-        sampler.draw(np.zeros(5))
+        sampler.draw(torch.zeros(5))
     with pytest.raises(NumericalError, match="NaN"):
-        sampler.draw(np.array([1.0, np.nan]))
+        sampler.draw(torch.tensor([1.0, torch.nan]))
 
 
 def test_noise_is_gumbel_distributed():

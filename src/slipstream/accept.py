@@ -12,15 +12,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import numpy as np
+import torch
 
-from slipstream.compiled import compiled
 from slipstream.errors import OptionError
-from slipstream.sampling import Probabilities, Sampler
+from slipstream.sampling import Sampler
 
 if TYPE_CHECKING:
     from slipstream.targets.base import Scores
     from slipstream.tree import TokenTree
+
+
+SMALLEST = 1e-300  # of a sum that is divided by
 
 
 @dataclass(frozen=True)
@@ -86,49 +88,35 @@ class Rejection(Rule):
 
     def next_token(self, tree: TokenTree, node: int, scores: Scores, sampler: Sampler) -> int:
         p = sampler.distribution(scores.logits(node))
-        children = tree.children(node)
-        q = drawn_from(tree, node)
-        for draw, child in enumerate(children):
+        q = drawn_from(tree, node, p)
+        for draw, child in enumerate(tree.children(node)):
             x = int(tree.tokens[child])
-            if sampler.flip(p[x] / (self.leniency() * (q[x] if q is not None else 1.0)), draw):
+            if sampler.flip(float(p[x] if q is None else p[x] / q[x]) / self.leniency(), draw):
                 return x
-            p, q = residual(p, q, x)
-            if not p.any():  # rounding alone gets here: x had all of p
+            left, q = residual(p, q, x)
+            if left is None:  # rounding alone gets here: x had all of p
                 return x
+            p = left
         return sampler.draw(p)
 
 
-def drawn_from(tree: TokenTree, node: int) -> Probabilities | None:
+def drawn_from(tree: TokenTree, node: int, p: torch.Tensor) -> torch.Tensor | None:
+    """What a node's children were drawn from, like p; None: nobody said."""
     if tree.q is None or tree.q_row is None or tree.q_row[node] < 0:
         return None
-    return tree.q[int(tree.q_row[node])].double().cpu().numpy()
+    return tree.q[int(tree.q_row[node])].to(p)
 
 
-def residual(p: Probabilities, q: Probabilities | None, x: int) -> tuple[Probabilities, Probabilities | None]:
-    """What is left of p, and of q, once x was rejected."""
+def residual(p: torch.Tensor, q: torch.Tensor | None, x: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """What is left of p, and of q, once x was rejected; of p None: nothing is."""
+    left, others = p.clone() if q is None else (p - q).clamp_min(0.0), None
+    left[x] = 0.0
     if q is not None:
-        left: tuple[Probabilities, Probabilities] = _residual(p, q, x)
-        return left
-    p = p.copy()
-    p[x] = 0
-    return p / (p.sum() or 1.0), None
-
-
-@compiled
-def _residual(p, q, x):  # type: ignore[no-untyped-def]
-    left, others = np.maximum(p - q, 0.0), q.copy()
-    others[x] = 0.0
-    mass, rest = left.sum(), others.sum()
-    return left / (mass if mass > 0 else 1.0), others / (rest if rest > 0 else 1.0)
-
-
-@compiled
-def entropy(p):  # type: ignore[no-untyped-def]
-    total = 0.0
-    for share in p:
-        if share > 0:
-            total -= share * np.log(share)
-    return total
+        others = q.clone()
+        others[x] = 0.0
+        others /= others.sum().clamp_min(SMALLEST)
+    mass = left.sum()
+    return (left / mass if mass > 0 else None), others
 
 
 @dataclass(frozen=True)
@@ -148,9 +136,10 @@ class Typical(Rule):
         p = sampler.distribution(scores.logits(node))
         children = tree.tokens[tree.children(node)]
         if len(children):
-            best = int(children[np.argmax(p[children])])
-            if p[best] > min(self.epsilon, self.delta * math.exp(-entropy(p))):
-                return best
+            shares = p[children.tolist()]
+            best = int(shares.argmax())
+            if shares[best] > min(self.epsilon, self.delta * math.exp(-float(torch.special.entr(p).sum()))):
+                return int(children[best])
         return sampler.draw(p)
 
 

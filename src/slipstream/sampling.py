@@ -15,13 +15,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from slipstream.checks import integer, real
 from slipstream.compiled import compiled
 from slipstream.errors import NumericalError, OptionError
 
-Probabilities = NDArray[np.float64]
 COLDEST = 1e-6  # logits divided by much less are infinite
 
 
@@ -109,23 +107,26 @@ class Sampler:
         tokens = torch.arange(len(logits), device=logits.device) if ids is None else ids
         return int(tokens[self.best(logits + gumbel(self.key(), tokens))])
 
-    def distribution(self, row: torch.Tensor) -> Probabilities:
-        """(V,) the probabilities that `sample` draws from."""
+    def distribution(self, row: torch.Tensor) -> torch.Tensor:
+        """(V,) the probabilities that `sample` draws from, in float64, where the row is."""
         logits = self.warped(row)
         if self.sampling.greedy:
-            p = np.zeros(len(logits))
+            p = torch.zeros(len(logits), dtype=torch.float64, device=row.device)
             p[self.best(logits)] = 1
             return p
-        return torch.softmax(logits.double(), -1).cpu().numpy()
+        return torch.softmax(logits.double(), -1)
 
     def flip(self, probability: float, draw: int) -> bool:
         """A coin for the draw-th candidate at this position. Its noise is no token's noise."""
         return uniform(self.key("flip"), draw) < probability
 
-    def draw(self, weights: Probabilities) -> int:
-        """A token from unnormalised weights (V,)."""
-        check_choice(float(weights.max()) or -np.inf, self.position)
-        return int(_drawn(weights, uniform(self.key("draw"), 0)))
+    def draw(self, weights: torch.Tensor) -> int:
+        """A token from unnormalised weights (V,): the one in which a random share of all weight is reached."""
+        reached = weights.cumsum(0)
+        check_choice(float(reached[-1]) or -np.inf, self.position)
+        there = weights > 0  # a sum in parts may grow by a rounding where nothing weighs anything
+        beyond = (there & (reached > uniform(self.key("draw"), 0) * reached[-1])).nonzero()
+        return int(beyond[0] if len(beyond) else there.nonzero()[-1])
 
     def key(self, stream: str = "") -> int:
         return noise_key(self.seed, self.sample_index, self.position, stream)
@@ -283,16 +284,3 @@ def gumbel(key: int, tokens: torch.Tensor) -> torch.Tensor:
 def uniform(key: int, index: int) -> float:
     """One number in (0, 1)."""
     return float((_bits(key, index) + 0.5) / 2**32)
-
-
-@compiled
-def _drawn(weights, u):  # type: ignore[no-untyped-def]
-    """The token in which the share u of all weight is reached: never one that weighs nothing."""
-    left, last = u * weights.sum(), 0
-    for token in range(len(weights)):
-        if weights[token] > 0:
-            last = token
-            left -= weights[token]
-            if left < 0:
-                break
-    return last

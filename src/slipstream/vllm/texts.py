@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -45,6 +46,9 @@ class KnownTexts:
 
     def __len__(self) -> int:
         return sum(map(len, self._by_end.values()))
+
+    def __iter__(self) -> Iterator[KnownText]:
+        return chain.from_iterable(self._by_end.values())
 
     def take(self, row: NDArray[Any], length: int) -> KnownText | None:
         """The text that had these tokens, if there is one. It is no longer known until it is put back."""

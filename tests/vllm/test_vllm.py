@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
-vllm = pytest.importorskip("vllm")  # `make test` leaves this folder out
+from slipstream.datastores.durable.store import Store
 
-import torch  # noqa: E402
-from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
-
-from slipstream.datastores.durable.store import Store  # noqa: E402
-
-VOCABULARY, TOKENS = 64, 40
+VOCABULARY, TOKENS = 64, 60
 OURS = {"method": "custom_class", "model": "slipstream.vllm.Proposer", "num_speculative_tokens": 12}
+ENVIRONMENT = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
 
 
 @pytest.fixture(scope="module")
@@ -32,55 +34,43 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture
-def ask(model, monkeypatch):
-    """ask(prompts, speculation): the tokens of greedy answers, and vLLM's counters."""
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+def ask(model, tmp_path):
+    """ask(speculation): the tokens of greedy answers, how many were accepted, and what vLLM said."""
+    job, answers = tmp_path / "job.json", tmp_path / "answers.json"
 
-    def asked(prompts, speculation=None, **options):
-        llm = vllm.LLM(
-            str(model),
-            skip_tokenizer_init=True,
-            dtype="float32",
-            max_model_len=256,
-            max_num_seqs=4,
-            max_num_batched_tokens=64,  # prompts are read in pieces, beside others that are answered
-            enforce_eager=True,
-            speculative_config=speculation,
-            disable_log_stats=False,
-            **options,
-        )
-        sampling = vllm.SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
-        given = [{"prompt_token_ids": prompt} for prompt in prompts]
-        found = [list(each.outputs[0].token_ids) for each in llm.generate(given, sampling, use_tqdm=False)]
-        counters = {m.name.removeprefix("vllm:spec_decode_num_"): m for m in llm.get_metrics()}
-        accepted = counters["accepted_tokens"].value if speculation else 0
-        return found, accepted
+    def asked(speculation=None, additional=None, **environment):
+        given = {"speculation": speculation, "additional": additional or {}, "tokens": TOKENS}
+        job.write_text(json.dumps({"model": str(model), "prompts": PROMPTS, **given}))
+        answers.unlink(missing_ok=True)
+        command = [sys.executable, str(Path(__file__).with_name("ask.py")), str(job), str(answers)]
+        ran = subprocess.run(command, env=ENVIRONMENT | environment, capture_output=True, text=True, check=False)
+        said = ran.stdout + ran.stderr
+        found = json.loads(answers.read_text()) if answers.exists() else {"texts": None, "accepted": 0}
+        return found["texts"], found["accepted"], said
 
     return asked
 
 
-def prompts():
-    rng = np.random.default_rng(0)
-    return [rng.integers(0, VOCABULARY, n).tolist() for n in (3, 100, 20, 150, 50, 80)]
+# More than rows, and longer than what is read at a time.
+PROMPTS = [np.random.default_rng(n).integers(0, VOCABULARY, n).tolist() for n in (3, 100, 20, 150, 50, 80)]
 
 
 def test_texts_are_those_of_vllm_alone(ask, tmp_path):
-    """More requests than rows, and prompts in pieces. A store of the answers has more accepted."""
-    plain, _ = ask(prompts())
-    texts, accepted = ask(prompts(), OURS)
-    assert texts == plain
+    plain, _, said = ask()
+    assert plain is not None, said[-3000:]
+    texts, accepted, said = ask(OURS)
+    assert texts == plain, said[-3000:]
     assert accepted > 0
     with Store.create(tmp_path / "store", VOCABULARY) as store:
-        for prompt, answer in zip(prompts(), plain, strict=True):
+        for prompt, answer in zip(PROMPTS, plain, strict=True):
             store.append(np.array([*prompt, *answer]), "answer")
     (tmp_path / "options.json").write_text(json.dumps({"stores": [str(tmp_path / "store")], "shared": 0}))
-    texts, more = ask(prompts(), OURS, additional_config={"slipstream": str(tmp_path / "options.json")})
-    assert texts == plain
-    assert more > 0
+    texts, accepted, said = ask(OURS, {"slipstream": str(tmp_path / "options.json")})
+    assert texts == plain, said[-3000:]
+    assert accepted > 0
 
 
-def test_a_mistake_in_the_options_ends_the_start(ask, monkeypatch):
-    monkeypatch.setenv("SLIPSTREAM_VLLM", '{"store": "typo"}')
-    with pytest.raises(Exception, match="unknown options store"):
-        ask(prompts(), OURS)
+def test_a_mistake_in_the_options_ends_the_start(ask):
+    texts, _, said = ask(OURS, SLIPSTREAM_VLLM='{"store": "typo"}')
+    assert texts is None
+    assert "unknown options store" in said

@@ -78,10 +78,11 @@ test-kernels: setup
 
 # The proposer inside vLLM, in a virtual environment of its own: 3.5 GB, some minutes the first time.
 VLLM ?= .venv-vllm
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
 $(VLLM)/.ready: tests/vllm/environment.py
 	$(PYTHON) -m venv $(VLLM)
-	$(VLLM)/bin/python tests/vllm/environment.py
+	$(VLLM)/bin/python tests/vllm/environment.py $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 	$(VLLM)/bin/pip install --quiet 'pytest>=8'
 	$(VLLM)/bin/pip install --quiet --no-deps --editable .
 	touch $@
@@ -89,7 +90,7 @@ $(VLLM)/.ready: tests/vllm/environment.py
 # Without the suite's conftest.py, which is about what is not installed there. What numba compiles is kept apart, since
 # its version is another one.
 test-vllm: $(VLLM)/.ready
-	HF_HUB_OFFLINE=1 NUMBA_CACHE_DIR=$(VLLM)/numba $(VLLM)/bin/python -m pytest --noconftest --override-ini addopts="-q -rs" tests/vllm
+	HF_HUB_OFFLINE=1 NUMBA_CACHE_DIR=$(abspath $(VLLM))/numba $(VLLM)/bin/python -m pytest --noconftest --override-ini addopts="-q -rs" tests/vllm
 
 clean:
 	rm -rf $(VENV) $(VLLM) build dist .mypy_cache .ruff_cache .pytest_cache src/*.egg-info

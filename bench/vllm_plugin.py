@@ -96,7 +96,7 @@ def child_here(job: dict[str, Any]) -> None:
     import slipstream
 
     chain = {"width": 1, "depth": job["chain"], "nodes": job["chain"]}
-    llm = slipstream.load(job["model"], drafter="eagle3", dtype=job["dtype"], device="cpu", **chain)
+    llm = slipstream.load(job["model"], drafter_path=job["head"], drafter="eagle3", dtype=job["dtype"], **chain)
     tokens, steps = 0, 0
     for prompt in job["prompts"]:
         found = llm.generate(prompt, max_new_tokens=job["tokens"], max_draft=job["chain"])
@@ -177,7 +177,7 @@ def main() -> None:
             told[name] = run({**job, "way": way}, folder, {"stores": [str(store)]} if name == "store" else {})
             report(name, told[name], told.get("none", told[name]))
         if given.head:
-            told["eagle3 here"] = here = run({**job, "chain": given.chain}, folder, {})
+            told["eagle3 here"] = here = run({**job, "chain": given.chain, "head": given.head}, folder, {})
             tell(f"the head's chains of {given.chain} in slipstream: tokens/step {here['tokens_per_step']:.3f}")
     for numbers in [each for way in told.values() for each in way.values() if isinstance(each, dict)]:
         del numbers["answers"]

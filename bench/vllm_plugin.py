@@ -7,8 +7,9 @@ a store of the model's own answers to other prompts of the same files as well, w
 --head FOLDER: an EAGLE-3 head that `slipstream export --layout speculators` wrote; its chains there and here.
 
 vLLM counts what it drafted and accepted; a step of a text is a token that nobody drafted. It counts what was accepted
-beyond an answer's end too, so there are at most so many tokens per step. What is measured comes after one batch that is not, in which everybody compiles and slipstream measures what steps take. Runs in a Python that has
-vLLM (make test-vllm makes one). Tables go to stderr, one JSON line last.
+beyond an answer's end too, so there are at most so many tokens per step. What is measured comes after one batch that is
+not, in which everybody compiles and slipstream measures what steps take. Runs in a Python that has vLLM (make test-vllm
+makes one) and gguf. Tables go to stderr, one JSON line last.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 
-.PHONY: setup demo test test-fast check format docs bench bench-overhead bench-retrieval bench-gpu test-gpu test-kernels clean
+.PHONY: setup demo test test-fast check format docs bench bench-overhead bench-retrieval bench-gpu test-gpu test-kernels test-vllm clean
 
 setup: $(VENV)/.ready
 
@@ -76,5 +76,21 @@ test-kernels: setup
 	$(BIN)/pip install --quiet 'triton>=3.7'
 	TRITON_INTERPRET=1 $(PYTEST) --override-ini addopts="-q -rs" --dist worksteal tests/kernels
 
+# The proposer inside vLLM, in a virtual environment of its own: 3.5 GB, some minutes the first time.
+VLLM ?= .venv-vllm
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+
+$(VLLM)/.ready: tests/vllm/environment.py
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python tests/vllm/environment.py $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+	$(VLLM)/bin/pip install --quiet 'pytest>=8'
+	$(VLLM)/bin/pip install --quiet --no-deps --editable .
+	touch $@
+
+# Without the suite's conftest.py, which is about what is not installed there. What numba compiles is kept apart, since
+# its version is another one.
+test-vllm: $(VLLM)/.ready
+	HF_HUB_OFFLINE=1 NUMBA_CACHE_DIR=$(abspath $(VLLM))/numba $(VLLM)/bin/python -m pytest --noconftest --override-ini addopts="-q -rs" tests/vllm
+
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache src/*.egg-info
+	rm -rf $(VENV) $(VLLM) build dist .mypy_cache .ruff_cache .pytest_cache src/*.egg-info

@@ -52,8 +52,8 @@ from slipstream.evaluate.contestants import Decoding, Ours
 from slipstream.evaluate.measure import prepare
 from slipstream.evaluate.replay import Replayed, record
 from slipstream.evaluate.workloads import Prompt, builtin, read, select
+from slipstream.stopwatch import Stopwatch
 from slipstream.targets import load_model
-from slipstream.targets.captured.recording import Stopwatch
 from slipstream.tree import TokenTree, fuse
 
 RESAMPLES = 2000

@@ -25,7 +25,7 @@ from typing import Any, cast
 import numpy as np
 
 from gpu import tell
-from slipstream import LLM, drafters, engine
+from slipstream import LLM, drafters, engine, stopwatch
 from slipstream.budget import Budget
 from slipstream.budget import calibration as calibration_module
 from slipstream.budget.calibration import BINS, DEPTHS, PRIOR, Calibration
@@ -41,7 +41,6 @@ from slipstream.evaluate.replay import record as recording_of
 from slipstream.evaluate.workloads import builtin, read, select
 from slipstream.request import Request
 from slipstream.targets import Scores, Slot, Want, load_model
-from slipstream.targets.captured import recording as capture
 from slipstream.tree import TokenTree
 
 NOISE = 0.04  # of a time's logarithm
@@ -356,7 +355,7 @@ def play(given: argparse.Namespace) -> dict[str, Any]:
         tell(label)
         for name in ("none", "auto", *machine.singles):
             clock = Clock()
-            engine.perf_counter = capture.perf_counter = clock  # type: ignore[assignment, attr-defined]
+            engine.perf_counter = stopwatch.perf_counter = clock  # type: ignore[assignment, attr-defined]
             auto.costs_of = lambda target: Costs(target.machine.steps, target.machine.padded)  # type: ignore[assignment, attr-defined]
             drafter, _, nodes = name.partition(":")
             runner, most = contestant(drafter, texts, machine, clock), int(nodes or (31 if machine.padded else 16))

@@ -37,10 +37,10 @@ from slipstream import LLM
 from slipstream.evaluate.workloads import builtin, read, select
 from slipstream.kernels.sizes import PAGE
 from slipstream.sampling import Sampler, Sampling
+from slipstream.stopwatch import Stopwatch, preparing
 from slipstream.targets import Target, Want, load_model, open_target
 from slipstream.targets.captured.fixed_step import BEST
 from slipstream.targets.captured.inputs import DEEPEST, Shape
-from slipstream.targets.captured.recording import Stopwatch, preparing
 from slipstream.text import encode
 from slipstream.tree import TokenTree
 

@@ -19,8 +19,8 @@ from slipstream.drafters.base import Seen
 from slipstream.errors import DrafterError, OptionError
 from slipstream.heads import HEADS
 from slipstream.request import Request
+from slipstream.stopwatch import preparing
 from slipstream.targets import open_target
-from slipstream.targets.captured.recording import preparing
 from slipstream.targets.timing import ROWS, costs_of, measure
 from slipstream.trace.explain import explain
 
@@ -36,7 +36,7 @@ def steps(monkeypatch):
     def curve(seconds):
         monkeypatch.setattr("slipstream.drafters.auto.costs_of", lambda _: Costs(seconds))
         monkeypatch.setattr("slipstream.budget.costs.Costs.observe", lambda *_: None)
-        for place in ("auto", "_rehearsal"):
+        for place in ("_piloted", "_rehearsal"):
             monkeypatch.setattr(f"slipstream.drafters.{place}.Stopwatch", lambda: SimpleNamespace(seconds=lambda: 0.0))
 
     return curve
@@ -224,7 +224,7 @@ def test_every_text_is_known_for_itself(steps, tiny, monkeypatch):
 def test_a_draft_is_timed_for_all_sequences_and_what_is_done_with_it_for_each(steps, tiny, monkeypatch):
     steps(FREE)
     times = itertools.cycle([1.0, 7.0])  # the draft alone, then all of it
-    monkeypatch.setattr("slipstream.drafters.auto.Stopwatch", lambda: SimpleNamespace(seconds=lambda: next(times)))
+    monkeypatch.setattr("slipstream.drafters._piloted.Stopwatch", lambda: SimpleNamespace(seconds=lambda: next(times)))
     llm = LLM(tiny("llama"), drafter="auto", drafters="suffix")
     llm.generate([REPEATING, [9, *REPEATING], [*REPEATING, 9]], max_new_tokens=5)
     pilot = llm.engine.drafter.pilot
@@ -454,7 +454,7 @@ def test_what_is_captured_or_compiled_is_not_what_a_step_costs(tiny, monkeypatch
     """It may take all the time there is for measuring: steps are timed all the same."""
     target, clock = open_target(tiny("llama")), Clock()
     score, prepared = target.score, set()
-    monkeypatch.setattr("slipstream.targets.captured.recording.perf_counter", clock)
+    monkeypatch.setattr("slipstream.stopwatch.perf_counter", clock)
 
     def slow_at_first(slots, trees, want):
         if len(trees[0]) not in prepared:
@@ -489,7 +489,7 @@ def test_a_large_model_is_measured_for_few_numbers_of_rows(tiny):
 def test_where_nobody_gains_steps_are_plain_and_nobody_reads_their_states(steps, tiny, monkeypatch):
     """After its trial a source waits: until it is due, `auto` does nothing, and wants no states but the last step's."""
     steps(DEAR)
-    for place in ("auto", "_rehearsal"):  # a draft takes a tenth of a step
+    for place in ("_piloted", "_rehearsal"):  # a draft takes a tenth of a step
         monkeypatch.setattr(f"slipstream.drafters.{place}.Stopwatch", lambda: SimpleNamespace(seconds=lambda: 1e-3))
     llm = LLM(tiny("llama"), drafter="auto", drafters="suffix")
     drafter, wanted, asked = llm.engine.drafter, [], []

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent / "src" / "slipstream"
 LAYERS = [
     {"errors", "version"},
     {"checks", "colours", "compiled", "kept", "notices", "turns", "user_files"},
-    {"tree", "sampling", "text", "grammar"},
+    {"tree", "sampling", "stopwatch", "text", "grammar"},
     {"budget", "kernels", "loading", "stats"},
     {"targets"},
     {"accept"},
@@ -25,7 +25,7 @@ LAYERS = [
     {"service", "trace"},
     {"answers"},
     {"llm", "rows"},
-    {"demo", "evaluate", "hook"},
+    {"demo", "evaluate", "hook", "vllm"},
     {"server", "training"},
     {"cli"},
     {"__main__"},

@@ -25,8 +25,8 @@ from slipstream.errors import ContextError, ModelError, OptionError, PromptError
 from slipstream.request import Request, Step
 from slipstream.sampling import Sampler
 from slipstream.stats import Stats
+from slipstream.stopwatch import Stopwatch
 from slipstream.targets.base import Scores, Slot, Target, Want, shared
-from slipstream.targets.captured.recording import Stopwatch
 from slipstream.tree import TokenTree, fuse
 
 log = logging.getLogger("slipstream")

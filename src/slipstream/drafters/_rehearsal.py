@@ -18,8 +18,8 @@ from slipstream.drafters import _capabilities as can
 from slipstream.drafters.base import Drafter, Hidden, Seen
 from slipstream.request import Request
 from slipstream.sampling import Sampler, Sampling
+from slipstream.stopwatch import Stopwatch, preparing
 from slipstream.targets.base import Target, Want
-from slipstream.targets.captured.recording import Stopwatch, preparing
 from slipstream.targets.timing import nonsense
 from slipstream.tree import TokenTree, fuse
 

@@ -52,10 +52,11 @@ class Rest(Drafter):
         super().__init__(target, tokenizer, options)
         self.store = open_store(options.store, target, tokenizer, options.learn)
         self.shape = options.shape()
+        self.source = "rest"  # what its nodes are credited to
 
     def begin(self, request: Request) -> DraftSession:
         self.store.refresh()
-        return RetrievalSession("rest", self.shape, partial(self.store.runs, request.collection))
+        return RetrievalSession(self.source, self.shape, partial(self.store.runs, request.collection))
 
     def ended(self, request: Request, tokens: Sequence[int]) -> None:
         if self.options.learn:

@@ -17,8 +17,8 @@ import transformers
 from slipstream.budget.costs import Costs
 from slipstream.kept import recall, remember
 from slipstream.sampling import Sampler, Sampling
+from slipstream.stopwatch import Stopwatch
 from slipstream.targets.base import Slot, Target, Want
-from slipstream.targets.captured.recording import Stopwatch
 from slipstream.tree import TokenTree
 from slipstream.version import __version__
 

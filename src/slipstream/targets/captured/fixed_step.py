@@ -20,9 +20,10 @@ from slipstream.kernels.draw import draw
 from slipstream.kernels.draw_inputs import History
 from slipstream.kernels.ops import attend, best, move_keys, walk, write_keys
 from slipstream.notices import doing
+from slipstream.stopwatch import preparing
 from slipstream.targets.captured.compiled import compiled_layers
 from slipstream.targets.captured.inputs import Inputs, Shape, fill
-from slipstream.targets.captured.recording import capture, preparing
+from slipstream.targets.captured.recording import capture
 from slipstream.targets.states import asked_states
 
 if TYPE_CHECKING:

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.targets.captured.recording import capture, preparing
+from slipstream.stopwatch import preparing
+from slipstream.targets.captured.recording import capture
 
 log = logging.getLogger("slipstream")
 

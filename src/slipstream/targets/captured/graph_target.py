@@ -22,6 +22,7 @@ from slipstream.errors import ModelError
 from slipstream.kernels.draw import drawable, needs_history, noise_keys
 from slipstream.kernels.sizes import TILE
 from slipstream.sampling import Sampler
+from slipstream.stopwatch import preparing
 from slipstream.targets.base import Scores, Slot, Target, Want
 from slipstream.targets.cache import LayerShape
 from slipstream.targets.captured import fixed_step as steps
@@ -30,7 +31,6 @@ from slipstream.targets.captured.fixed_step import BEST, DRAWN, DRAWN_WITH_HISTO
 from slipstream.targets.captured.inputs import DEEPEST, Shape, fill
 from slipstream.targets.captured.layers import fusable_layers, in_place
 from slipstream.targets.captured.modules import StandIns
-from slipstream.targets.captured.recording import preparing
 from slipstream.targets.trees import context_length, input_device, is_exact, is_quantised, unwrapped
 from slipstream.tree import TokenTree
 from slipstream.turns import Turns

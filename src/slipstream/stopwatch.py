@@ -1,0 +1,61 @@
+"""Time, without that of work which is done once, for the first of many alike: capturing a CUDA graph, compiling. It is
+nobody's fault, so whoever measures leaves it out."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from time import perf_counter
+
+from numba.core import event
+
+from slipstream.notices import doing
+
+
+class Preparing:
+    """Entered around what is done once, for the first of many alike."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0  # spent there so far
+        self._depth, self._since = 0, 0.0
+
+    def __enter__(self) -> None:
+        if not self._depth:
+            self._since = perf_counter()
+        self._depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._depth -= 1
+        if not self._depth:
+            self.seconds += perf_counter() - self._since
+
+
+preparing = Preparing()
+
+
+class Compiling(event.Listener):
+    """Hears of everything that numba compiles, one function inside another's compilation included."""
+
+    def __init__(self) -> None:
+        self._told: list[AbstractContextManager[None]] = []
+
+    def on_start(self, event: event.Event) -> None:  # noqa: ARG002
+        preparing.__enter__()
+        self._told.append(doing("compiling (once)") if not self._told else nullcontext())
+        self._told[-1].__enter__()
+
+    def on_end(self, event: event.Event) -> None:  # noqa: ARG002
+        self._told.pop().__exit__(None, None, None)
+        preparing.__exit__()
+
+
+event.register("numba:compile", Compiling())
+
+
+class Stopwatch:
+    """Seconds since it was made, without those of `preparing`."""
+
+    def __init__(self) -> None:
+        self._start = perf_counter() - preparing.seconds
+
+    def seconds(self) -> float:
+        return perf_counter() - preparing.seconds - self._start

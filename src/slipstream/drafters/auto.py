@@ -67,6 +67,9 @@ class AutoDrafter(JointDrafter):
         if hasattr(self, "_key") and self._answers.bit_count() == 1:  # the first, second, fourth, eighth, …
             remember("auto", self._key, self.pilot.known())
 
+    def renewed(self, name: str) -> None:
+        self.pilot.renew(name)
+
     def learn(self, tree: TokenTree, followed: Sequence[int], known: int) -> bool:
         return self.pilot.learn(tree, followed, known)
 

@@ -123,7 +123,7 @@ def answer(llm: LLM, plain: LLM, prompt: str, phase: str, tokens: int, head: Pat
     """head: swapped in while it is being written."""
     answering = llm.stream(prompt, max_new_tokens=tokens)
     for i, _ in enumerate(answering):
-        if head is not None and i == 3:
+        if head is not None and i == 0:
             llm.swap_head(head)
     found = answering.result
     same = found.tokens == plain.generate(prompt, max_new_tokens=tokens).tokens

@@ -361,7 +361,7 @@ def test_half_precision_learns_the_same(walker, walks, tmp_path, monkeypatch, ki
     """What runs on a GPU: a target in bfloat16, the head's products too, its weights in float32."""
     plan, lesson = replace(QUICK, steps=4, log_every=4), Lesson(kind, depths=2)
     train(walker, [walks], tmp_path / "full", lesson, plan)
-    monkeypatch.setattr(Loop, "_precision", lambda _: torch.autocast("cpu", torch.bfloat16))
+    monkeypatch.setattr(Loop, "precision", lambda _: torch.autocast("cpu", torch.bfloat16))
     half = copy.deepcopy(walker).to(torch.bfloat16)
     train(half, [walks], tmp_path / "half", lesson, plan)
     full, less = (read_log(tmp_path / name / "log.jsonl")[0]["loss"] for name in ("full", "half"))

@@ -22,11 +22,16 @@ from slipstream.accept import Rule, make_rule
 from slipstream.answers import AsyncStream, Result, Stream, answered, result, together
 from slipstream.checks import integer, listed, real
 from slipstream.drafters import _capabilities as can
+from slipstream.drafters import _swapping as swapping
+from slipstream.drafters._joint import JointDrafter
+from slipstream.drafters._swapping import Reloaded
 from slipstream.drafters.base import Drafter
 from slipstream.engine import Engine, Kept, check_prompt
 from slipstream.engine import Sequence as Running
-from slipstream.errors import OptionError, PromptError
+from slipstream.errors import OptionError, PromptError, SlipstreamError
 from slipstream.grammar import GrammarProcessor, grammar_processor
+from slipstream.heads import Head, load_head
+from slipstream.heads.checkpoint import find_folder
 from slipstream.options import Options
 from slipstream.request import Request
 from slipstream.sampling import Sampling
@@ -260,6 +265,35 @@ class LLM:
         if self._service is None:
             self._service = Service(self.engine)
         return self._service
+
+    def swap_head(self, source: str | Path | Head, name: str | None = None) -> str:
+        """Another head of the same kind and shape drafts from the next step on, while answers go on being written;
+        their texts stay the same. name: in whose place, if several of its kind draft. Returns whose it was."""
+        self.engine.check_open()
+        new = source.bind(self.model) if isinstance(source, Head) else load_head(source, self.model)
+        folder = None if isinstance(source, Head) else find_folder(source)
+        drafter = self.engine.drafter
+        running = swapping.heads_of(drafter)
+        name = swapping.choose(running, new, name)
+        swapping.check_alike(running[name].head, new)
+        with self.engine.turn():  # between two steps
+            running[name].swap(new, folder)
+            if isinstance(drafter, JointDrafter):
+                drafter.renewed(name)
+        return name
+
+    def reload_heads(self) -> Reloaded:
+        """Heads that were registered for this model since it was loaded, as by `slipstream tune`, take the place of
+        those that a new start would no longer find. One that does not fit is told with its reason."""
+        self.engine.check_open()
+        found = Reloaded()
+        for name, folder in swapping.replaced(self.model, swapping.heads_of(self.engine.drafter)).items():
+            try:
+                self.swap_head(folder, name)
+                found.swapped[name] = str(folder)
+            except SlipstreamError as error:
+                found.refused[name] = str(error)
+        return found
 
     def _one_request(self, prompt: Prompt, wishes: dict[str, Any]) -> Request:
         prompts, many = split_batch(prompt)

@@ -1,22 +1,37 @@
-"""train: the command that makes heads."""
+"""train: the command that makes heads, and draft models."""
 
 from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from slipstream.cli import options as o
 from slipstream.cli.terminal import busy, counting_bars, ensure_embedded, err, out
+from slipstream.errors import OptionError
 from slipstream.user_files import check_folder
+
+if TYPE_CHECKING:
+    from slipstream.training.distill import Distillation, DraftSource
+    from slipstream.training.loop import TrainingPlan
+
+
+# Options that belong to heads alone, and to draft models alone.
+OF_HEADS = ("heads", "inner_dim", "draft_vocab", "tied", "start", "no_rnn", "hass", "labels", "depths", "decay")
+OF_MODELS = ("draft", "cut", "divergence", "beta", "on_policy", "force")
+PANEL = "Of `train model` alone"
 
 
 def train(
-    head: Annotated[str, typer.Argument(metavar="HEAD", help="medusa, redrafter, mlp, eagle or eagle3.")],
+    ctx: typer.Context,
+    head: Annotated[
+        str, typer.Argument(metavar="HEAD", help="medusa, redrafter, mlp, eagle or eagle3; or model: a draft model.")
+    ],
     data: Annotated[list[Path], typer.Option("--data", help="What `slipstream collect` wrote. Repeatable.")],
     out_folder: Annotated[Path, typer.Option("--out", help="The folder of the new head.")],
     model: o.Model = None,
@@ -26,7 +41,9 @@ def train(
     steps: Annotated[int | None, typer.Option(help="Train this many steps.")] = None,
     epochs: Annotated[int | None, typer.Option(help="Read the data this often.")] = None,
     heads: Annotated[int | None, typer.Option(help="Tokens that medusa or mlp guess.")] = None,
-    layers: Annotated[int | None, typer.Option(help="Residual blocks of medusa or redrafter.")] = None,
+    layers: Annotated[
+        int | None, typer.Option(help="Residual blocks of medusa or redrafter; of a cut draft its layers.")
+    ] = None,
     inner_dim: Annotated[int | None, typer.Option(help="The width inside redrafter, mlp, eagle or eagle3.")] = None,
     draft_vocab: Annotated[
         int | None,
@@ -63,12 +80,63 @@ def train(
     eval_every: Annotated[int, typer.Option(help="Steps.")] = 500,
     save_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 1000,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the folder's last checkpoint.")] = False,
+    share: Annotated[float, typer.Option(help="Of the time that steps take at most: it pauses in between.")] = 1.0,
+    draft: Annotated[
+        str | None, typer.Option(help="The draft model: a folder or a hub id.", rich_help_panel=PANEL)
+    ] = None,
+    cut: Annotated[
+        str | None,
+        typer.Option(help="Or --layers of the target: its first, its last, or even.", rich_help_panel=PANEL),
+    ] = None,
+    divergence: Annotated[
+        str,
+        typer.Option(help="fkl, rkl, jsd or tvd: between target and draft.", rich_help_panel=PANEL),
+    ] = "fkl",
+    beta: Annotated[
+        float | None,
+        typer.Option(help="Of jsd: near 0 like fkl, near 1 like rkl. Default: 0.5.", rich_help_panel=PANEL),
+    ] = None,
+    on_policy: Annotated[
+        float, typer.Option(help="The share of texts that the draft writes itself.", rich_help_panel=PANEL)
+    ] = 0.0,
+    force: Annotated[
+        bool, typer.Option("--force", help="Train it even if it can't pay.", rich_help_panel=PANEL)
+    ] = False,
     trust_remote_code: o.Trust = False,
 ) -> None:
-    """Train a head to draft for a model. Interrupted, the same command with --resume goes on.
+    """Train a head to draft for a model, or distil a draft model. Interrupted, the same command with --resume goes on.
 
     On several GPUs: accelerate launch -m slipstream train …
     """
+    refuse(ctx, head)
+    if minutes is None and steps is None and epochs is None:
+        minutes = 10
+    planned = partial(
+        make_plan,
+        steps=steps,
+        epochs=epochs,
+        minutes=minutes,
+        batch_tokens=batch_tokens,
+        accumulate=accumulate,
+        warmup=warmup,
+        clip=clip,
+        seed=seed,
+        share=share,
+        log_every=log_every,
+        eval_every=eval_every,
+        save_every=save_every,
+    )
+    how: dict[str, Any] = {"resume": resume}
+    if head == "model":
+        from slipstream.training.distill import RATE, Distillation, DraftSource
+
+        source = DraftSource(draft, cut, layers)
+        texts = Distillation(divergence, beta, on_policy, length, count_all, any_author)
+        plan = planned(rate=rate or RATE)
+        with opened(out_folder, model, dtype, device, trust_remote_code) as (target, tokenizer, processes, watch):
+            how |= {"processes": processes, "watch": watch, "tell": lambda said: err.print(said, markup=False)}
+            distil(target, tokenizer, data, out_folder, source, texts, plan, force, how)
+        return
     from slipstream.training.recipes import find, name_sizes
 
     recipe = find(head, hass)
@@ -81,30 +149,48 @@ def train(
         "rnn": False if no_rnn else None,
     }
     sizes = name_sizes(head, {name: value for name, value in given.items() if value is not None})
-    if minutes is None and steps is None and epochs is None:
-        minutes = 10
-    from slipstream.training import checkpoint
-    from slipstream.training.loop import TrainingPlan
-    from slipstream.training.processes import Processes
     from slipstream.training.train import Lesson
     from slipstream.training.train import train as run
 
     lesson = Lesson(head, hass, labels, depths, decay, length, count_all, any_author)
-    plan = TrainingPlan(
-        steps=steps,
-        epochs=epochs,
-        minutes=minutes,
-        batch_tokens=batch_tokens,
-        accumulate=accumulate,
-        rate=rate or recipe.rate,
-        warmup=warmup,
-        clip=clip,
-        seed=seed,
-        log_every=log_every,
-        eval_every=eval_every,
-        save_every=save_every,
-    )
-    check_folder(out_folder)
+    plan = planned(rate=rate or recipe.rate)
+    with opened(out_folder, model, dtype, device, trust_remote_code) as (target, _, processes, watch):
+        how |= {"start": start, "processes": processes, "watch": watch}
+        done = run(target, data, out_folder, lesson, plan, sizes, **how)
+    if processes.rank == 0:
+        tell_size(done)
+        out.print(
+            f"right on held-out texts: {shares(done.accuracy)}; the head is in {out_folder}: "
+            f"use it with --drafter {head} --drafter-path {out_folder}",
+            markup=False,
+        )
+
+
+def refuse(ctx: typer.Context, kind: str) -> None:
+    """Options that were given and belong to another kind."""
+    others = OF_HEADS if kind == "model" else OF_MODELS
+    given = [name for name in others if getattr(ctx.get_parameter_source(name), "name", "") == "COMMANDLINE"]
+    if given:
+        wrong = ", ".join("--" + name.replace("_", "-") for name in given)
+        whose = "trained heads" if kind == "model" else "`train model`"
+        raise OptionError(f"{kind} has no {wrong}: that belongs to {whose}")
+
+
+def make_plan(**plan: Any) -> TrainingPlan:
+    from slipstream.training.loop import TrainingPlan
+
+    return TrainingPlan(**plan)
+
+
+@contextmanager
+def opened(
+    folder: Path, model: str | None, dtype: str | None, device: str | None, trust: bool
+) -> Iterator[tuple[Any, Any, Any, Any]]:
+    """The target, its tokenizer, the processes and what watches. An interrupted run says how it goes on."""
+    from slipstream.training import checkpoint
+    from slipstream.training.processes import Processes
+
+    check_folder(folder)
     processes = Processes(device)
     if model is None and processes.rank == 0:
         ensure_embedded()
@@ -113,22 +199,50 @@ def train(
         from slipstream.targets import load_model
 
         kind = dtype or ("float32" if processes.device.type == "cpu" else "bfloat16")
-        target, _ = load_model(model, dtype=kind, device=processes.device, trust_remote_code=trust_remote_code)
+        target, tokenizer = load_model(model, dtype=kind, device=processes.device, trust_remote_code=trust)
     with watching(processes) as watch:
         try:
-            how = {"start": start, "resume": resume, "processes": processes, "watch": watch}
-            done = run(target, data, out_folder, lesson, plan, sizes, **how)
+            yield target, tokenizer, processes, watch
         except KeyboardInterrupt:
-            if (out_folder / checkpoint.NAME).exists():
-                err.print(f"stopped: the same command with --resume goes on from {out_folder}", markup=False)
+            if (folder / checkpoint.NAME).exists():
+                err.print(f"stopped: the same command with --resume goes on from {folder}", markup=False)
             raise
-    if processes.rank == 0:
-        out.print(f"{done.steps:,} steps in {done.seconds / 60:.1f} minutes, {done.parameters / 1e6:.1f}M parameters")
+
+
+def distil(
+    target: Any,
+    tokenizer: Any,
+    data: list[Path],
+    folder: Path,
+    source: DraftSource,
+    texts: Distillation,
+    plan: TrainingPlan,
+    force: bool,
+    how: dict[str, Any],
+) -> None:
+    from slipstream.training.distill import distill as run
+
+    done = run(target, tokenizer, data, folder, source, texts, plan, force=force, **how)
+    if how["processes"].rank:
+        return
+    tell_size(done)
+    for name, said in (("accuracy", "greedily"), ("overlap", "sampled")):
+        out.print(f"accepted of a token, {said}: {done.before[name]:.1%} before, {done.after[name]:.1%} now")
+    if done.trials:
+        (times, low, high), per_step = done.gain("plain"), done.tokens_per_step
         out.print(
-            f"right on held-out texts: {shares(done.accuracy)}; the head is in {out_folder}: "
-            f"use it with --drafter {head} --drafter-path {out_folder}",
-            markup=False,
+            f"on {len(done.trials)} held-out prompts: {per_step('before'):.2f} tokens per step before, "
+            f"{per_step('after'):.2f} now; {times:.2f} × plain decoding ({low:.2f} to {high:.2f}), "
+            f"{done.gain('before')[0]:.2f} × the draft before"
         )
+    out.print(
+        f"the draft is in {folder}: use it with --drafter model -o draft_model={folder} -o depth={done.depth}",
+        markup=False,
+    )
+
+
+def tell_size(done: Any) -> None:
+    out.print(f"{done.steps:,} steps in {done.seconds / 60:.1f} minutes, {done.parameters / 1e6:.1f}M parameters")
 
 
 @contextmanager

@@ -55,6 +55,9 @@ def tune(
         typer.Option("--max-new-tokens", "-n", help="The longest answer. Default: 256, less on a CPU that is slow."),
     ] = None,
     seed: Annotated[int, typer.Option(help="Of prompts, first weights and the order of texts.")] = 0,
+    share: Annotated[
+        float, typer.Option(help="Of the time that it works in: it pauses in between, as beside a server.")
+    ] = 1.0,
     trust_remote_code: o.Trust = False,
 ) -> None:
     """Make a drafter for a model: it writes prompts and answers them, a head learns from that, and `auto` uses it from
@@ -74,7 +77,7 @@ def tune(
         where = None if store is None else str(store.resolve())
         old = start and whole_path(start)
         kind = head or (check_head(old).kind if old else "eagle3")
-        settings = TuneSettings(minutes, kind, max_new_tokens, seed, where, collection, old)
+        settings = TuneSettings(minutes, kind, max_new_tokens, seed, where, collection, old, share)
     if out_folder is not None:
         check_folder(out_folder)
     given = read_questions(prompts) if prompts else []

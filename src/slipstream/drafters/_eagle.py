@@ -69,6 +69,10 @@ class FeatureDrafter(ChainDrafter):
         if not self.fixed:
             self.sizes = (SMALL,)
 
+    def token_names(self) -> list[tuple[Tensor, Tensor]]:
+        ids = self.head.draft_ids
+        return [] if self._ids is None or ids is None else [(self._ids, ids)]
+
     def grows(self, guessable: int) -> Growth:
         """The shape of its trees; the head can guess this many tokens."""
         return Growth.dynamic(self.options.width, self.options.depth, self.options.nodes, guessable)

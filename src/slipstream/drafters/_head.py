@@ -96,6 +96,23 @@ class HeadDrafter(Drafter):
         for captured in (self.captured, self.captured_draws, self.captured_ahead):
             captured.clear()
 
+    @torch.inference_mode()
+    def swap(self, new: Head, folder: Path | None) -> None:
+        """From the next draft on another head's weights, of the same shape: copied in place, so that captures hold."""
+        if self.fixed:
+            torch.cuda.synchronize(self.device)  # a draft may be under way
+        mine, its = self.head.state_dict(), new.state_dict()
+        for name, tensor in mine.items():
+            tensor.copy_(its[name])
+        self.head.refresh()
+        for tensor, now in self.token_names():
+            tensor.copy_(now)
+        self.folder = folder
+
+    def token_names(self) -> list[tuple[Tensor, Tensor]]:
+        """What a drafter keeps of its head's ids of tokens, and what it is now."""
+        return []
+
     def propose(
         self, sessions: Sequence[DraftSession], roots: Sequence[int], budgets: Sequence[Budget]
     ) -> list[Proposal]:

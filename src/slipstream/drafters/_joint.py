@@ -44,6 +44,9 @@ class JointDrafter(Drafter):
         for part in self.parts.values():
             can.release(part)
 
+    def renewed(self, name: str) -> None:
+        """One of its parts drafts otherwise from now on."""
+
     @property
     def rereads(self) -> int | None:
         again = [can.rereads(part) for part in self.parts.values()]

@@ -53,3 +53,6 @@ class AutoDrafter(PilotedDrafter):
         self._answers += 1
         if hasattr(self, "_key") and self._answers.bit_count() == 1:  # the first, second, fourth, eighth, …
             remember("auto", self._key, self.pilot.known())
+
+    def renewed(self, name: str) -> None:
+        self.pilot.renew(name)

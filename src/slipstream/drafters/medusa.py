@@ -55,6 +55,10 @@ class MedusaDrafter(ChainDrafter):
         self._at = torch.tensor(at, device=self.device)  # (n,) in a table of depths × ranks
         self._parents = torch.tensor(parents, device=self.device)
 
+    def token_names(self) -> list[tuple[Tensor, Tensor]]:
+        ids = self.head.draft_ids
+        return [] if self._ids is None or ids is None else [(self._ids, ids)]
+
     def _choose_tree(self) -> Sequence[RankPath]:
         given = self.options.tree
         if given is None and self.folder is not None and (self.folder / FILE).is_file():

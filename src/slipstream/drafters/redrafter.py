@@ -25,6 +25,10 @@ class RecurrentDrafter(BeamDrafter):
         if self.names is not None:
             self.width = min(self.width, len(self.names))
 
+    def token_names(self) -> list[tuple[Tensor, Tensor]]:
+        ids = self.head.likely_ids
+        return [] if self.names is None or ids is None else [(self.names, ids)]
+
     def start(self, *inputs: Tensor) -> Carry:
         states, roots = inputs
         return self.head.prepare(states[:, None]), self.head.start(states, roots)[:, None]

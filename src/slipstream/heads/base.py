@@ -191,6 +191,9 @@ class Head(nn.Module, ABC):
         """What the bound target has in the place of a lendable tensor."""
         raise NotImplementedError(f"{self.kind} shares no {name}")
 
+    def refresh(self) -> None:
+        """Its weights were changed in place: so must be what it made of them."""
+
     # ---- guessing
 
     @property

@@ -140,6 +140,10 @@ class Eagle3(FeatureHead):
             self._rows = self.lent("lm_head.weight")
         return self
 
+    def refresh(self) -> None:
+        if self._rows is not None:
+            self._rows.copy_(self.lent("lm_head.weight"))
+
     @property
     def draft_ids(self) -> Tensor | None:
         if "d2t" not in self._buffers:

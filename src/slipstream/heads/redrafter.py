@@ -226,6 +226,14 @@ class ReDrafter(Head):
             self._made[name] = mark, make()
         return self._made[name][1]
 
+    def refresh(self) -> None:
+        before, self._made = self._made, {}
+        for name, make in (("joint", self._joint), ("rows", self._rows)):
+            if name in before and (now := make()) is not None:
+                place = before[name][1]
+                place.copy_(now)
+                self._made[name] = self._made[name][0], place
+
     def predict(self, states: Tensor, tokens: Tensor, depths: int) -> Iterator[Prediction]:
         self.check_depths(depths)
         state = self.start(states, later(tokens, 1))  # (b, t, H)

@@ -8,6 +8,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from dataclasses import asdict
 from functools import lru_cache, partial
 from importlib.resources import files
 from time import time
@@ -78,6 +79,7 @@ class Server:
         app.get("/v1/models/{name:path}")(self.model)
         app.post("/tokenize")(self.tokenize)
         app.post("/detokenize")(self.detokenize)
+        app.post("/heads/reload")(self.reload_heads)
         app.get("/health")(self.health)
         app.get("/metrics", response_class=PlainTextResponse)(self.metrics)
         app.get("/live")(self.live)
@@ -118,6 +120,10 @@ class Server:
         if bad := [token for token in body.tokens if token > last]:
             raise Refused(400, f"tokens name {bad[:5]}: ids lie in 0..{last}", "tokens", "invalid_value")
         return {"prompt": await self._aside(partial(self.llm.tokenizer.decode, body.tokens))}
+
+    async def reload_heads(self) -> Any:
+        """It takes no folder: what may draft is decided by whoever registers heads on this machine."""
+        return asdict(await asyncio.to_thread(self.llm.reload_heads))
 
     async def health(self) -> Any:
         return {"status": "ok"}

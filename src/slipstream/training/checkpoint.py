@@ -13,6 +13,14 @@ from slipstream.errors import OptionError
 NAME = "checkpoint.pt"
 
 
+def check_folder(folder: Path, resume: bool) -> None:
+    """A run begins in a new folder, or goes on in one that holds a checkpoint."""
+    if resume and not (folder / NAME).is_file():
+        raise OptionError(f"{folder} holds no checkpoint to go on from: leave --resume out, and name a new folder")
+    if not resume and folder.exists() and any(folder.iterdir()):
+        raise OptionError(f"{folder} is there already: go on with --resume, or name a new folder")
+
+
 def save(folder: Path, state: dict[str, Any]) -> None:
     state = {**state, "random": torch.get_rng_state()}
     if torch.cuda.is_available():
@@ -25,8 +33,6 @@ def save(folder: Path, state: dict[str, Any]) -> None:
 def load(folder: Path, setup: dict[str, Any]) -> dict[str, Any]:
     """The state, if it was made under the same setup."""
     path = folder / NAME
-    if not path.is_file():
-        raise OptionError(f"{folder} holds no checkpoint to go on from: leave --resume out, and name a new folder")
     state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     different = {name: (old, setup.get(name)) for name, old in state["setup"].items() if setup.get(name) != old}
     if different:

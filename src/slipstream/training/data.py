@@ -46,6 +46,11 @@ class Texts:
         """How many counted tokens each text has."""
         return np.add.reduceat(self.counted, self.starts[:-1], dtype=np.int64)
 
+    def text(self, number: int) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+        """Its tokens, and which of them count."""
+        span = slice(self.starts[number], self.starts[number + 1])
+        return self.tokens[span], self.counted[span]
+
     def fingerprint(self) -> str:
         digest = hashlib.sha256(self.tokens.tobytes())
         digest.update(self.counted.tobytes() + self.starts.tobytes())
@@ -62,9 +67,7 @@ class Texts:
         tokens = np.zeros((len(texts), width), np.int64)
         counted = np.zeros((len(texts), width), bool)
         for row, text in enumerate(texts):
-            span = slice(self.starts[text], self.starts[text + 1])
-            tokens[row, : self.lengths[text]] = self.tokens[span]
-            counted[row, : self.lengths[text]] = self.counted[span]
+            tokens[row, : self.lengths[text]], counted[row, : self.lengths[text]] = self.text(text)
         rows, columns = counted.nonzero()
         return Batch(
             torch.from_numpy(tokens), torch.from_numpy(rows * width + columns), torch.from_numpy(columns.copy())
@@ -122,7 +125,7 @@ def read_texts(
     if all(held):
         held[0] = False
     sides = [[text[1:] for text, out in zip(kept, held, strict=True) if out is side] for side in (False, True)]
-    return _texts(sides[0]), _texts(sides[1])
+    return put_together(sides[0]), put_together(sides[1])
 
 
 def _lines(paths: Sequence[Path]) -> Iterator[tuple[str, Any]]:
@@ -180,7 +183,8 @@ def _share(name: str) -> float:
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:6], "big") / 2**48
 
 
-def _texts(kept: list[Any]) -> Texts:
+def put_together(kept: Sequence[tuple[NDArray[np.int32], NDArray[np.bool_]]]) -> Texts:
+    """Of tokens and which of them count."""
     starts = np.cumsum([0, *(len(tokens) for tokens, _ in kept)], dtype=np.int64)
     return Texts(np.concatenate([t for t, _ in kept]), np.concatenate([c for _, c in kept]), starts)
 

@@ -1,26 +1,30 @@
 """The loop: batches through the frozen target, guesses, gradients, a step of the optimiser; now and then an accuracy.
 
-Nothing in it waits for the device but the log, every so many steps.
+`Steps` counts, times, logs and saves, whoever learns; `Loop` is what a step of a head is. Nothing waits for the device
+but the log, every so many steps, and a run that shares the machine, after each.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import nn
 
 from slipstream.errors import OptionError
 from slipstream.heads.base import Head
 from slipstream.heads.ranks import measure
 from slipstream.training import checkpoint
-from slipstream.training.data import Order, Texts, cut
+from slipstream.training.data import Batch, Order, Texts, cut
 from slipstream.training.log import Log
 from slipstream.training.losses import Weights, backward, hits
 from slipstream.training.processes import Processes
@@ -29,6 +33,8 @@ from slipstream.training.teacher import Teacher
 Watch = Callable[[int, float, dict[str, Any]], None]  # step, of how many (0: not known yet), a line of the log or {}
 DEPTHS = 5  # whose accuracy is told
 MEASURED = 16  # tokens that a text has at least whose ranks are looked at
+# Of a plan: what may change when a run goes on.
+FREE = ("steps", "epochs", "minutes", "share", "log_every", "eval_every", "save_every", "accumulate")
 _HELD_OUT = 256  # texts that are looked at in an evaluation, at most
 
 
@@ -45,6 +51,7 @@ class TrainingPlan:
     warmup: int = 50  # steps until there
     clip: float = 1.0  # the longest gradient
     seed: int = 0  # of the order of the texts
+    share: float = 1.0  # of the time that steps may take: they pause for the rest of it
     log_every: int = 20  # steps
     eval_every: int = 500
     save_every: int = 1000
@@ -58,6 +65,11 @@ class TrainingPlan:
                 raise OptionError(f"{name}={getattr(self, name)} is out of range: it must be more than 0")
         if self.warmup < 0:
             raise OptionError(f"warmup={self.warmup} is out of range: 0 begins with the full rate")
+        check_share(self.share)
+
+    def fixed(self) -> dict[str, Any]:
+        """What a run that goes on must have in common with the one that was stopped."""
+        return {name: value for name, value in asdict(self).items() if name not in FREE}
 
     def rate_at(self, step: int, total: float) -> float:
         """Linear up to the peak, within a tenth of the run at most, then half a cosine down to nothing."""
@@ -68,29 +80,40 @@ class TrainingPlan:
         return self.rate * 0.5 * (1 + math.cos(math.pi * done))
 
 
-class Loop:
+def check_share(share: float) -> None:
+    if not 0 < share <= 1:
+        raise OptionError(f"share={share} is out of range: more than 0, and 1 at most, which pauses never")
+
+
+def pause(worked: float, share: float) -> None:
+    """After so many seconds of work: as long as makes them that share of the time."""
+    if share < 1:
+        sleep(worked * (1 / share - 1))
+
+
+class Steps(ABC):
+    """One learner's steps. Subclasses say what it learns from a batch, and how good it is."""
+
     def __init__(
         self,
-        head: Head,
-        teacher: Teacher,
-        weights: Weights,
-        depths: int,
+        learner: nn.Module,
+        device: torch.device,
         texts: Texts,
         held_out: Texts,
         plan: TrainingPlan,
         processes: Processes,
     ) -> None:
-        self.head, self.teacher, self.weights, self.depths = head, teacher, weights, depths
-        self.texts, self.held_out, self.plan, self.processes = texts, held_out, plan, processes
+        self.learner, self.device, self.texts, self.held_out = learner, device, texts, held_out
+        self.plan, self.processes = plan, processes
         self.order = Order(texts, plan.batch_tokens, plan.seed)
-        self.parameters = [p for p in head.parameters() if p.requires_grad]
+        self.parameters = [p for p in learner.parameters() if p.requires_grad]
         self.optimiser = torch.optim.AdamW(
-            self.parameters, lr=plan.rate, betas=(0.9, 0.95), fused=teacher.device.type == "cuda"
+            self.parameters, lr=plan.rate, betas=(0.9, 0.95), fused=device.type == "cuda"
         )
         self.step = 0
         self.seconds = 0.0  # spent in this run and those it goes on from
         self.accuracy: list[float] = []
-        self._loss = torch.zeros((), device=teacher.device)  # since the last line of the log
+        self._loss = torch.zeros((), device=device)  # since the last line of the log
         self._logged = (0, 0.0)  # the step and the seconds of that line
         self._tokens = 0  # since then
         self._evaluation = 0.0  # seconds that the last one took
@@ -99,12 +122,24 @@ class Loop:
         if plan.epochs is not None:
             self.total = float(-(-self.order.until(plan.epochs) // share))
 
+    @abstractmethod
+    def learn(self, texts: NDArray[np.int64], guesses: int) -> torch.Tensor:
+        """Add the gradient of a batch's loss to the learner's parameters, and return the loss (a scalar). guesses:
+        counted tokens of all batches of the step, which it is divided by."""
+
+    @abstractmethod
+    def measured(self) -> dict[str, list[float]]:
+        """What is told of held-out texts: its accuracy, and perhaps more."""
+
     def run(self, folder: Path, log: Log | None, setup: dict[str, Any], save: Callable[[], None], watch: Watch) -> None:
         """Train to the end. `save` writes the head; the checkpoint beside it holds the `setup`. Only the first process
         has a log, and writes. `watch` may raise KeyboardInterrupt: then a checkpoint is made first."""
         plan, begun = self.plan, perf_counter() - self.seconds
         while not self.total or self.step < self.total:
-            self.train_step()
+            if plan.share < 1:
+                self._slice()
+            else:
+                self.train_step()
             line: dict[str, Any] = {}
             # Powers of two as well, so that a slow machine learns early how many steps its minutes have.
             if self.step % plan.log_every == 0 or (self.step < plan.log_every and self.step & (self.step - 1) == 0):
@@ -122,6 +157,14 @@ class Loop:
         watch(self.step, self.total, self._evaluate(begun, log))
         self.seconds = perf_counter() - begun
 
+    def _slice(self) -> None:
+        """A step, and the pause that it is followed by."""
+        clock = perf_counter()
+        self.train_step()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        pause(perf_counter() - clock, self.plan.share)
+
     def save(self, folder: Path, setup: dict[str, Any], save: Callable[[], None]) -> None:
         # Losses differ between processes, and the sum is what the log wants: the first one keeps it.
         loss = self.processes.sum(self._loss.clone())
@@ -130,7 +173,7 @@ class Loop:
             save()
             state = {
                 "setup": setup,
-                "head": self.head.state_dict(),
+                "head": self.learner.state_dict(),
                 "optimiser": self.optimiser.state_dict(),
                 "step": self.step,
                 "seconds": self.seconds,
@@ -142,7 +185,7 @@ class Loop:
         self.processes.wait()
 
     def restore(self, state: dict[str, Any]) -> None:
-        self.head.load_state_dict(state["head"])
+        self.learner.load_state_dict(state["head"])
         self.optimiser.load_state_dict(state["optimiser"])
         self.step, self.seconds = state["step"], state["seconds"]
         if self.plan.minutes is not None:
@@ -159,11 +202,7 @@ class Loop:
         together = [self.order[place] for place in range(self.step * share, (self.step + 1) * share)]
         guesses = int(sum(self.texts.guesses[texts].sum() for texts in together))
         for texts in together[processes.rank :: processes.count]:
-            batch = self.texts.batch(texts).to(self.teacher.device)
-            states, last = self.teacher.read(batch.tokens)
-            with self._precision():
-                unrolled = self.weights.recipe.unroll(self.head, states, batch.tokens, self.depths)
-                self._loss += backward(unrolled, batch, last, self.teacher, self.weights, guesses)
+            self._loss += self.learn(texts, guesses)
         self._tokens += int(sum(self.texts.lengths[texts].sum() for texts in together))
         processes.sum_gradients(self.parameters)
         torch.nn.utils.clip_grad_norm_(self.parameters, plan.clip)
@@ -201,26 +240,64 @@ class Loop:
 
     def _evaluate(self, begun: float, log: Log | None) -> dict[str, Any]:
         start = perf_counter()
-        self.accuracy = self.evaluate()
+        found = self.measured()
+        self.accuracy = found["accuracy"]
         self._evaluation = perf_counter() - start
         # The time of evaluations is no time of steps.
         self._logged = (self._logged[0], self._logged[1] + self._evaluation)
-        line = {"step": self.step, "accuracy": self.accuracy, "seconds": perf_counter() - begun}
+        line = {"step": self.step, **found, "seconds": perf_counter() - begun}
         if log is not None:
             log.write(line)
         return line
 
-    def evaluate(self) -> list[float]:
-        """The share of right guesses on held-out texts, one number per depth."""
-        depths = DEPTHS if self.head.reach is None else min(DEPTHS, self.head.reach)
+    def held_out_batches(self) -> Iterator[Batch]:
+        """This process's, of the texts that are looked at."""
         some = np.arange(len(self.held_out))[:_HELD_OUT]
         some = some[np.argsort(self.held_out.lengths[some], kind="stable")]
         batches = list(cut(some, self.held_out, self.plan.batch_tokens))
-        found = torch.zeros(depths, 2, dtype=torch.long, device=self.teacher.device)
         for texts in batches[self.processes.rank :: self.processes.count]:
-            batch = self.held_out.batch(texts).to(self.teacher.device)
+            yield self.held_out.batch(texts).to(self.device)
+
+    def precision(self) -> AbstractContextManager[Any]:
+        if self.device.type == "cuda":
+            return torch.autocast("cuda", torch.bfloat16)
+        return nullcontext()
+
+
+class Loop(Steps):
+    """The steps of a head."""
+
+    def __init__(
+        self,
+        head: Head,
+        teacher: Teacher,
+        weights: Weights,
+        depths: int,
+        texts: Texts,
+        held_out: Texts,
+        plan: TrainingPlan,
+        processes: Processes,
+    ) -> None:
+        super().__init__(head, teacher.device, texts, held_out, plan, processes)
+        self.head, self.teacher, self.weights, self.depths = head, teacher, weights, depths
+
+    def learn(self, texts: NDArray[np.int64], guesses: int) -> torch.Tensor:
+        batch = self.texts.batch(texts).to(self.device)
+        states, last = self.teacher.read(batch.tokens)
+        with self.precision():
+            unrolled = self.weights.recipe.unroll(self.head, states, batch.tokens, self.depths)
+            return backward(unrolled, batch, last, self.teacher, self.weights, guesses)
+
+    def measured(self) -> dict[str, list[float]]:
+        return {"accuracy": self.evaluate()}
+
+    def evaluate(self) -> list[float]:
+        """The share of right guesses on held-out texts, one number per depth."""
+        depths = DEPTHS if self.head.reach is None else min(DEPTHS, self.head.reach)
+        found = torch.zeros(depths, 2, dtype=torch.long, device=self.teacher.device)
+        for batch in self.held_out_batches():
             states, _ = self.teacher.read(batch.tokens)
-            with torch.no_grad(), self._precision():
+            with torch.no_grad(), self.precision():
                 unrolled = self.weights.recipe.unroll(self.head, states, batch.tokens, depths)
                 found += hits(unrolled, batch, self.teacher)
         right, made = self.processes.sum(found).T.tolist()
@@ -234,13 +311,8 @@ class Loop:
             if tokens.shape[1] < MEASURED:
                 continue
             states, _ = self.teacher.read(tokens)
-            with self._precision():
+            with self.precision():
                 found = np.array(measure(self.head, states, tokens))
             table = found * tokens.shape[1] + (table if weight else 0)
             weight += tokens.shape[1]
         return (table / max(1, weight)).tolist()
-
-    def _precision(self) -> AbstractContextManager[Any]:
-        if self.teacher.device.type == "cuda":
-            return torch.autocast("cuda", torch.bfloat16)
-        return nullcontext()

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from slipstream.training.data import Batch
 from slipstream.training.recipes import Guess, Recipe
-from slipstream.training.teacher import Teacher
+from slipstream.training.teacher import Speaker, Teacher
 
 _LOGITS = 1 << 27  # computed at once, at most
 
@@ -91,7 +91,7 @@ def hits(guesses: Iterable[Guess], batch: Batch, teacher: Teacher) -> Tensor:
     return torch.stack(found)
 
 
-def pieces(batch: Batch, teacher: Teacher) -> Iterator[Batch]:
+def pieces(batch: Batch, teacher: Speaker) -> Iterator[Batch]:
     size = max(1, _LOGITS // teacher.vocabulary)
     for places, columns in zip(batch.places.split(size), batch.columns.split(size), strict=True):
         yield Batch(batch.tokens, places, columns)

@@ -8,19 +8,55 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import ModelError
-from slipstream.heads.base import Head
+from slipstream.heads.base import Head, Lender
 from slipstream.targets.states import asked_states
 from slipstream.targets.trees import input_device, unwrapped
 
 
-class Teacher:
+class Speaker:
+    """A model as last states and what they say, so that logits need exist at few positions at a time."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.lender = unwrapped(model).eval(), Lender.of(model)
+        self.device, self.vocabulary = input_device(model), self.lender.vocab_size
+        self._cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+        self._check()
+
+    def last(self, tokens: Tensor) -> Tensor:
+        """(b, t) -> (b, t, H) the states that choose the next tokens."""
+        states: Tensor = self.model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
+        return states
+
+    def logits(self, last: Tensor) -> Tensor:
+        """(n, H) -> (n, V). Gradients reach the output matrix too."""
+        out: Tensor = self.lender.lm_head(last) * self.lender.scale
+        return self.capped(out)
+
+    def capped(self, logits: Tensor) -> Tensor:
+        return logits if self._cap is None else self._cap * torch.tanh(logits / self._cap)
+
+    @torch.no_grad()
+    def _check(self) -> None:
+        """What follows from the last states must be what the model says."""
+        ids = torch.arange(8, device=self.device)[None] % self.vocabulary
+        said, derived = (
+            self.model(input_ids=ids, use_cache=False).logits.float(),
+            self.logits(self.last(ids)).float(),
+        )
+        if said.shape != derived.shape or not (said - derived).norm() <= 0.05 * said.norm():
+            raise ModelError(
+                f"{type(self.model).__name__} has more to its logits than an output matrix, a scale and a cap: "
+                "heads and drafts for it can't be trained here"
+            )
+
+
+class Teacher(Speaker):
     def __init__(self, model: Any, head: Head) -> None:
         """The head is bound to the model."""
-        self.model, self.head = unwrapped(model).eval(), head
-        self.device, self.vocabulary = input_device(model), head.lender.vocab_size
+        super().__init__(model)
+        self.head = head
         self._last = head.lender.layers
         self._layers = head.layers(self._last)
-        self._cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
         self._draft_ids = head.draft_ids  # (V',)
         self._own: Tensor | None = None  # (V,) the head's id of each of the target's, -1 where it has none
         self._rows: Any = None  # (V', H) the output matrix for its ids alone, where it is no more than a matrix
@@ -30,7 +66,6 @@ class Teacher:
             own = torch.full((self.vocabulary,), -1, device=self.device)
             own[self._draft_ids] = torch.arange(len(self._draft_ids), device=self.device)
             self._own = own
-        self._check()
 
     @torch.no_grad()
     def read(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -43,9 +78,9 @@ class Teacher:
     def distribution(self, last: Tensor) -> Tensor:
         """(n, H) -> (n, V') float32: what it would say next, among the tokens that the head can say."""
         if self._rows is not None:
-            logits = self._capped(last @ self._rows.T)
+            logits = self.capped(last @ self._rows.T)
         else:
-            logits = self._logits(last)
+            logits = self.logits(last)
             if self._draft_ids is not None:
                 logits = logits.index_select(-1, self._draft_ids)
         return logits.softmax(-1, dtype=torch.float32)
@@ -56,23 +91,3 @@ class Teacher:
             return tokens, torch.ones_like(tokens, dtype=torch.bool)
         own = self._own[tokens]
         return own.clamp(min=0), own >= 0
-
-    def _logits(self, last: Tensor) -> Tensor:
-        return self._capped(self.head.lender.logits(last, bias=True))
-
-    def _capped(self, logits: Tensor) -> Tensor:
-        return logits if self._cap is None else self._cap * torch.tanh(logits / self._cap)
-
-    @torch.no_grad()
-    def _check(self) -> None:
-        """What follows from the last states must be what the model says."""
-        ids = torch.arange(8, device=self.device)[None] % self.vocabulary
-        said, derived = (
-            self.model(input_ids=ids, use_cache=False).logits.float(),
-            self._logits(self.read(ids)[1]).float(),
-        )
-        if said.shape != derived.shape or not (said - derived).norm() <= 0.05 * said.norm():
-            raise ModelError(
-                f"{type(self.model).__name__} has more to its logits than an output matrix, a scale and a cap: "
-                "heads for it can't be trained here"
-            )

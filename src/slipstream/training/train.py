@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from slipstream.heads.redrafter import ReDrafter
 from slipstream.training import checkpoint, recipes
 from slipstream.training.data import Texts, read_texts
 from slipstream.training.log import Log
-from slipstream.training.loop import Loop, TrainingPlan, Watch
+from slipstream.training.loop import Loop, Steps, TrainingPlan, Watch
 from slipstream.training.losses import Weights
 from slipstream.training.processes import Processes
 from slipstream.training.teacher import Teacher
@@ -26,7 +26,6 @@ STATIC = ("medusa", "eagle")  # heads that can draft along a static tree
 TREE_NODES = 64
 
 DRAFT_VOCAB = {"eagle3": 8192, "redrafter": 12288}
-_FREE = ("steps", "epochs", "minutes", "log_every", "eval_every", "save_every", "accumulate")  # may change in between
 
 
 @dataclass(frozen=True)
@@ -81,10 +80,7 @@ def train(
     checkpoint.
     """
     processes = processes or Processes(str(model.device))
-    if resume and not (folder / checkpoint.NAME).is_file():
-        raise OptionError(f"{folder} holds no checkpoint to go on from: leave --resume out, and name a new folder")
-    if not resume and folder.exists() and any(folder.iterdir()):
-        raise OptionError(f"{folder} is there already: go on with --resume, or name a new folder")
+    checkpoint.check_folder(folder, resume)
     author = str(getattr(model.config, "_name_or_path", "") or type(model).__name__)
     vocabulary = Lender.of(model).vocab_size
     texts, held_out = read_texts(
@@ -110,21 +106,10 @@ def train(
         "data": texts.fingerprint(),
         **asdict(lesson),
         **sizes,
-        **{name: value for name, value in asdict(plan).items() if name not in _FREE},
+        **plan.fixed(),
         "batches_per_step": processes.count * plan.accumulate,
     }
-    if resume:
-        loop.restore(checkpoint.load(folder, setup))
-    log = None
-    if processes.rank == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-        log = Log(folder, loop.step)
-    processes.wait()
-    try:
-        loop.run(folder, log, setup, lambda: save_head(head, folder, dtype=model.dtype), watch or (lambda *_: None))
-    finally:
-        if log is not None:
-            log.close()
+    run(loop, folder, setup, lambda: save_head(head, folder, dtype=model.dtype), resume, watch)
     if processes.rank == 0:
         if isinstance(head, ReDrafter):
             head.guess_only(likely)
@@ -134,6 +119,24 @@ def train(
         checkpoint.remove(folder)
     processes.wait()
     return Trained(loop.accuracy, loop.step, loop.seconds, sum(p.numel() for p in loop.parameters))
+
+
+def run(
+    loop: Steps, folder: Path, setup: dict[str, Any], save: Callable[[], None], resume: bool, watch: Watch | None
+) -> None:
+    """All steps, with their log in the folder. resume: go on from its checkpoint, if it was made under this setup."""
+    if resume:
+        loop.restore(checkpoint.load(folder, setup))
+    log = None
+    if loop.processes.rank == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        log = Log(folder, loop.step)
+    loop.processes.wait()
+    try:
+        loop.run(folder, log, setup, save, watch or (lambda *_: None))
+    finally:
+        if log is not None:
+            log.close()
 
 
 def start_from(start: str | Path, model: Any, lesson: Lesson, sizes: dict[str, Any]) -> Head:

@@ -43,7 +43,7 @@ from slipstream.training.estimate import (
     measure,
 )
 from slipstream.training.learned import ANSWERS, count_tokens, openings, take_answers
-from slipstream.training.loop import TrainingPlan, Watch
+from slipstream.training.loop import TrainingPlan, Watch, pause
 from slipstream.training.own_prompts import append, read_prompts, split, write_prompts
 from slipstream.training.prompts import Question
 from slipstream.training.recipes import find
@@ -147,9 +147,10 @@ def foresee(
             turns = sum(len(question.turns) for question in ready) / max(1, len(ready))
             ends = ending(llm, ready[:batch])
             there = Given(len(given) or None, len(ready), turns or 1.0, ends)
-    found = estimate(costs, settings.minutes, there, settings.max_new_tokens, model.device.type == "cpu")
-    check(found, settings.minutes, str(model.device))
-    tell(found.in_words(settings.minutes))
+    working = settings.minutes * settings.share
+    found = estimate(costs, working, there, settings.max_new_tokens, model.device.type == "cpu")
+    check(found, working, str(model.device))
+    tell(found.in_words(working))
     return found
 
 
@@ -180,7 +181,9 @@ def answer(llm: LLM, folder: Path, run: Tuned, given: Sequence[Question], tell: 
     while True:
         with timed(run, "answering"):
             # The first time: those that an earlier run left.
+            clock = perf_counter()
             found = collect(llm, split(asked)[0], out, collecting)
+            pause(perf_counter() - clock, run.settings.share)
         run.prompts = len(asked)
         run.save(folder)
         part = min(1.0, run.spent["answering"] / at_most)
@@ -212,6 +215,7 @@ def learn(model: Any, folder: Path, run: Tuned, tell: Tell, watch: Watch | None)
         minutes=share * run.settings.minutes,
         rate=find(run.settings.head).rate,
         seed=run.settings.seed,
+        share=run.settings.share,
         batch_tokens=planned(run).batch_tokens,
         log_every=max(1, min(LOG, planned(run).steps // LINES)),
         eval_every=max(1, min(EVALUATE, planned(run).steps // LOOKS)),
@@ -237,7 +241,9 @@ def attempt(model: Any, tokenizer: Any, folder: Path, run: Tuned, tell: Tell) ->
         with timed(run, "trying"):
             for kind, prompt in asked:
                 try:
+                    began = perf_counter()
                     found = compare(llms, kind, prompt)
+                    pause(perf_counter() - began, run.settings.share)
                 except ContextError:  # longer than this model reads
                     continue
                 if min(found.tokens.values()) < 2:  # nothing was decoded behind the first token: there is no speed

@@ -11,6 +11,7 @@ import numpy as np
 
 from slipstream.errors import OptionError
 from slipstream.training.estimate import Estimate
+from slipstream.training.loop import check_share
 from slipstream.training.recipes import find
 from slipstream.user_files import write_text
 
@@ -27,12 +28,14 @@ class TuneSettings:
     store: str | None = None  # a datastore whose answers are learnt from; None: fresh ones
     collection: str = "default"  # of the store
     start: str | None = None  # a head to begin with; None: a fresh one
+    share: float = 1.0  # of the time that it works in; it pauses for the rest
 
     def __post_init__(self) -> None:
         find(self.head)
         for name in ("minutes", "max_new_tokens"):
             if getattr(self, name) is not None and not getattr(self, name) > 0:
                 raise OptionError(f"{name}={getattr(self, name)} is out of range: it must be more than 0")
+        check_share(self.share)
 
 
 @dataclass
@@ -103,12 +106,12 @@ class Tuned:
             return cls(settings, model)
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise OptionError(f"{folder / 'tuned.json'} can't be read: {error}. Name another folder") from error
-        if (replace(found.settings, minutes=settings.minutes), found.model) != (settings, model):
+        if (replace(found.settings, minutes=settings.minutes, share=settings.share), found.model) != (settings, model):
             raise OptionError(
                 f"{folder} holds a run for {found.model} with {found.settings}, not for {model} with {settings}: go on "
                 "with the same, or name another folder"
             )
-        found.settings = settings  # more minutes may be given
+        found.settings = settings  # more minutes may be given, and another share
         return found
 
 

@@ -77,6 +77,9 @@ def join(layers: list[nn.Linear]) -> list[JointPart]:
     bias = torch.cat([layer.bias for layer in layers]) if layers[0].bias is not None else None
     for layer, own in zip(layers, weight.split(sizes), strict=True):
         layer.weight.data = own
+    if bias is not None:
+        for layer, own in zip(layers, bias.split(sizes), strict=True):
+            layer.bias.data = own
     whole, ends = Whole(weight, bias), torch.tensor(sizes).cumsum(0).tolist()
     return [JointPart(whole, end - size, end, end == ends[-1]) for size, end in zip(sizes, ends, strict=True)]
 

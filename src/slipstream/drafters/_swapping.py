@@ -1,0 +1,79 @@
+"""Another head in the place of one that drafts, while answers are being written.
+
+The weights are copied in place, so that captured drafts go on with them. Texts can't change: whatever a head drafts is
+verified. Answers that are under way keep the keys that the old head made, and guess by both until they end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from slipstream.drafters._head import HeadDrafter
+from slipstream.drafters._joint import JointDrafter
+from slipstream.drafters.base import Drafter
+from slipstream.errors import DrafterError
+from slipstream.heads import Head
+from slipstream.heads.registry import heads_for
+
+
+@dataclass(frozen=True)
+class Reloaded:
+    """What became of the heads that draft, by their names."""
+
+    swapped: dict[str, str] = field(default_factory=dict)  # the new one's folder
+    refused: dict[str, str] = field(default_factory=dict)  # why the new one was not taken
+
+
+def heads_of(drafter: Drafter) -> dict[str, HeadDrafter]:
+    """Those that draft with a head, by the names that `auto` has for them."""
+    if isinstance(drafter, HeadDrafter):
+        return {drafter.source: drafter}
+    parts = drafter.parts if isinstance(drafter, JointDrafter) else {}
+    return {name: part for name, part in parts.items() if isinstance(part, HeadDrafter)}
+
+
+def choose(running: Mapping[str, HeadDrafter], new: Head, name: str | None) -> str:
+    """Whose place it takes: that of the only one of its kind, unless a name is given."""
+    said = ", ".join(running) or "none"
+    if name is not None and name not in running:
+        raise DrafterError(f"no head is called {name!r} here: there is {said}")
+    same = [each for each, part in running.items() if part.kind == new.kind and name in (None, each)]
+    if not same:
+        whose = said if name is None else f"{name} is {running[name].kind}"
+        raise DrafterError(f"a head of the kind {new.kind} can't take the place of another kind: here {whose} drafts")
+    if len(same) > 1:
+        raise DrafterError(f"several {new.kind} heads draft here, {', '.join(same)}: say in whose place it comes")
+    return same[0]
+
+
+def check_alike(old: Head, new: Head) -> None:
+    """Refuse what has another shape, by what differs."""
+    before, now = (asdict(replace(head.config, target=None)) for head in (old, new))
+    different = [f"{name} is {now[name]}, not {before[name]}" for name in before if before[name] != now[name]]
+    for tied, head, other in (("borrows", new, old), ("has its own", old, new)):
+        if more := sorted(head.borrowed - other.borrowed):
+            different.append(f"it {tied} {', '.join(more)}")
+    if different:
+        raise DrafterError(
+            f"this {new.kind} head has another shape than the one that drafts: {'; '.join(different)}. Use it from a "
+            "new start on"
+        )
+
+
+def replaced(model: Any, running: Mapping[str, HeadDrafter]) -> dict[str, Path]:
+    """Heads that draft and their successors' folders: of each kind as many as run, those that a new start would find
+    first."""
+    wanted: dict[str, list[Path]] = {}
+    for kind, folder in heads_for(model):
+        wanted.setdefault(kind, []).append(folder)
+    found: dict[str, Path] = {}
+    for kind in {part.kind for part in running.values()}:
+        mine = {name: part.folder for name, part in running.items() if part.kind == kind and part.folder is not None}
+        first = wanted.get(kind, [])[: len(mine)]
+        leaving = [name for name, folder in mine.items() if folder.resolve() not in [each.resolve() for each in first]]
+        stay = [folder.resolve() for folder in mine.values()]
+        found |= dict(zip(leaving, [each for each in first if each.resolve() not in stay], strict=False))
+    return found

@@ -5,7 +5,7 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 
-.PHONY: setup demo test test-fast check format docs bench bench-overhead bench-retrieval bench-gpu test-gpu test-kernels clean
+.PHONY: setup demo test test-fast check format docs bench bench-overhead bench-retrieval bench-gpu test-gpu test-kernels test-ray clean
 
 setup: $(VENV)/.ready
 
@@ -75,6 +75,14 @@ test-gpu:
 test-kernels: setup
 	$(BIN)/pip install --quiet 'triton>=3.7'
 	TRITON_INTERPRET=1 $(PYTEST) --override-ini addopts="-q -rs" --dist worksteal tests/kernels
+
+# Clusters on this machine, in an environment of their own beside that of the other tests: two minutes.
+test-ray: setup
+	$(PYTHON) -m venv build/ray
+	echo "$$(cd $(VENV) && pwd)/lib/python$$($(BIN)/python -c 'import sys; print("%d.%d" % sys.version_info[:2])')/site-packages" \
+		> "$$(build/ray/bin/python -c 'import site; print(site.getsitepackages()[0])')/tests.pth"
+	build/ray/bin/pip install --quiet 'ray>=2.40'
+	PYTHONPATH=src:tests:tests/ray HF_HUB_OFFLINE=1 build/ray/bin/python -m pytest --override-ini addopts="-q" tests/ray
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache src/*.egg-info

@@ -1,0 +1,166 @@
+"""Ray's workers give what one machine gives. In an environment of its own: `make test-ray`."""
+
+import json
+import os
+import signal
+import time
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+from ray.cluster_utils import Cluster
+
+import ray
+from slipstream.cluster import RETRIES, RayWorkers
+from slipstream.datastores.durable.store import Store
+from slipstream.datastores.ingest.encoding import Encoder
+from slipstream.datastores.ingest.sharded import ingest_sharded
+from slipstream.datastores.ingest.sources import find_sources
+from slipstream.errors import ClusterError, OptionError
+from slipstream.workers import results
+from test_sharded import SEGMENT, Letters, local, segments, text
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster():
+    """Three machines of one core each."""
+    there = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+    for _ in range(2):
+        there.add_node(num_cpus=1)
+    ray.init(there.address, log_to_driver=False)
+    yield there
+    ray.shutdown()
+    there.shutdown()
+
+
+def number():
+    return 7
+
+
+def plus(own, job):
+    return own + job
+
+
+def refused(own, job):
+    raise OptionError(f"{own} and {job} don't go together")
+
+
+def dies_once(own, job):
+    """Kills its worker the first time."""
+    path = Path(job)
+    if not path.exists():
+        path.write_text("tried")
+        os.kill(os.getpid(), signal.SIGKILL)
+    return own
+
+
+def dies(_own, _job):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def workers(load=number):
+    return RayWorkers("auto", load)
+
+
+def test_results_come_in_order():
+    assert workers().count == 3
+    assert list(results(workers(), plus, range(20))) == list(range(7, 27))
+
+
+def test_what_the_work_raises_is_raised():
+    with pytest.raises(OptionError, match=r"^7 and 1 don't go together$"):
+        workers().submit(refused, 1).result()
+
+
+def test_who_dies_is_done_again(tmp_path):
+    assert list(results(workers(), dies_once, [tmp_path / "a", tmp_path / "b"])) == [7, 7]
+
+
+def test_who_always_dies_is_an_error(monkeypatch):
+    monkeypatch.setattr("slipstream.cluster.RETRIES", 1)
+    assert RETRIES > 1
+    with pytest.raises(ClusterError, match="was lost 2 times"):
+        workers().submit(dies, 1).result()
+
+
+def slow_letters():
+    return Encoder(Slow())
+
+
+class Slow(Letters):
+    def __call__(self, text, **_):
+        time.sleep(0.02)
+        return super().__call__(text)
+
+
+def test_a_build_while_workers_and_a_machine_die(cluster, tmp_path):
+    rng = np.random.default_rng(0)
+    (tmp_path / "texts").mkdir()
+    for i in range(120):
+        (tmp_path / "texts" / f"{i:03}.txt").write_text(text(rng, int(rng.integers(0, 900))))
+    sources = find_sources([tmp_path / "texts"])
+    one = local(tmp_path / "one", sources)
+    told = []
+
+    def progress(done, _of, _tokens):
+        told.append(done)
+        if len(told) % 8 == 3:
+            kill_a_worker()
+        if len(told) == 10:
+            cluster.remove_node(cluster.list_all_nodes()[-1])
+
+    with Store.create(tmp_path / "many", 256, "print", segment_tokens=SEGMENT) as store:
+        many = ingest_sharded(store, sources, workers(slow_letters), progress=progress, shard_bytes=900)
+    assert many == one
+    assert segments(tmp_path / "one") == segments(tmp_path / "many")
+    cluster.add_node(num_cpus=1)
+
+
+def kill_a_worker():
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            name = Path("/proc", pid, "cmdline").read_bytes()
+        except OSError:
+            continue
+        if name.startswith(b"ray::_call"):
+            os.kill(int(pid), signal.SIGKILL)
+            return
+
+
+def test_answers_and_vectors_are_those_of_one_machine(tmp_path):
+    from slipstream.datastores.dense.build import embed
+    from slipstream.datastores.dense.reading import reader
+    from slipstream.training.collect import CollectSettings, collect, collect_shared
+    from slipstream.training.prompts import Question
+
+    questions = [Question((f"Say {word}.",)) for word in ("one", "two", "three", "four", "five")]
+    settings = CollectSettings(max_new_tokens=8, temperature=0.7, seed=3)
+    collect(llm(), questions, tmp_path / "one.jsonl", settings)
+    shared = collect_shared(workers(llm), questions, tmp_path / "many.jsonl", settings, portion=2)
+    assert shared.conversations == 5
+    lines = [sorted(path.read_text().splitlines()) for path in (tmp_path / "one.jsonl", tmp_path / "many.jsonl")]
+    assert lines[0] == lines[1]
+
+    found = []
+    for name in ("one", "many"):
+        with Store.create(tmp_path / name, 49152) as store:
+            for line in map(json.loads, lines[0]):
+                store.append(line["tokens"])
+            store.flush()
+            embed(store, [model], workers=workers(partial(reader, model)) if name == "many" else None)
+            (part,) = (tmp_path / name / "dense").glob("*.part")
+            found.append(part.read_bytes())
+    assert found[0] == found[1]
+
+
+def llm():
+    import slipstream
+
+    return slipstream.load(drafter="none", max_batch=2)
+
+
+def model():
+    from slipstream.loading.models import load_model
+
+    return load_model(None)[0]

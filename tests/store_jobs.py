@@ -65,7 +65,9 @@ def serve():
         child = os.fork()
         if child == 0:
             try:
-                {"write": write, "read": read, "faults": faults, "follow": follow, "replicate": replicate}[job](**arguments)
+                {"write": write, "read": read, "faults": faults, "follow": follow, "replicate": replicate}[job](
+                    **arguments
+                )
                 os._exit(0)
             except BaseException:
                 traceback.print_exc()

@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import signal
 import time
 from functools import partial
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from killing import kill_a_worker
 from ray.cluster_utils import Cluster
 
 import ray
@@ -101,31 +103,21 @@ def test_a_build_while_workers_and_a_machine_die(cluster, tmp_path):
         (tmp_path / "texts" / f"{i:03}.txt").write_text(text(rng, int(rng.integers(0, 900))))
     sources = find_sources([tmp_path / "texts"])
     one = local(tmp_path / "one", sources)
-    told = []
+    told, killed = [], []
 
     def progress(done, _of, _tokens):
         told.append(done)
         if len(told) % 8 == 3:
-            kill_a_worker()
+            killed.append(kill_a_worker(random.Random(len(told))))
         if len(told) == 10:
             cluster.remove_node(cluster.list_all_nodes()[-1])
 
     with Store.create(tmp_path / "many", 256, "print", segment_tokens=SEGMENT) as store:
         many = ingest_sharded(store, sources, workers(slow_letters), progress=progress, shard_bytes=900)
+    assert sum(killed) >= 3
     assert many == one
     assert segments(tmp_path / "one") == segments(tmp_path / "many")
     cluster.add_node(num_cpus=1)
-
-
-def kill_a_worker():
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            name = Path("/proc", pid, "cmdline").read_bytes()
-        except OSError:
-            continue
-        if name.startswith(b"ray::_call"):
-            os.kill(int(pid), signal.SIGKILL)
-            return
 
 
 def test_answers_and_vectors_are_those_of_one_machine(tmp_path):

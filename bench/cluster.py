@@ -44,13 +44,12 @@ from slipstream.datastores.durable.segment import Segment  # noqa: E402
 from slipstream.datastores.durable.store import Store  # noqa: E402
 from slipstream.datastores.ingest.encoding import Encoder, FileTokenizer, tokenizer_fingerprint  # noqa: E402
 from slipstream.datastores.ingest.ingest import Ingested, ingest  # noqa: E402
-from slipstream.datastores.ingest.sharded import ingest_sharded  # noqa: E402
+from slipstream.datastores.ingest.sharded import SHARD_BYTES, ingest_sharded  # noqa: E402
 from slipstream.datastores.ingest.sources import SourceFile, find_sources  # noqa: E402
 from slipstream.loading import embedded  # noqa: E402
 
 VOCABULARY = 49152
 NODES = 3
-PAUSE = 6.0  # seconds between kills: shards take about five
 
 
 def main() -> None:
@@ -58,14 +57,17 @@ def main() -> None:
     parser.add_argument("folders", nargs="*")
     parser.add_argument("--megabytes", type=int, default=100)
     parser.add_argument("--segment-tokens", type=int, default=1 << 24)
+    parser.add_argument("--shard-megabytes", type=int, default=SHARD_BYTES >> 20)
+    parser.add_argument("--pause", type=float, default=15, help="Seconds between kills of workers, on average.")
     parser.add_argument("--kills", type=int, default=40, help="Of a follower.")
     parser.add_argument("--part", action="append", choices=("speed", "kills", "follow"))
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         parts = given.part or ["speed", "kills", "follow"]
-        bench = Bench(Path(folder), given.segment_tokens, sources(given.folders, given.megabytes))
+        found = sources(given.folders, given.megabytes)
+        bench = Bench(Path(folder), given.segment_tokens, given.shard_megabytes << 20, found)
         for part in parts:
-            found = follower(Path(folder), given.kills) if part == "follow" else getattr(bench, part)()
+            found = follower(Path(folder), given.kills) if part == "follow" else bench.run(part, given.pause)
             about = {"part": part, "machine": platform.machine(), "cores": len(os.sched_getaffinity(0)), **found}
             print(json.dumps(about), flush=True)
 
@@ -81,11 +83,15 @@ def sources(folders: list[str], megabytes: int) -> list[SourceFile]:
 
 
 class Bench:
-    def __init__(self, folder: Path, segment_tokens: int, sources: list[SourceFile]) -> None:
-        self.folder, self.segment_tokens, self.sources = folder, segment_tokens, sources
+    def __init__(self, folder: Path, segment_tokens: int, shard_bytes: int, sources: list[SourceFile]) -> None:
+        self.folder, self.sources = folder, sources
+        self.segment_tokens, self.shard_bytes = segment_tokens, shard_bytes
         tokenizer = FileTokenizer(embedded.ensure() / "tokenizer.json")
         self.encoder, self.fingerprint = Encoder(tokenizer), tokenizer_fingerprint(tokenizer)
         self.alone: dict[str, Any] = {}
+
+    def run(self, part: str, pause: float) -> dict[str, Any]:
+        return self.speed() if part == "speed" else {"alone": self._alone(), "ray, killed": self._killed(pause)}
 
     def speed(self) -> dict[str, Any]:
         told = {"alone": self._alone()}
@@ -93,9 +99,6 @@ class Bench:
             with one_machine(cores):
                 told[f"ray {cores}"] = self._by_ray({})
         return told
-
-    def kills(self) -> dict[str, Any]:
-        return {"alone": self._alone(), "ray, killed": self._killed()}
 
     def _alone(self) -> dict[str, Any]:
         if not self.alone:
@@ -107,19 +110,19 @@ class Bench:
         started = perf_counter()
         workers.submit(_nothing).result()
         extra["start_s"] = round(perf_counter() - started, 1)
-        told = self._built(lambda store: ingest_sharded(store, self.sources, workers))
+        told = self._built(lambda store: ingest_sharded(store, self.sources, workers, shard_bytes=self.shard_bytes))
         return {**told, **extra, "equal": told["sha256"] == self._alone()["sha256"]}
 
-    def _killed(self) -> dict[str, Any]:
+    def _killed(self, pause: float) -> dict[str, Any]:
         done, over, rng = {"workers_killed": 0, "nodes_gone": 0}, threading.Event(), random.Random(0)
         cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
         nodes = [cluster.add_node(num_cpus=1) for _ in range(NODES - 1)]
         ray.init(cluster.address, log_to_driver=False)
 
         def kill() -> None:
-            while not over.wait(rng.random() * 2 * PAUSE):
+            while not over.wait(rng.random() * 2 * pause):
                 done["workers_killed"] += kill_a_worker(rng)
-                if done["workers_killed"] == 5 and nodes:
+                if done["workers_killed"] >= 3 and not done["nodes_gone"]:
                     cluster.remove_node(nodes.pop(), allow_graceful=False)
                     done["nodes_gone"] += 1
 

@@ -1,8 +1,8 @@
 """Ray's workers give what one machine gives. In an environment of its own: `make test-ray`."""
 
-import json
 import os
 import random
+import shutil
 import signal
 import time
 from functools import partial
@@ -120,9 +120,7 @@ def test_a_build_while_workers_and_a_machine_die(cluster, tmp_path):
     cluster.add_node(num_cpus=1)
 
 
-def test_answers_and_vectors_are_those_of_one_machine(tmp_path):
-    from slipstream.datastores.dense.build import embed
-    from slipstream.datastores.dense.reading import reader
+def test_answers_are_those_of_one_machine(tmp_path):
     from slipstream.training.collect import CollectSettings, collect, collect_shared
     from slipstream.training.prompts import Question
 
@@ -134,15 +132,28 @@ def test_answers_and_vectors_are_those_of_one_machine(tmp_path):
     lines = [sorted(path.read_text().splitlines()) for path in (tmp_path / "one.jsonl", tmp_path / "many.jsonl")]
     assert lines[0] == lines[1]
 
+
+def test_vectors_are_those_of_one_machine(tmp_path):
+    """Both go on from the same transform: fitting it is the work of one."""
+    from slipstream.datastores.dense.build import embed
+    from slipstream.datastores.dense.reading import reader
+
+    rng = np.random.default_rng(0)
+    with Store.create(tmp_path / "one", 49152) as store:
+        for _ in range(6):
+            store.append(rng.integers(0, 40_000, 50))
+        store.flush()
+        embed(store, [model])
+        new = [rng.integers(0, 40_000, 60) for _ in range(6)]
+    shutil.copytree(tmp_path / "one", tmp_path / "many")
     found = []
-    for name in ("one", "many"):
-        with Store.create(tmp_path / name, 49152) as store:
-            for line in map(json.loads, lines[0]):
-                store.append(line["tokens"])
-            store.flush()
-            embed(store, [model], workers=workers(partial(reader, model)) if name == "many" else None)
-            (part,) = (tmp_path / name / "dense").glob("*.part")
-            found.append(part.read_bytes())
+    for name, others in (("one", None), ("many", workers(partial(reader, model)))):
+        with Store.open(tmp_path / name, write=True) as store:
+            for document in new:
+                store.append(document)
+            embed(store, [model], workers=others)
+            found.append({path.name: path.read_bytes() for path in (tmp_path / name / "dense").glob("*.part")})
+    assert len(found[0]) == 2
     assert found[0] == found[1]
 
 

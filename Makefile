@@ -5,7 +5,7 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 
-.PHONY: setup demo test test-fast check format docs bench bench-overhead bench-retrieval bench-gpu test-gpu test-kernels test-vllm clean
+.PHONY: setup demo test test-fast check format docs bench bench-overhead bench-retrieval bench-gpu test-gpu test-kernels test-vllm test-ray clean
 
 setup: $(VENV)/.ready
 
@@ -91,6 +91,14 @@ $(VLLM)/.ready: tests/vllm/environment.py
 # its version is another one.
 test-vllm: $(VLLM)/.ready
 	HF_HUB_OFFLINE=1 NUMBA_CACHE_DIR=$(abspath $(VLLM))/numba $(VLLM)/bin/python -m pytest --noconftest --override-ini addopts="-q -rs" tests/vllm
+
+# Clusters on this machine, in an environment of their own beside that of the other tests: two minutes.
+test-ray: setup
+	$(PYTHON) -m venv build/ray
+	echo "$$(cd $(VENV) && pwd)/lib/python$$($(BIN)/python -c 'import sys; print("%d.%d" % sys.version_info[:2])')/site-packages" \
+		> "$$(build/ray/bin/python -c 'import site; print(site.getsitepackages()[0])')/tests.pth"
+	build/ray/bin/pip install --quiet 'ray>=2.40'
+	PYTHONPATH=src:tests:tests/ray HF_HUB_OFFLINE=1 build/ray/bin/python -m pytest --override-ini addopts="-q" tests/ray
 
 clean:
 	rm -rf $(VENV) $(VLLM) build dist .mypy_cache .ruff_cache .pytest_cache src/*.egg-info

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
+from slipstream.datastores.durable import follow as replica
 from slipstream.datastores.durable.pages import PAGE
 from slipstream.datastores.durable.repair import repair
 from slipstream.datastores.durable.segment import Segment
@@ -64,7 +65,9 @@ def serve():
         child = os.fork()
         if child == 0:
             try:
-                {"write": write, "read": read, "faults": faults, "follow": follow}[job](**arguments)
+                {"write": write, "read": read, "faults": faults, "follow": follow, "replicate": replicate}[job](
+                    **arguments
+                )
                 os._exit(0)
             except BaseException:
                 traceback.print_exc()
@@ -202,6 +205,12 @@ def follow(folder, text):
             time.sleep(0.001)
         store.refresh()
         say(json.dumps(store.draft(np.array(text, np.int32), SearchShape()).tree.tokens.tolist()))
+
+
+def replicate(source, target):
+    """Follow a store once."""
+    doing("r")
+    replica.follow(source, target)
 
 
 # ---- faults

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from slipstream.errors import (
     BusyError,
+    ClusterError,
     ContextError,
     DrafterError,
     ModelError,
@@ -55,6 +56,7 @@ __all__ = [
     "AsyncStream",
     "BusyError",
     "Chat",
+    "ClusterError",
     "ContextError",
     "DraftSession",
     "Drafter",

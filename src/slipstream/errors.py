@@ -8,6 +8,7 @@ SlipstreamError
 ├── OptionError            an unknown option, or a value out of range
 ├── StoreError             a datastore, or a source of one, that can't be built, opened or read
 │   └── DamagedError       a file of a store that is cut off or whose bytes have changed
+├── ClusterError           a cluster that can't be reached, or that loses work again and again
 └── PromptError            a prompt that can't be continued
     └── ContextError       a prompt longer than the model's context
 """
@@ -43,6 +44,10 @@ class StoreError(SlipstreamError):
 
 class DamagedError(StoreError):
     """A file of a store that is cut off or whose bytes have changed."""
+
+
+class ClusterError(SlipstreamError):
+    """A cluster that can't be reached, or that loses work again and again."""
 
 
 class PromptError(SlipstreamError):

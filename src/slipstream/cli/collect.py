@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from slipstream.cli import options as o
+from slipstream.cli.store import cluster
 from slipstream.cli.terminal import busy, check_place, counting_bars, ensure_embedded, err, out
 from slipstream.user_files import check_writable
 
@@ -30,6 +32,7 @@ def collect(
     rounds: Annotated[int | None, typer.Option(help="Turns of a conversation at most. Default: all.")] = None,
     system: Annotated[str | None, typer.Option(help="A system message, where a prompt has none.")] = None,
     compile: Annotated[bool, typer.Option("--compile", help="On a GPU: compile first, then run faster.")] = False,
+    ray: o.Ray = None,
     trust_remote_code: o.Trust = False,
 ) -> None:
     """Let the target answer prompts, to train a head on. Interrupted, the same command goes on where it stopped."""
@@ -45,19 +48,13 @@ def collect(
     if model is None:
         ensure_embedded()
     with busy("loading the model"):
-        from slipstream.llm import load
-        from slipstream.training.collect import CollectSettings
+        from slipstream.training.collect import CollectSettings, collect_shared
         from slipstream.training.collect import collect as answer
-
-        llm = load(
-            model,
-            drafter="none",
-            dtype=dtype,
-            device=device,
-            trust_remote_code=trust_remote_code,
-            max_batch=batch,
-            compile=compile,
-        )
+    settings = CollectSettings(max_new_tokens, temperature, top_p, seed)
+    load = partial(_load, model, dtype, device, batch, compile, trust_remote_code)
+    if ray is None:
+        with busy("loading the model"):
+            llm = load()
     with counting_bars(speed_estimate_period=120) as bars:
         task = bars.add_task("answering", total=len(questions))
 
@@ -66,9 +63,11 @@ def collect(
             bars.update(task, description=f"{tokens:,} tokens, {rate:,.0f}/s", completed=done, total=of)
 
         try:
-            found = answer(
-                llm, questions, out_file, CollectSettings(max_new_tokens, temperature, top_p, seed), progress
-            )
+            if ray is None:
+                found = answer(llm, questions, out_file, settings, progress)
+            else:
+                with cluster(ray, load, float((device or "").startswith("cuda"))) as workers:
+                    found = collect_shared(workers, questions, out_file, settings, progress)
         except KeyboardInterrupt:
             err.print(f"stopped: what was answered is in {out_file}; the same command goes on from here", markup=False)
             raise
@@ -76,3 +75,20 @@ def collect(
     more += [f"{found.too_long:,} don't fit the model's context"] * bool(found.too_long)
     said = "; ".join([f"{found.conversations:,} conversations, {found.tokens:,} tokens written", *more])
     out.print(f"{said}; in {out_file}", markup=False)
+
+
+def _load(
+    model: str | None, dtype: str | None, device: str | None, batch: int, compile: bool, trust_remote_code: bool
+) -> Any:
+    """The target, in whichever process."""
+    from slipstream.llm import load
+
+    return load(
+        model,
+        drafter="none",
+        dtype=dtype,
+        device=device,
+        trust_remote_code=trust_remote_code,
+        max_batch=batch,
+        compile=compile,
+    )

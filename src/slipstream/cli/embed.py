@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from slipstream.cli import options as o
-from slipstream.cli.store import Collection, Folder, load_encoder
+from slipstream.cli.store import Collection, Folder, cluster, load_encoder
 from slipstream.cli.terminal import busy, check_place, counting_bars, err, out
+from slipstream.errors import OptionError
 
 if TYPE_CHECKING:
     from slipstream.datastores.durable.store import Store
@@ -35,6 +37,7 @@ def embed(
     database: Annotated[
         str | None, typer.Option(help="Then upload the vectors to a Qdrant database: an address, or a folder.")
     ] = None,
+    ray: o.Ray = None,
     dtype: o.Dtype = None,
     device: o.Device = None,
     trust_remote_code: o.Trust = False,
@@ -45,9 +48,13 @@ def embed(
     """
     from slipstream.datastores.dense.build import EmbedSettings
     from slipstream.datastores.dense.build import embed as read
+    from slipstream.datastores.dense.reading import reader
     from slipstream.datastores.durable.store import Store
 
     o.at_least(1, workers=workers)
+    if ray is not None and workers is not None:
+        raise OptionError("--ray has as many workers as the cluster: leave --workers out")
+    gpus = float(ray is not None and (device or "").startswith("cuda"))
     check_place(dtype, device)
     settings = EmbedSettings(dims, window, overlap, sample, batch_tokens)
     if answers:
@@ -59,7 +66,11 @@ def embed(
         loads = [Load(model, dtype, place, trust_remote_code) for place in _devices(device, workers)]
         with _bar() as progress:
             try:
-                done = read(store, loads, settings, progress)
+                if ray is None:
+                    done = read(store, loads, settings, progress)
+                else:
+                    with cluster(ray, partial(reader, Load(model, dtype, device, trust_remote_code)), gpus) as many:
+                        done = read(store, (), settings, progress, many)
             except KeyboardInterrupt:
                 err.print("stopped: what was read is kept; the same command goes on from here")
                 raise

@@ -57,6 +57,10 @@ Heads = Annotated[
     list[str] | None,
     typer.Option("--head", metavar="FOLDER", help="A trained head that auto asks too. Repeatable. See `heads add`."),
 ]
+Ray = Annotated[
+    str | None,
+    typer.Option("--ray", metavar="ADDRESS", help="Share the work by Ray: local, auto, or a cluster's address."),
+]
 Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")]
 
 

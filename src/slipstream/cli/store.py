@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
 
+from slipstream.cli import options as o
 from slipstream.cli.terminal import busy, counting_bars, ensure_embedded, err, out
-from slipstream.errors import OptionError
+from slipstream.errors import DamagedError, OptionError, StoreError
 
 if TYPE_CHECKING:
     from slipstream.datastores.durable.store import Store
+    from slipstream.workers import Workers
 
 app = typer.Typer(help="Datastores: text to draft from, on the disk.", no_args_is_help=True)
 
 Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="The store.")]
-Sources = Annotated[list[str] | None, typer.Argument(help="Files, folders, globs: text, code, JSON lines, parquet.")]
+Sources = Annotated[
+    list[str] | None, typer.Argument(help="Files, folders, globs, URLs: text, code, JSON lines, parquet.")
+]
 Tokenizer = Annotated[
     str | None,
     typer.Option("--model", "--tokenizer", "-m", help="Whose tokenizer: a hub id or a folder. Default: embedded."),
@@ -40,6 +47,7 @@ def build(
     segment_tokens: Annotated[
         int, typer.Option(help="Tokens of a segment at most: building takes 5 bytes of memory for each.")
     ] = 1 << 27,
+    ray: o.Ray = None,
 ) -> None:
     """Make a store. Interrupted, the same command goes on where it stopped."""
     from slipstream.datastores.durable.manifest import NAME
@@ -59,7 +67,7 @@ def build(
         notes = {"building": True, "model": model}
         store = Store.create(out_folder, vocabulary, fingerprint, notes, segment_tokens)
     with store:
-        fill(store, found, encoder, collection, field, dedup)
+        fill(store, found, encoder, collection, field, dedup, ray)
         store.note(building=False)
 
 
@@ -180,6 +188,34 @@ def compact(folder: Folder) -> None:
 
 
 @app.command()
+def follow(
+    source: Annotated[str, typer.Argument(help="The store to follow: a folder or a URL.")],
+    target: Annotated[str, typer.Argument(help="The one that follows: a folder; or a URL, for others to follow.")],
+    every: Annotated[float | None, typer.Option(help="Go on, and look again after so many seconds.")] = None,
+) -> None:
+    """Bring a store to the state of another: fetch its new segments, check them, and switch in one moment."""
+    from time import sleep
+
+    from slipstream.datastores.durable.follow import follow as fetch
+
+    if every is not None and not every > 0:
+        raise OptionError(f"--every {every} is out of range: it must be above 0")
+    while True:
+        try:
+            done = fetch(source, target)
+        except (OSError, StoreError) as error:
+            if every is None or isinstance(error, DamagedError):
+                raise
+            err.print(f"[yellow]{escape(str(error))}[/yellow]; trying again")
+        else:
+            if done.changed or every is None:
+                out.print(f"generation {done.generation}: {done.fetched} segments, {done.bytes / 1e6:.1f} MB fetched")
+        if every is None:
+            return
+        sleep(every)
+
+
+@app.command()
 def verify(folder: Folder) -> None:
     """Read all of a store and check it: every checksum, and the order of every segment."""
     from slipstream.datastores.durable.store import Store
@@ -232,10 +268,14 @@ def own_encoder(store: Store, model: str | None) -> Any:
     return encoder
 
 
-def fill(store: Store, found: Any, encoder: Any, collection: str, field: str | None, dedup: bool) -> None:
+def fill(
+    store: Store, found: Any, encoder: Any, collection: str, field: str | None, dedup: bool, ray: str | None = None
+) -> None:
     """Read sources into a store, with a bar that tells rate and time left."""
     from slipstream.datastores.ingest.ingest import ingest
+    from slipstream.datastores.ingest.sharded import ingest_sharded
 
+    options: dict[str, Any] = {"collection": collection, "field": field, "deduplicate": dedup}
     with counting_bars(counts=False) as bars:
         task = bars.add_task("reading", total=None)
 
@@ -245,9 +285,11 @@ def fill(store: Store, found: Any, encoder: Any, collection: str, field: str | N
             bars.update(task, description=text, completed=done, total=of)
 
         try:
-            counts = ingest(
-                store, found, encoder, collection=collection, field=field, deduplicate=dedup, progress=progress
-            )
+            if ray is None:
+                counts = ingest(store, found, encoder, progress=progress, **options)
+            else:
+                with cluster(ray, partial(returned, encoder)) as workers:
+                    counts = ingest_sharded(store, found, workers, progress=progress, **options)
         except KeyboardInterrupt:
             err.print("stopped: what was read is in the store; the same command goes on from here")
             raise
@@ -258,6 +300,24 @@ def fill(store: Store, found: Any, encoder: Any, collection: str, field: str | N
         f"{counts.sources} sources, {counts.documents:,} documents, {counts.tokens:,} tokens"
         + "".join(f"; {m}" for m in more)
     )
+
+
+@contextmanager
+def cluster(address: str, load: Callable[[], Any], gpus: float = 0) -> Iterator[Workers]:
+    """Ray's workers, until the block ends."""
+    from slipstream.cluster import RayWorkers
+
+    with busy("reaching the cluster"):
+        workers = RayWorkers(address, load, gpus)
+    try:
+        yield workers
+    finally:
+        workers.close()
+
+
+def returned(value: Any) -> Any:
+    """For workers that are sent what they need."""
+    return value
 
 
 def _readable(value: Any) -> str:

@@ -14,8 +14,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,10 @@ from slipstream.llm import LLM
 from slipstream.request import Request
 from slipstream.text import Prompt
 from slipstream.training.prompts import Question
+from slipstream.workers import Workers, results
 
 Progress = Callable[[int, int, int], None]  # conversations done, of how many, tokens written
+PORTION = 64  # conversations of a worker: some batches, so that places that become free are taken
 
 
 @dataclass(frozen=True)
@@ -53,13 +56,53 @@ def collect(
     llm: LLM, questions: Sequence[Question], out: Path, settings: CollectSettings, progress: Progress | None = None
 ) -> Collected:
     """Answer the questions that `out` does not hold yet, and append to it. The LLM's max_batch run together."""
-    known = resume(out, llm.name, settings)
+    return _collect(llm.name, partial(converse, llm, settings=settings), questions, out, settings, progress)
+
+
+def collect_shared(
+    workers: Workers,
+    questions: Sequence[Question],
+    out: Path,
+    settings: CollectSettings,
+    progress: Progress | None = None,
+    portion: int = PORTION,
+) -> Collected:
+    """The same by workers that have loaded an LLM: each answers a portion of the questions at a time. The lines are
+    those of `collect`, in another order."""
+    name = workers.submit(_name).result()
+
+    def answered(left: Sequence[Question]) -> Iterator[Talk]:
+        jobs = ((left[i : i + portion], settings) for i in range(0, len(left), portion))
+        for talks in results(workers, _answer, jobs):
+            yield from talks
+
+    return _collect(name, answered, questions, out, settings, progress)
+
+
+def _name(llm: LLM) -> str:
+    return llm.name
+
+
+def _answer(llm: LLM, job: tuple[Sequence[Question], CollectSettings]) -> list[Talk]:
+    return list(converse(llm, *job))
+
+
+def _collect(
+    model: str,
+    answered: Callable[[Sequence[Question]], Iterable[Talk]],
+    questions: Sequence[Question],
+    out: Path,
+    settings: CollectSettings,
+    progress: Progress | None,
+) -> Collected:
+    """answered: holds the conversations that it is given, and yields each when it is over."""
+    known = resume(out, model, settings)
     left = [q for q in questions if q.id not in known]
     done = tokens = too_long = 0
     with out.open("a", encoding="utf-8") as file:
-        for talk in converse(llm, left, settings):
+        for talk in answered(left):
             if talk.answers:
-                file.write(json.dumps(talk.line(llm.name, settings), ensure_ascii=False) + "\n")
+                file.write(json.dumps(talk.line(model, settings), ensure_ascii=False) + "\n")
                 file.flush()
                 done, tokens = done + 1, tokens + talk.written
             else:

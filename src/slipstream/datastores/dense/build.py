@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from slipstream.datastores.dense import index
 from slipstream.datastores.dense.arrays import Mapped
-from slipstream.datastores.dense.reading import Here, Load, Reader, ReaderProcesses
+from slipstream.datastores.dense.reading import Load, Reader, ReaderProcesses, reader
 from slipstream.datastores.dense.texts import TextIndex
 from slipstream.datastores.dense.transform import Moments, Transform
 from slipstream.datastores.dense.vector_manifest import (
@@ -51,6 +51,7 @@ from slipstream.datastores.durable.lock import Lock
 from slipstream.datastores.durable.store import Store
 from slipstream.datastores.sparse.sort import Tokens
 from slipstream.errors import DamagedError, OptionError, StoreError
+from slipstream.workers import Here, Workers
 
 log = logging.getLogger("slipstream")
 
@@ -97,9 +98,14 @@ class Unread:
 
 
 def embed(
-    store: Store, loads: Sequence[Load], settings: EmbedSettings | None = None, progress: Progress | None = None
+    store: Store,
+    loads: Sequence[Load],
+    settings: EmbedSettings | None = None,
+    progress: Progress | None = None,
+    workers: Workers | None = None,
 ) -> Embedded:
-    """Make the vectors that a store lacks. loads: one per worker; a single one works in this process."""
+    """Make the vectors that a store lacks. loads: one per worker; a single one works in this process. workers: who
+    have loaded a `reader` instead, and see the store's folder; they are not closed."""
     folder = store.folder / FOLDER
     try:
         folder.mkdir(exist_ok=True)
@@ -107,11 +113,12 @@ def embed(
         raise StoreError(f"{folder} can't be made: {error}") from error
     lock = Lock(folder)
     try:
-        workers = Here(loads[0]) if len(loads) == 1 else ReaderProcesses(loads)
+        own = workers or (Here(partial(reader, loads[0])) if len(loads) == 1 else ReaderProcesses(loads))
         try:
-            return _Build(store, folder, workers, settings or EmbedSettings(), progress or (lambda *_: None)).run()
+            return _Build(store, folder, own, settings or EmbedSettings(), progress or (lambda *_: None)).run()
         finally:
-            workers.close()
+            if workers is None:
+                own.close()
     except BrokenProcessPool as error:
         raise StoreError("a worker ended before its time: the same call goes on from what is there") from error
     except OSError as error:
@@ -124,7 +131,7 @@ def embed(
 
 class _Build:
     def __init__(
-        self, store: Store, folder: Path, workers: Here | ReaderProcesses, settings: EmbedSettings, progress: Progress
+        self, store: Store, folder: Path, workers: Workers, settings: EmbedSettings, progress: Progress
     ) -> None:
         self.store, self.folder, self.workers = store, folder, workers
         self.settings, self.progress = settings, progress

@@ -63,6 +63,11 @@ class Reader:
         return found
 
 
+def reader(load: Load) -> Reader:
+    """What each worker loads."""
+    return Reader(load())
+
+
 def windows(counts: Sequence[int], window: int, overlap: int) -> Iterator[Window]:
     """Every document in pieces that the model can read, each with some of the one before as context."""
     for d, count in enumerate(counts):
@@ -84,24 +89,6 @@ def batches(pieces: Iterator[Window], tokens: int) -> Iterator[list[Window]]:
         batch.append(piece)
     if batch:
         yield batch
-
-
-class Here:
-    """One reader, in this process."""
-
-    count = 1
-
-    def __init__(self, load: Load) -> None:
-        self.reader = Reader(load())
-
-    def submit(self, work: Callable[..., Any], *given: Any) -> Future[Any]:
-        """work: called with a reader and what is given."""
-        future: Future[Any] = Future()
-        future.set_result(work(self.reader, *given))
-        return future
-
-    def close(self) -> None:
-        pass
 
 
 class ReaderProcesses:

@@ -252,9 +252,7 @@ class Contents:
         content = replace(content, made_from=tuple(made_from), store=m.id, generation=m.generation)
         write_segment(path, content, Pieces(content.tokens))
         segment = Segment(path)
-        tokens = len(content.tokens) - len(content.starts) - DEPTH
-        size = segment.header["bytes"]
-        return SegmentEntry(path.name, content.collection, tokens, len(content.starts), size, segment.sum), segment
+        return _entry_of(segment), segment
 
     def on_disk(self) -> AbstractContextManager[None]:
         return on_disk(self.folder)
@@ -302,9 +300,7 @@ class Contents:
         """Make a segment of what is in memory, and begin a new log."""
         self.check_writer()
         with self.on_disk(), self.changing():
-            assert self.log is not None
-            old, manifest, made = self.log, self.manifest, []
-            origin = ((old.path.name, f"{old.head.log}:{old.place.length}"),)
+            manifest, made, origin = self.manifest, [], self.origin
             for collection, memory in self.memory.items():
                 known = memory.entries()
                 if known:
@@ -312,13 +308,47 @@ class Contents:
                     m, sources = self.manifest, memory.sources
                     content = content_of_run(memory.take_text(), sources, known, collection, m.tokenizer, m.vocabulary)
                     made.append(self.make_segment(name, content, origin))
-            number, manifest = manifest.named()
-            head = LogHead(manifest.id, new_id(), manifest.generation)
-            log = LogWriter.create(self.folder / f"{number}.log", head)
-            manifest = replace(manifest, log=log.path.name, log_id=head.log)
-            self.switch(manifest, made, [(old.path.name, old.head.log)], log)
-            self.memory = {}
-            self.publish()
+            self._begin_log(manifest, made)
+
+    @property
+    def origin(self) -> tuple[tuple[str, str], ...]:
+        """What segments are made from that hold what is in the log."""
+        assert self.log is not None
+        return ((self.log.path.name, f"{self.log.head.log}:{self.log.place.length}"),)
+
+    def adopt(self, files: Sequence[Path]) -> None:
+        """Make finished segments part of the store, all in one moment. They were made for it (`origin`), by others,
+        while its log was empty. The files stay where they are, under one more name: should this be interrupted, the
+        next writer deletes the names that were not yet needed."""
+        self.check_writer()
+        with self.on_disk(), self.changing():
+            if self.memory:
+                raise StoreError(f"{self.folder} has documents that are in no segment yet: flush it first")
+            manifest, made = self.manifest, []
+            for file in files:
+                number, manifest = manifest.named()
+                os.link(file, self.folder / f"{number}.seg")
+                segment = Segment(self.folder / f"{number}.seg")
+                made.append((_entry_of(segment), segment))
+            self._begin_log(manifest, made)
+
+    def _begin_log(self, manifest: Manifest, made: Sequence[tuple[SegmentEntry, Segment]]) -> None:
+        """Pass to a state in which what was in the log is in segments."""
+        assert self.log is not None
+        old = self.log
+        number, manifest = manifest.named()
+        head = LogHead(manifest.id, new_id(), manifest.generation)
+        log = LogWriter.create(self.folder / f"{number}.log", head)
+        manifest = replace(manifest, log=log.path.name, log_id=head.log)
+        self.switch(manifest, made, [(old.path.name, old.head.log)], log)
+        self.memory = {}
+        self.publish()
+
+
+def _entry_of(segment: Segment) -> SegmentEntry:
+    header = segment.header
+    tokens = len(segment) - header["documents"] - DEPTH
+    return SegmentEntry(segment.name, segment.collection, tokens, header["documents"], header["bytes"], segment.sum)
 
 
 @contextmanager

@@ -23,6 +23,7 @@ FORMAT = 2
 READABLE = (1, 2)  # a store of format 1 has no ids; the next writer gives it some
 NAME = "store.json"
 COPY = "store.copy.json"
+FOLLOWS = "follows"  # a note: which other store this one follows
 HUGE = 1 << 62  # no number in a file is so large
 MOST = (1 << 32) - 1  # ids of a vocabulary: the largest number of 32 bits separates documents
 
@@ -121,7 +122,7 @@ def read_manifest(folder: Path, name: str = NAME) -> Manifest:
     return parse_manifest(folder / name, manifest_bytes(folder, name))
 
 
-def parse_manifest(path: Path, data: bytes) -> Manifest:
+def parse_manifest(path: object, data: bytes) -> Manifest:
     try:
         body = json.loads(data)
         told = body.pop("checksum")

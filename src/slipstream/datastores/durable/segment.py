@@ -276,8 +276,8 @@ class Segment:
         self._map.advise("random")
         return bad
 
-    def verify(self) -> list[str]:
-        """Read everything: what is wrong, in words."""
+    def damage(self) -> list[str]:
+        """Read everything and compare its sums: what has changed, in words."""
         wrong = []
         for name in self.header["checksums"]:
             try:
@@ -293,6 +293,11 @@ class Segment:
         for name in PAGED:
             if bad := self.damaged_pages(name):
                 wrong.append(f"{self.path}: {len(bad)} pages of its {name} are damaged, the first is {bad[0]}")
+        return wrong
+
+    def verify(self) -> list[str]:
+        """Read everything and see that it is possible too: what is wrong, in words."""
+        wrong = self.damage()
         if not wrong:
             try:
                 self._places  # noqa: B018

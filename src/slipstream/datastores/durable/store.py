@@ -32,6 +32,7 @@ from slipstream.datastores.durable.log import (
 )
 from slipstream.datastores.durable.manifest import (
     COPY,
+    FOLLOWS,
     NAME,
     Manifest,
     manifest_bytes,
@@ -135,6 +136,10 @@ class Store:
                 contents.load()
                 store = cls(contents, segment_tokens)
                 store.expect(tokenizer)
+                if write and FOLLOWS in store.manifest.notes:
+                    raise StoreError(
+                        f"{folder} follows {store.manifest.notes[FOLLOWS]}, and is written by nobody else: write there"
+                    )
                 if write:
                     contents.begin_writing()
             except BaseException:
@@ -214,7 +219,7 @@ class Store:
         limit = self.segment_tokens if bulk else min(MEMORY_TOKENS, self.segment_tokens)
         with self.contents.changing():
             self.contents.write(records, bulk)
-            size = sum(m.size for m in self.contents.memory.values())
+        size = self.waiting
         if size >= max(limit, self._flush_at):
             self._flush_by_itself(size + limit, quietly=not bulk)
 
@@ -288,6 +293,12 @@ class Store:
         self.contents.flush()
         self._flush_at = 0
         self._compaction.in_background()
+
+    @property
+    def waiting(self) -> int:
+        """Tokens that are in no segment yet."""
+        with self.contents.settled():
+            return sum(memory.size for memory in self.contents.memory.values())
 
     def compact(self) -> None:
         """As few segments as can be, without what was removed."""

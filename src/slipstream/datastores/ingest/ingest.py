@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -32,7 +33,9 @@ class Ingested:
 
 
 @dataclass(frozen=True)
-class _Piece:
+class Piece:
+    """A text of a source, or the source's end."""
+
     source: SourceFile
     text: Text | None  # None marks the end of a source
     number: int = 0  # of the text in its source
@@ -57,37 +60,69 @@ def ingest(
     total, read = sum(s.size for s in sources), 0
     pieces = _pieces(store, sources, collection, field, counts)
     seen: set[int] | None = None
-    for batch in batches(pieces, BATCH, size=_Piece.size):
+    room = longest_segment(store.segment_tokens)
+    for documents in encoded(pieces, encoder, room):
         if deduplicate and seen is None:  # after the first sources that had changed were removed
             seen = _hashes(store, collection)
-        encoded = iter(encoder.encode([piece.text for piece in batch if piece.text is not None]))
-        documents = []
-        for piece in batch:
-            if piece.text is None:
-                documents.append(Document((), piece.source.name, (piece.source.size, piece.source.modified)))
-                counts.sources += 1
-                read += piece.source.size
-                continue
-            for document in _documents(piece, next(encoded), store.segment_tokens - 1):
-                if seen is not None:
-                    key = checksum(np.asarray(document.tokens, store.dtype))
-                    if key in seen:
-                        counts.duplicates += 1
-                        continue
-                    seen.add(key)
-                documents.append(document)
-                counts.documents += 1
-                counts.tokens += len(document.tokens)
-        store.extend(documents, collection, bulk=True)
+        fresh = [d for d in documents if d.completes or seen is None or is_new(document_hash(d, store.dtype), seen)]
+        counts.duplicates += len(documents) - len(fresh)
+        counts.sources += sum(1 for d in fresh if d.completes)
+        counts.documents += sum(1 for d in fresh if not d.completes)
+        counts.tokens += sum(len(d.tokens) for d in fresh)
+        read += sum(d.completes[0] for d in fresh if d.completes)
+        begin = 0
+        for end in cuts([len(d.tokens) for d in fresh], room, store.waiting):
+            store.extend(fresh[begin:end], collection, bulk=True)
+            store.flush()
+            begin = end
+        store.extend(fresh[begin:], collection, bulk=True)
         if progress is not None:
             progress(read, total, counts.tokens)
     store.flush()
     return counts
 
 
+def longest_segment(segment_tokens: int) -> int:
+    """Tokens of a segment that is made here at most: one more, and the store would end it by itself."""
+    return segment_tokens - 1
+
+
+def cuts(lengths: Sequence[int], room: int, used: int = 0) -> Iterator[int]:
+    """Where segments end, by the lengths of documents alone: before each that would be too much. used: tokens that
+    wait for the first of them already."""
+    for i, length in enumerate(lengths):
+        if used + length > room:
+            yield i
+            used = 0
+        used += length
+
+
+def encoded(pieces: Iterable[Piece], encoder: Encoder, longest: int) -> Iterator[list[Document]]:
+    """The documents of pieces, some at a time."""
+    for batch in batches(pieces, BATCH, size=Piece.size):
+        texts = iter(encoder.encode([piece.text for piece in batch if piece.text is not None]))
+        yield [
+            document
+            for piece in batch
+            for document in ([_end(piece)] if piece.text is None else _documents(piece, next(texts), longest))
+        ]
+
+
+def document_hash(document: Document, dtype: np.dtype[Any]) -> int:
+    """By which equal documents are known."""
+    return checksum(np.asarray(document.tokens, dtype))
+
+
+def is_new(key: int, seen: set[int]) -> bool:
+    """Whether it was not seen before; from now on it was."""
+    known = key in seen
+    seen.add(key)
+    return not known
+
+
 def _pieces(
     store: Store, sources: Sequence[SourceFile], collection: str, field: str | None, counts: Ingested
-) -> Iterator[_Piece]:
+) -> Iterator[Piece]:
     """What is still to be read: of a source that was interrupted what comes behind the stored part, unless it has
     changed since; then all of it, instead of what is stored."""
     known = store.sources(collection)
@@ -101,13 +136,22 @@ def _pieces(
             store.remove(source.name, collection)
             counts.replaced += entry.complete
             entry = SourceEntry(source.name, 0, complete=False)
-        for number, text in enumerate(read_documents(source, field)):
-            if number >= entry.texts:
-                yield _Piece(source, text, number, entry.tokens if number == entry.texts else 0)
-        yield _Piece(source, None)
+        yield from pieces_of(source, field, entry.texts, entry.tokens)
 
 
-def _documents(piece: _Piece, tokens: np.ndarray, limit: int) -> Iterator[Document]:
+def pieces_of(source: SourceFile, field: str | None, texts: int = 0, tokens: int = 0) -> Iterator[Piece]:
+    """All of a source, or what comes behind so many of its texts and so many tokens of the next."""
+    for number, text in enumerate(read_documents(source, field)):
+        if number >= texts:
+            yield Piece(source, text, number, tokens if number == texts else 0)
+    yield Piece(source, None)
+
+
+def _end(piece: Piece) -> Document:
+    return Document((), piece.source.name, (piece.source.size, piece.source.modified))
+
+
+def _documents(piece: Piece, tokens: np.ndarray, limit: int) -> Iterator[Document]:
     """A text as a document, or as several if it is longer than a segment can hold. Each says how far its source was
     read with it, so that reading can go on from there."""
     for start in range(piece.skip, len(tokens), limit):

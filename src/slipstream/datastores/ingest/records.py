@@ -141,7 +141,7 @@ def parquet_rows(source: SourceFile, field: str | None) -> Iterator[tuple[str, A
             f"{source.name} needs pyarrow, which is missing: `pip install pyarrow`, or slipstream-llm[parquet]"
         ) from error
     try:
-        with parquet.ParquetFile(source.path) as file:
+        with source.path.open("rb") as bytes_of, parquet.ParquetFile(bytes_of) as file:
             names: list[str] = file.schema_arrow.names
             wanted = {field, field.split(".")[0]} if field else _FIELDS
             # Only these columns: others may hold images. A row still shows the others' names, for the errors.

@@ -1,4 +1,4 @@
-"""Sources: what the user names (files, folders, globs, Python's own library) as files to read."""
+"""Sources: what the user names (files, folders, globs, URLs, Python's own library) as files to read."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slipstream.errors import StoreError
+from slipstream.urls import Url, path_of
 
 CHUNK = 1 << 20  # bytes or characters read at once
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
@@ -21,9 +22,9 @@ _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 @dataclass(frozen=True)
 class SourceFile:
     name: str  # as the user would type it
-    path: Path
+    path: Path | Url
     size: int  # bytes
-    modified: int  # nanoseconds, as the file system tells them
+    modified: int  # nanoseconds, as the file system tells them; of a URL, a number that changes with the file
 
 
 def find_sources(given: Sequence[str | Path], stdlib: bool = False) -> list[SourceFile]:
@@ -34,21 +35,21 @@ def find_sources(given: Sequence[str | Path], stdlib: bool = False) -> list[Sour
     """
     if not given and not stdlib:
         raise StoreError("no sources were given: name files, folders or globs, or ask for the standard library")
-    found: dict[Path, SourceFile] = {}
+    found: dict[Path | Url, SourceFile] = {}
     unreadable: list[str] = []
     for item in given:
         paths, good = _paths(item), 0
         for path in paths:
             trouble = None if path.resolve() in found else _trouble(path)
-            if trouble and Path(item) == path:
+            if trouble and path_of(item) == path:
                 raise StoreError(
                     f"{item} is {trouble}: give UTF-8 text, .jsonl, .json or .parquet; unpack or convert it"
                 )
             if trouble and trouble != "binary":
-                unreadable.append(path.as_posix())
+                unreadable.append(str(path))
             if not trouble:
                 good += 1
-                found.setdefault(path.resolve(), _source(path, path.as_posix()))
+                found.setdefault(path.resolve(), _source(path, str(path)))
         if not good:
             what = f"holds {len(paths)} files, none of them text" if paths else "names no files"
             raise StoreError(
@@ -68,8 +69,10 @@ def is_text(path: Path) -> bool:
     return _trouble(path, parquet=False) is None
 
 
-def _paths(item: str | Path) -> list[Path]:
-    path = Path(item)
+def _paths(item: str | Path) -> Sequence[Path | Url]:
+    path = path_of(item)
+    if isinstance(path, Url):
+        return [file for file in path.files() if not file.hidden]
     if path.is_dir():
         return _below(path)
     if path.exists():
@@ -100,14 +103,16 @@ def _stdlib() -> list[SourceFile]:
     return [_source(path, f"{prefix}/{path.relative_to(folder).as_posix()}") for path in paths]
 
 
-def _source(path: Path, name: str) -> SourceFile:
+def _source(path: Path | Url, name: str) -> SourceFile:
+    if isinstance(path, Url):
+        return SourceFile(name, path, *path.stat())
     stat = path.stat()
     return SourceFile(name, path, stat.st_size, stat.st_mtime_ns)
 
 
-def _trouble(path: Path, parquet: bool = True) -> str | None:
-    """Why a file can't be a source, or None."""
-    if not path.is_file():
+def _trouble(path: Path | Url, parquet: bool = True) -> str | None:
+    """Why a file can't be a source, or None. Of what is far away only the beginning is read here."""
+    if isinstance(path, Path) and not path.is_file():
         return "neither a file nor a folder"
     if parquet and path.suffix.lower() == ".parquet":
         return None
@@ -118,6 +123,8 @@ def _trouble(path: Path, parquet: bool = True) -> str | None:
             if b"\0" in head:
                 return "binary"
             decoder.decode(head)
+            if isinstance(path, Url):
+                return None
             while chunk := file.read(CHUNK):
                 decoder.decode(chunk)
             # A dump that is cut off may end within a character, and is read up to there.

@@ -109,12 +109,12 @@ class Runs:
 class Pieces:
     """Positions in order, sorted a piece at a time, each with its keys."""
 
-    def __init__(self, tokens: Tokens) -> None:
-        self.tokens, self.count = tokens, count_positions(tokens)
+    def __init__(self, tokens: Tokens, threads: int | None = None) -> None:
+        self.tokens, self.count, self._threads = tokens, count_positions(tokens), threads
 
     def __iter__(self) -> Iterator[tuple[Positions, NDArray[np.uint64]]]:
         done = 0
-        for positions in sorted_pieces(self.tokens):
+        for positions in sorted_pieces(self.tokens, self._threads):
             yield positions, _keys(self.tokens, positions[-done % EVERY :: EVERY].copy())
             done += len(positions)
 

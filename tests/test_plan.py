@@ -252,7 +252,7 @@ def test_a_window_ends_what_keys_cost(tiny):
 
 def test_an_unknown_chip_is_refused_by_name():
     assert chip("h200") is CHIPS["H200"]
-    with pytest.raises(OptionError, match="H201.*H200.*here"):
+    with pytest.raises(OptionError, match=r"H201.*H200.*here"):
         chip("H201")
 
 
@@ -323,7 +323,7 @@ def test_a_guess_has_an_interval(given):
 
 @pytest.mark.parametrize("given", ["", "much", "1.2", "0.5±", "-0.1"])
 def test_a_guess_that_is_no_chance_is_refused(given):
-    with pytest.raises(OptionError, match="0.6±0.1"):
+    with pytest.raises(OptionError, match=r"0\.6±0\.1"):
         parse_alpha(given)
 
 
@@ -400,3 +400,76 @@ def test_every_drafter_has_a_cost_on_every_chip(name):
         row = advice.consider(advice.guess(name, None), at)
         assert row["best"]["speedup"]["low"] <= row["best"]["speedup"]["value"] <= row["best"]["speedup"]["high"]
     assert at.draft("model", 2) == pytest.approx(2 * at.plain)
+
+
+# ---- from a config to a document
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory, tiny):
+    folder = tmp_path_factory.mktemp("model")
+    tiny("llama").config.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", ["", "config.json"])
+def test_a_config_is_all_that_a_plan_for_a_chip_needs(config, name):
+    from slipstream.plan.make import Asked, make
+
+    document = make(Asked(str(config / name), device="A100", batch=2, context=64))
+    json.dumps(document, allow_nan=False)
+    assert {row["drafter"] for row in document["drafters"]} == advice.NEEDS.keys() - {"model"}
+    assert document["plain"]["bound"] == "launches"  # of so small a model
+    assert [each["batch"] for each in document["batches"]] == list(advice.BATCHES)
+    assert document["lenience"][0]["alpha"][0] == document["lenience"][0]["alpha"][1]
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"device": "H201"}, "there are B200"),
+        ({"device": "H200", "drafters": ["nobody"]}, "nobody.*can't be planned for"),
+        ({"device": "H200", "drafters": ["model"]}, "--draft-model"),
+        ({"device": "H200", "dtype": "float12"}, "float12.*bfloat16"),
+    ],
+)
+def test_what_can_not_be_planned_is_refused_with_what_can(config, asked, said):
+    from slipstream.plan.make import Asked, make
+
+    with pytest.raises(OptionError, match=said):
+        make(Asked(str(config), **asked))
+
+
+def test_the_page_shows_every_drafter_in_every_chart(config, tmp_path, browser):
+    from slipstream.plan.make import Asked, make
+    from slipstream.plan.page import write_page
+
+    document, path = make(Asked(str(config), device="H200", alpha=Interval(0.6, 0.5, 0.7))), tmp_path / "plan.html"
+    write_page(document, path)
+    browser.open(path)
+    drafters, depths = len(document["drafters"]), len(document["drafters"][0]["by_depth"])
+    marks = "document.querySelectorAll('#{} .wide .mark').length"
+    assert browser.run(marks.format("speedups")) == drafters
+    assert browser.run(marks.format("depths")) == browser.run(marks.format("survival")) == drafters * depths
+    assert browser.run(marks.format("batches")) == drafters * len(advice.BATCHES)
+    assert browser.run("document.querySelectorAll('tr.row').length") == drafters
+    assert browser.run("document.documentElement.scrollWidth") <= 1280
+    assert browser.run("document.querySelectorAll('.notes li').length") == len(words(document))
+
+
+def test_recordings_are_replayed_with_any_drafter(tmp_path, tiny):
+    from slipstream import LLM
+    from slipstream.evaluate.contestants import Decoding, Ours
+    from slipstream.evaluate.measure import Item
+    from slipstream.evaluate.replay import record
+    from slipstream.plan.survival import from_recording
+
+    plain, decoding = Ours("none", LLM(tiny("llama"), drafter="none")), Decoding(20)
+    prompt = [5, 6, 7, 5, 6, 7, 5, 6]
+    items = [Item("a", "x", prompt, plain.answer(prompt, decoding).tokens, 0.0)]
+    record(plain.llm.target, "tiny", items, decoding).save(tmp_path)
+    found = from_recording(tmp_path, "suffix", {}, None, None)
+    live = LLM(tiny("llama"), drafter="suffix").generate(prompt, max_new_tokens=20).stats
+    (tally,) = found.answers
+    assert (tally.steps, tally.tokens) == (live.steps - 1, live.new_tokens - 1)
+    assert sum(tally.nodes) == live.nodes_verified

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from slipstream.request import Step
 
 DEEPEST = 64  # drafted tokens of a step that are counted one by one
+GUESS = "a guess"
 ENOUGH = 30  # fewer cases say nothing
 
 
@@ -81,7 +82,7 @@ class Survival:
     reached: Reached  # the chance that a step keeps at least 1, 2, … drafted tokens: as it is, at worst, at best
     widths: tuple[float, ...]  # nodes at depth 1, 2, …, per step
     answers: tuple[Tally, ...] = ()  # that it was counted from; none: a guess
-    source: str = "a guess"
+    source: str = GUESS
 
     @property
     def depth(self) -> int:
@@ -89,8 +90,8 @@ class Survival:
 
     @property
     def chain(self) -> bool:
-        """Guessed, with one node at each depth."""
-        return not self.answers and set(self.widths) == {1.0}
+        """Guessed as a chain, with one node at each depth."""
+        return not self.answers and self.source == GUESS
 
     def tokens(self, depth: int | None = None) -> Interval:
         """Per step, of drafts no deeper than that."""

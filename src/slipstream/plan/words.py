@@ -25,7 +25,7 @@ def _step(document: Document) -> list[str]:
         shares = ", ".join(f"{name} {ms:.2f}" for name, ms in parts.items())
         said.append(f"A plain step takes about {plain['ms']:.2f} ms, bound by {plain['bound']} (ms: {shares}).")
     else:
-        said.append(f"A plain step takes {plain['ms']:.2f} ms here, one of 17 rows {_wide(plain):.1f} times as long.")
+        said.append(f"A plain step takes {plain['ms']:.2f} ms here, one of 16 rows {_wide(plain):.1f} times as long.")
     if plain.get("fits") is False:
         said.append(
             f"Weights and keys take {plain['memory'] / 1e9:.0f} GB: they do not fit. Take another chip, several of "

@@ -17,6 +17,7 @@ import copy
 import json
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -128,13 +129,16 @@ def replay(recording: Recording, name: str, options: dict[str, Any], model: Any,
 def lived(
     contestants: Sequence[Ours], items: Sequence[Item], decoding: Decoding, repeats: int
 ) -> dict[str, list[Tally]]:
-    """Everyone's answers to these items, in turn."""
+    """Everyone's answers to these items, in turn. Ctrl-C ends it with the items that all have answered."""
     found: dict[str, list[Tally]] = {contestant.name: [] for contestant in contestants}
-    for run in measure(contestants, items, decoding, repeats):
-        found[run.contestant].append(tally(run.category, run.answer))
-        if not run.equal:
-            tell(f"{run.contestant}: the text of {run.item} differs")
-    return found
+    with suppress(KeyboardInterrupt):
+        for run in measure(contestants, items, decoding, repeats):
+            found[run.contestant].append(tally(run.category, run.answer))
+            if not run.equal:
+                tell(f"{run.contestant}: the text of {run.item} differs")
+    answered = min(map(len, found.values()))
+    tell(f"{answered} of {repeats * len(items)} prompts were answered by all")
+    return {name: tallies[:answered] for name, tallies in found.items()}
 
 
 def tally(category: str, answer: Answer) -> Tally:

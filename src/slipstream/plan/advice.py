@@ -9,13 +9,13 @@ from typing import Any
 from slipstream.errors import OptionError
 from slipstream.plan import theory
 from slipstream.plan.roofline import LAUNCH, SIZES, Chip, Shape, StepCost, head_shape, memory, step_cost
-from slipstream.plan.survival import Survival, guessed
+from slipstream.plan.survival import Survival, fade, guessed
 from slipstream.plan.theory import Interval
 
 LOOKUP = 60e-6  # seconds in which the text or a store is searched for one sequence (docs/benchmarks.md)
 LEVEL_ROWS = 8  # rows of one level of a head's draft: its width
 TREE_WIDTH = 8  # children of a node that are thought of
-FADE = 0.5  # how much less a node's second child is right than its first, where nothing was counted
+FADE = 0.5  # how much less a node's second child is right than its first: a judgement, `fade` counts it in traces
 GAMMA = 8  # tokens ahead of a guess
 LENIENCES = (1.0, 0.5, 0.3, 0.1)  # those of the notes' table
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -116,7 +116,8 @@ def consider(survival: Survival, place: Place, share: float | None = None) -> di
         "c": c,
         "by_depth": by_depth,
         "best": best,
-        "tree": _best_tree(survival, place) if survival.chain else None,
+        "tree": _best_tree(survival, place) if survival.chain and name not in LOOKUPS else None,
+        "fade": fade(survival.answers),
         "operations": (best["rows"] + depth * (share or 0.0)) / best["tokens"]["value"] if best else 1.0,
     }
     return found | {"verdict": verdict(best["speedup"]) if best else "does not pay"}

@@ -94,7 +94,7 @@ def _speedup(row: dict[str, Any]) -> dict[str, float]:
 
 def table(document: Document) -> Table:
     shown = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("", "", "× plain", "95%", "", "tokens/step", "ahead", "rows", "α", "c", "operations"):
+    for name in ("", "", "× plain", "interval", "", "tokens/step", "ahead", "rows", "α", "c", "operations"):
         shown.add_column(name, justify="right" if name else "left")
     rows = sorted(document["drafters"], key=lambda row: -_speedup(row)["value"])
     longest = max([1.0, *(_speedup(row)["high"] for row in rows)])

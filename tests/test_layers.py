@@ -26,7 +26,7 @@ LAYERS = [
     {"answers"},
     {"llm", "rows"},
     {"demo", "evaluate", "hook", "vllm"},
-    {"server", "training"},
+    {"plan", "server", "training"},
     {"cli"},
     {"__main__"},
 ]

@@ -16,6 +16,7 @@ from slipstream.cli.embed import embed
 from slipstream.cli.export import export
 from slipstream.cli.heads import app as heads
 from slipstream.cli.inform import demo, drafters, models, prepare
+from slipstream.cli.plan import plan
 from slipstream.cli.serve import serve
 from slipstream.cli.store import app as store
 from slipstream.cli.terminal import err, out
@@ -32,7 +33,8 @@ app = typer.Typer(
 store.command()(embed)
 app.add_typer(store, name="store")
 app.add_typer(heads, name="heads")
-for command in (generate, chat, serve, trace, bench, collect, train, tune, export, drafters, models, prepare, demo):
+COMMANDS = (generate, chat, serve, trace, bench, plan, collect, train, tune, export, drafters, models, prepare, demo)
+for command in COMMANDS:
     app.command()(command)
 
 

@@ -32,6 +32,12 @@ GLOSSARY = {
     "Below zero, the clocks overlap and together cover more than 100% of the time.",
     "first token": "Milliseconds until the first token is decided, the prompt included: the median over the answers.",
     "same texts": "Answers whose tokens are exactly those of plain decoding, of those compared.",
+    # Of a plan.
+    "ahead": "How many tokens ahead it drafts, γ: the depth that is fastest.",
+    "rows": "Rows that a step computes for a sequence: the last token, and the drafted ones.",
+    "α": "The chance that a drafted token is accepted, given that all before it were. One number for all depths.",
+    "c": "What a drafted token takes, as a share of a plain step.",
+    "operations": "How many times as much is computed per token as in plain decoding.",
     # Of a load.
     "rate": "Requests per second that were offered. They come at random, whatever became of the earlier ones.",
     "sent": "Requests sent, and how many of their prompts had been asked before in this run: a server that keeps what "

@@ -8,7 +8,7 @@ recording.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -192,6 +192,7 @@ class Replayed(Contestant):
         self.target = ReplayTarget(recording, model)
         drafter, _, _ = name.partition(" ")
         self.engine = Engine(self.target, drafters.make(drafter, self.target, tokenizer, **options), name)
+        self.watch: Callable[[Step], None] | None = None  # is shown every step besides
         self._numbers = {tuple(item.tokens): n for n, item in enumerate(recording.items)}
 
     def answers(self, prompts: Sequence[list[int]], decoding: Decoding) -> list[Answer]:
@@ -205,6 +206,8 @@ class Replayed(Contestant):
         def watch(step: Step) -> None:
             if step.draft_seconds:  # not the prompt's own
                 verify.append(self.recording.seconds(len(step.tree)))
+            if self.watch is not None:
+                self.watch(step)
 
         def stop(_token: int) -> str | None:  # where the recorded text ended, drafts running past it as they did then
             emitted.append(_token)

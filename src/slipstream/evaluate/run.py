@@ -15,6 +15,7 @@ from slipstream.evaluate.metrics import Row, summarise
 from slipstream.evaluate.replay import Recording, Replayed, record
 from slipstream.evaluate.report import document, provenance
 from slipstream.evaluate.workloads import Prompt
+from slipstream.heads import HEADS
 from slipstream.llm import LLM
 from slipstream.targets import load_model
 
@@ -82,7 +83,11 @@ def make_recording(plan: BenchPlan, model: Any, tokenizer: Any, progress: Progre
     for item in prepare(plain, plan.prompts, plan.decoding):
         items.append(item)
         progress("recording", len(items), turns)
-    wanted = {layer for name in plan.contestants if name in drafters.names() for layer in layers(drafters.find(name))}
+    target = plain.llm.target
+    heads = [
+        drafters.make(n, target, tokenizer, **plan.drafter_options.get(n, {})) for n in plan.contestants if n in HEADS
+    ]
+    wanted = {layer for head in heads for layer in layers(head)}  # which ones depends on the head's files
     return record(plain.llm.target, plain.llm.name, items, plan.decoding, sorted(wanted))
 
 

@@ -1,0 +1,1 @@
+"""What speculation would give, before anybody trains or serves anything: `slipstream plan`."""

@@ -1,0 +1,108 @@
+"""A forecast, and what came of it: tokens per step and speed-up on texts that nobody has seen, with intervals."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from slipstream.plan import theory
+from slipstream.plan.survival import Tally, per_step
+from slipstream.plan.theory import Interval
+
+FAR = 0.15  # a forecast that is off by a larger share says why
+STAGES = ("drafting", "verifying", "host")
+REASONS = {
+    "drafting": "drafting took {measured:.2f} ms a step, not {expected:.2f}: a draft that overlaps with steps takes "
+    "less than one by itself, on a busy host it takes more",
+    "verifying": "a forward took {measured:.2f} ms, not {expected:.2f}: steps that were captured or compiled on the "
+    "way, other lengths of text, or a machine that was busy when costs were measured",
+    "host": "the host took {measured:.2f} ms a step, not {expected:.2f}: what it does around a step is in no roofline",
+}
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of a step by what they are spent on, and of a plain step."""
+
+    drafting: float
+    verifying: float
+    host: float
+    plain: float
+
+
+@dataclass(frozen=True)
+class Forecast:
+    tokens: Interval  # per step
+    speedup: Interval  # over plain decoding; without the prompts, which take both as long
+    times: Times
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The same, measured."""
+
+    tokens: float
+    speedup: float
+    times: Times
+
+
+def forecast(known: Sequence[Tally], plain: float, unseen: int) -> Forecast:
+    """For so many unseen texts like the known ones. plain: seconds of a step of plain decoding."""
+    steps = sum(t.steps for t in known)
+    speedup = theory.mean_ratio(
+        [t.tokens * plain for t in known], [t.seconds for t in known], [t.category for t in known], unseen
+    )
+    return Forecast(per_step(known, unseen), speedup, _times(known, steps, plain))
+
+
+def outcome(tallies: Sequence[Tally], plain: Sequence[Tally]) -> Outcome:
+    """What a drafter's answers and plain ones to the same prompts were."""
+    steps, tokens = sum(t.steps for t in tallies), sum(t.tokens for t in tallies)
+    each = sum(t.seconds for t in plain) / sum(t.tokens for t in plain)
+    speedup = each / (sum(t.seconds for t in tallies) / tokens)
+    return Outcome(tokens / steps, speedup, _times(tallies, steps, each))
+
+
+def _times(tallies: Sequence[Tally], steps: int, plain: float) -> Times:
+    drafting, verifying, host = (sum(getattr(t, stage) for t in tallies) / steps for stage in STAGES)
+    return Times(drafting, verifying, host, plain)
+
+
+def why(expected: Forecast, found: Outcome) -> list[str]:
+    """What a forecast that was far off did not know, the largest share first; nothing where it was near."""
+    off = found.speedup / expected.speedup.value - 1
+    if abs(off) <= FAR:
+        return []
+    causes: list[tuple[float, str]] = []
+    tokens = found.tokens / expected.tokens.value
+    causes.append((tokens - 1, f"the texts gave {found.tokens:.2f} tokens per step, not {expected.tokens.value:.2f}"))
+    step = sum(getattr(found.times, stage) for stage in STAGES)
+    for stage in STAGES:
+        now, then = getattr(found.times, stage), getattr(expected.times, stage)
+        said = REASONS[stage].format(measured=1e3 * now, expected=1e3 * then)
+        causes.append(((then - now) / step, said))
+    plain = found.times.plain / expected.times.plain
+    said = f"a plain step took {1e3 * found.times.plain:.2f} ms, not {1e3 * expected.times.plain:.2f}"
+    causes.append((plain - 1, said))
+    # What moved the speed-up the way it went, by a third of what it was off, or more.
+    told = sorted([c for c in causes if c[0] * off > 0 and abs(c[0]) > abs(off) / 3], key=lambda c: -abs(c[0]))
+    return [said for _, said in told] or ["nothing alone: every stage was a little off"]
+
+
+def as_row(name: str, expected: Forecast, found: Outcome) -> dict[str, Any]:
+    """Both side by side, for JSON."""
+    return {
+        "drafter": name,
+        "tokens": {**expected.tokens._asdict(), "measured": found.tokens, "held": expected.tokens.holds(found.tokens)},
+        "speedup": {
+            **expected.speedup._asdict(),
+            "measured": found.speedup,
+            "held": expected.speedup.holds(found.speedup),
+        },
+        "ms": {
+            "expected": {k: 1e3 * v for k, v in asdict(expected.times).items()},
+            "measured": {k: 1e3 * v for k, v in asdict(found.times).items()},
+        },
+        "why": why(expected, found),
+    }

@@ -1,0 +1,62 @@
+"""Costs of this machine: those by which `auto` decides. They are measured once, and followed with every answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slipstream.drafters.auto import AutoDrafter
+from slipstream.errors import OptionError
+from slipstream.llm import LLM
+from slipstream.plan.advice import LOOKUP, LOOKUPS, NEEDS, Place
+from slipstream.plan.survival import Survival
+from slipstream.targets.timing import cpu_name
+
+
+def here(llm: LLM, batch: int, context: int, counted: dict[str, Survival]) -> Place:
+    """llm: with `auto`, which asked everybody when it was made. counted: drafters whose own times are known."""
+    auto = llm.engine.drafter
+    assert isinstance(auto, AutoDrafter)
+    costs, sources, whole = auto.pilot.costs, auto.pilot.sources(batch), auto.pilot.sources(1)
+
+    def drafting(name: str, levels: int) -> float:
+        if name in counted and (taken := _counted(counted[name])):
+            return taken
+        source = sources.get(name)
+        known = source if source is not None and source.known else whole.get(name)
+        if known is not None and known.known:
+            return known.drafting.seconds * min(1.0, levels / _levels(auto.parts[name]))
+        if name in LOOKUPS:
+            return LOOKUP * batch
+        raise OptionError(
+            f"what `{name}` takes here is not known: `auto` asks {', '.join(auto.parts)}; give its --survival from a "
+            f"recording or a trace, or a named --device ({', '.join(NEEDS)} can be planned for there)"
+        )
+
+    rows = lambda each: batch * (each - 1) + 1 if costs.flat else each  # noqa: E731
+
+    def step(each: float) -> float:
+        """Between two numbers of rows, which a mean over steps may lie between."""
+        low = int(rows(each))
+        share = rows(each) - low
+        first = costs.seconds(low, batch)
+        return first + share * (costs.seconds(low + 1, batch) - first) if share else first
+
+    device = llm.target.device
+    name = cpu_name() if device.type == "cpu" else str(device)
+    return Place(f"here ({name})", batch, context, str(llm.target.dtype).removeprefix("torch."), step, drafting)
+
+
+def _counted(survival: Survival) -> float:
+    """Seconds of a draft, as its steps were timed."""
+    steps = sum(tally.steps for tally in survival.answers)
+    return sum(tally.drafting for tally in survival.answers) / steps if steps else 0.0
+
+
+def _levels(part: Any) -> int:
+    """How deep a whole draft of it is; a lookup takes as long for any depth."""
+    options = part.options
+    return (
+        getattr(options, "depth", None)
+        or (getattr(options, "length", None) if hasattr(options, "beams") else None)
+        or 1
+    )

@@ -1,0 +1,111 @@
+"""From what was asked to the plan's document."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from slipstream.errors import OptionError
+from slipstream.evaluate.report import commit, finite
+from slipstream.llm import LLM
+from slipstream.loading import embedded
+from slipstream.loading.models import blank_model, load_model
+from slipstream.plan import advice
+from slipstream.plan.here import here
+from slipstream.plan.roofline import SIZES, Shape, chip, head_shape, shape_of
+from slipstream.plan.survival import Survival, from_recording, from_traces
+from slipstream.plan.theory import Interval
+from slipstream.version import __version__
+
+NAME, VERSION = "slipstream plan", 1
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What to plan for."""
+
+    model: str | None = None  # None: the embedded one
+    drafters: list[str] = field(default_factory=list)  # none: all that can be planned for
+    batch: int = 1
+    context: int = 512
+    device: str = "here"
+    dtype: str | None = None
+    survival: list[Path] = field(default_factory=list)  # traces and recordings
+    alpha: Interval | None = None
+    draft_model: str | None = None
+    options: dict[str, Any] = field(default_factory=dict)  # of a drafter that is replayed
+
+
+def make(asked: Asked) -> dict[str, Any]:
+    """The plan, ready for JSON."""
+    measured = asked.device == "here"
+    llm = LLM(*load_model(asked.model), "auto") if measured else None
+    shape = shape_of_model(asked.model) if llm is None else _shape(llm.model)
+    counted = {s.drafter: s for s in _counted(asked, llm)}
+    small = shape_of_model(asked.draft_model) if asked.draft_model else None
+    if llm is not None:
+        on, place = None, here(llm, asked.batch, asked.context, counted)
+        known = [name for name in advice.NEEDS if name in llm.engine.drafter.parts or name in ("pld", "suffix")]  # type: ignore[attr-defined]
+    else:
+        on = chip(asked.device)
+        dtype = asked.dtype or on.dtype
+        if dtype not in SIZES:
+            raise OptionError(f"--dtype {dtype!r} is unknown: use {', '.join(SIZES)}")
+        at = partial(advice.on_chip, asked.device, on, shape, context=asked.context, dtype=dtype, draft=small)
+        place = at(batch=asked.batch)
+        known = [name for name in advice.NEEDS if name != "model" or small is not None]
+    if unknown := [name for name in asked.drafters if name not in advice.NEEDS and name not in counted]:
+        raise OptionError(f"--drafter {unknown[0]!r} can't be planned for: there are {', '.join(advice.NEEDS)}")
+    names = asked.drafters or list(counted) or known
+    survivals = [counted.get(name) or advice.guess(name, asked.alpha) for name in names]
+    rows = [advice.consider(one, place, _share(shape, one.drafter, small)) for one in survivals]
+    best = max(rows, key=lambda row: row["best"]["speedup"]["value"] if row["best"] else 0.0)
+    return finite(
+        {
+            "plan": NAME,
+            "version": VERSION,
+            "provenance": {"slipstream": __version__, "model": asked.model or embedded.NAME, "commit": commit()},
+            "device": place.name,
+            "dtype": place.dtype,
+            "batch": place.batch,
+            "context": place.context,
+            "plain": advice.plain_step(place, shape, on),
+            "drafters": rows,
+            "lenience": advice.lenience(best["alpha"]["value"], best["c"], place),
+            "batches": [] if llm is not None else advice.by_batch(survivals, lambda batch: at(batch=batch)),
+        }
+    )
+
+
+def shape_of_model(source: str | None) -> Shape:
+    """From its config alone."""
+    return _shape(blank_model(embedded.ensure() if source is None else source))
+
+
+def _shape(model: Any) -> Shape:
+    return shape_of(model.config, {name: parameter.numel() for name, parameter in model.named_parameters()})
+
+
+def _counted(asked: Asked, llm: LLM | None) -> list[Survival]:
+    """From the traces and recordings that were given."""
+    traces = [path for path in asked.survival if not path.is_dir()]
+    found = from_traces(traces) if traces else []
+    folders = [path for path in asked.survival if path.is_dir()]
+    if folders and not asked.drafters:
+        raise OptionError("a recording can be replayed with any drafter: name some with --drafter")
+    for folder in folders:
+        # Heads and draft models need the target's weights, wherever the plan is for.
+        model, tokenizer = (llm.model, llm.tokenizer) if llm is not None else load_model(asked.model)
+        found += [from_recording(folder, name, asked.options, model, tokenizer) for name in asked.drafters]
+    return found
+
+
+def _share(shape: Shape, drafter: str, small: Shape | None) -> float:
+    """Operations of a drafted token over those of the target's."""
+    if drafter == "model" and small is not None:
+        return small.parameters / shape.parameters
+    if drafter in advice.HEADS:
+        return head_shape(shape, drafter).dense / shape.parameters
+    return 0.0

@@ -1,0 +1,149 @@
+"""A plan as one self-contained page: speed-ups with intervals, by depth and by batch, survival, and the words."""
+
+from __future__ import annotations
+
+from functools import partial
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from slipstream.evaluate.charts import PLAIN, looks, speedups
+from slipstream.evaluate.drawing import Places, horizontal, scale, svg, text, ticks, vertical, width_of
+from slipstream.evaluate.glossary import term
+from slipstream.evaluate.metrics import ALL
+from slipstream.evaluate.page import figure, headline, number, numbers, sheet
+from slipstream.plan.words import Document, advice
+from slipstream.user_files import write_text
+
+Series = list[tuple[str, list[tuple[float, float]]]]  # by drafter: points
+
+
+def write_page(document: Document, path: Path) -> None:
+    """It needs no other file and asks for none."""
+    write_text(path, page(document), errors="replace")
+
+
+def page(document: Document) -> str:
+    place = f"on {document['device']}, {document['dtype']}"
+    measured = (
+        f"What speculation would give {place}, {document['batch']} at a time, after {document['context']:,} tokens. "
+        "A forecast, not a measurement."
+    )
+    notes = "".join(f"<li>{escape(said)}</li>" for said in advice(document))
+    return sheet(
+        document, "plan", escape(measured), _figures(document), f'<ul class="notes">{notes}</ul>', *_main(document)
+    )
+
+
+def _main(document: Document) -> list[str]:
+    return [_charts(document), _table(document)]
+
+
+def _figures(document: Document) -> str:
+    rows = [row for row in document["drafters"] if row["best"]]
+    best = max(rows, key=lambda row: row["best"]["speedup"]["value"], default=None)
+    figures = []
+    if best is not None:
+        found = best["best"]["speedup"]
+        over = term("speed-up", "over plain decoding", "head")
+        figures.append(
+            (f"{found['value']:.2f}×", f"{escape(best['drafter'])} {over} ({found['low']:.2f}–{found['high']:.2f})")
+        )
+    figures.append((f"{document['plain']['ms']:.2f}", "ms of a plain step"))
+    return headline(figures)
+
+
+def _charts(document: Document) -> str:
+    rows = [row for row in document["drafters"] if row["best"]]
+    look = looks(row["drafter"] for row in rows)
+    keys = {escape(row["drafter"]): look[row["drafter"]].mark(7, 6, kind="key") for row in rows}
+    as_rows = [
+        {"contestant": row["drafter"], "category": ALL, "speedup": {PLAIN: row["best"]["speedup"]}} for row in rows
+    ]
+    as_rows.sort(key=lambda row: -row["speedup"][PLAIN]["value"])
+    deep: Series = [(row["drafter"], [(at["depth"], at["speedup"]["value"]) for at in row["by_depth"]]) for row in rows]
+    kept: Series = [(row["drafter"], list(enumerate(row["survival"], 1))) for row in rows]
+    batches = document.get("batches") or []
+    full: Series = [(row["drafter"], [(b["batch"], b["speedup"][row["drafter"]]) for b in batches]) for row in rows]
+    left = figure(
+        "speedups",
+        "[speed-up|Speed-up] over plain decoding",
+        "As forecast, with its interval; plain decoding is the line at 1.",
+        partial(speedups, as_rows, look),
+        {},
+    )
+    left += figure(
+        "survival",
+        "Survival",
+        "The chance that a step keeps at least so many drafted tokens.",
+        partial(lines, kept, look, "chance", "drafted tokens kept", False),
+        keys,
+    )
+    right = figure(
+        "depths",
+        "Speed-up by depth",
+        "How many tokens ahead to draft (γ): deeper drafts give ever less and take ever more.",
+        partial(lines, deep, look, "× plain", "tokens ahead", False),
+        keys,
+    )
+    right += figure(
+        "batches",
+        "Speed-up by batch",
+        "Answers at a time: once a step computes as long as it reads, rows are no longer free.",
+        partial(lines, full if batches else [], look, "× plain", "sequences at a time", True),
+        keys,
+    )
+    return f'<div class="charts"><div>{left}</div><div>{right}</div></div>'
+
+
+def lines(series: Series, look: dict[str, Any], unit: str, across: str, doubling: bool, width: int) -> str:
+    """A line for each drafter. doubling: equal factors across are equal distances."""
+    points = [point for _, found in series for point in found]
+    if not points:
+        return ""
+    top, bottom, right = 34, 230, 16
+    marks = ticks(0, max(y for _, y in points) or 1.0, 5, around=True)
+    left = 9 + max(width_of(f"{m:g}") for m in marks)
+    every = sorted({x for x, _ in points})
+    place = {x: float(i) for i, x in enumerate(every)} if doubling else {x: x for x in every}
+    y = scale(marks[0], marks[-1], bottom, top)
+    x = scale(place[every[0]], place[every[-1]], left + 14, width - right)
+    places = Places()
+    parts = [horizontal(y(m), left, width) for m in marks]
+    parts += [places.label(left - 7, y(m) + 4, f"{m:g}", "end") for m in marks]
+    for each in every:
+        parts.append(vertical(x(place[each]), top, bottom, "grid"))
+        parts.append(places.label(x(place[each]), bottom + 17, f"{each:g}", "middle"))
+    parts.append(text(0, 14, unit) + text(width, bottom + 34, across, "end"))
+    if unit == "× plain":
+        parts.append(f'<path class="one" d="M{left:.1f} {y(1):.1f}H{width}"/>')
+    for name, found in series:
+        at = [(x(place[a]), y(b)) for a, b in found]
+        joined = "L".join(f"{a:.1f} {b:.1f}" for a, b in at)
+        parts.append(f'<path class="whisker" {look[name].paint} d="M{joined}"/>' if len(at) > 1 else "")
+        parts += [look[name].mark(a, b, 0.8) for a, b in at]
+    return svg(width, bottom + 40, parts, f"{unit} by {across}")
+
+
+def _table(document: Document) -> str:
+    heads: list[tuple[tuple[str, str], ...]]
+    heads = [
+        (("contestant", "drafter"),),
+        (("speed-up", "× plain"),),
+        (("tokens per step", "tokens <small>per step</small>"),),
+    ]
+    heads += [((word, word),) for word in ("ahead", "rows", "α", "c", "operations")]
+    body = []
+    for row in sorted(document["drafters"], key=lambda row: -(row["best"]["speedup"]["value"] if row["best"] else 0)):
+        if not (best := row["best"]):
+            continue
+        speed, tokens, alpha = best["speedup"], best["tokens"], row["alpha"]
+        cells = [_within(speed), _within(tokens), str(best["depth"]), number(best["rows"], 1), _within(alpha)]
+        cells += [number(row["c"], 3), number(row["operations"], 1)]
+        told = "".join(f"<td>{cell}</td>" for cell in cells)
+        body.append(f'<tr class="row"><th scope="row">{escape(row["drafter"])}</th>{told}</tr>')
+    return numbers(heads, f"<tbody>{''.join(body)}</tbody>")
+
+
+def _within(found: dict[str, float]) -> str:
+    return f"{number(found['value'])} <small>{number(found['low'])}–{number(found['high'])}</small>"

@@ -1,0 +1,182 @@
+"""The roofline: what a step takes on a chip at least, by what it reads (weights, keys) and computes.
+
+A step reads the weights once and each sequence's keys once, however many rows it verifies, and computes every row. It
+takes as long as the slower of the two, and what launching its layers takes. What the host does besides is in no
+roofline: costs that are measured (`--device here`) have it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from slipstream.errors import OptionError
+
+# From steps of one row that were measured on an H200 (docs/benchmarks.md): 4.05 ms for 7B parameters in 32 layers and
+# 0.80 for 135M in 30 give 86% of the bandwidth and 25 µs a layer. Copies there reach 87%.
+REACHED = 0.86
+LAUNCH = 25e-6
+
+
+class Chip(NamedTuple):
+    """Public numbers of its maker."""
+
+    bandwidth: float  # bytes per second
+    peak: float  # dense operations per second, multiplying and adding counted as two, in `dtype`
+    memory: float  # bytes
+    dtype: str = "bfloat16"
+
+
+CHIPS: Mapping[str, Chip] = {
+    "B200": Chip(8.0e12, 2250e12, 180e9),
+    "H200": Chip(4.8e12, 989e12, 141e9),
+    "H100": Chip(3.35e12, 989e12, 80e9),  # SXM
+    "A100": Chip(2.039e12, 312e12, 80e9),  # SXM, 80 GB
+    "L40S": Chip(864e9, 362e12, 48e9),
+    "A6000": Chip(768e9, 155e12, 48e9),
+    "RTX4090": Chip(1008e9, 165e12, 24e9),
+    "L4": Chip(300e9, 121e12, 24e9),
+    "V100": Chip(900e9, 125e12, 32e9, "float16"),
+    "T4": Chip(320e9, 65e12, 16e9, "float16"),
+    "MI300X": Chip(5.3e12, 1307e12, 192e9),
+}
+SIZES = {"bfloat16": 2, "float16": 2, "float32": 4, "float8": 1, "int8": 1}  # bytes of a number
+
+
+def chip(name: str) -> Chip:
+    known = {each.lower(): each for each in CHIPS}
+    if (found := known.get(name.lower().replace(" ", ""))) is None:
+        raise OptionError(f"--device {name!r} is unknown: there are {', '.join(CHIPS)}, and `here` to measure")
+    return CHIPS[found]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What of a model a step's time depends on."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    vocabulary: int
+    dense: int  # parameters that every row goes through, the output matrix among them
+    experts: int = 0  # parameters of all experts
+    chosen: float = 1.0  # share of the experts that a row goes through
+    windows: tuple[int | None, ...] = ()  # how far back each layer looks; None: all the way; 0: it keeps no keys
+
+    @property
+    def parameters(self) -> int:
+        return self.dense + self.experts
+
+    def looked_at(self, context: int) -> float:
+        """Positions that all layers together look back at."""
+        return float(sum(context if window is None else min(window, context) for window in self.windows))
+
+
+# What configs call the number of experts.
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+
+
+def shape_of(config: Any, parameters: Mapping[str, int]) -> Shape:
+    """config: transformers'. parameters: how many numbers each named one has."""
+    text = config.get_text_config()
+    heads = text.num_attention_heads
+    tied = getattr(text, "tie_word_embeddings", False)
+    parameters = {name: size for name, size in parameters.items() if not (tied and name.startswith("lm_head"))}
+    total = sum(parameters.values())
+    experts = sum(size for name, size in parameters.items() if ".experts." in name)
+    embedding = sum(size for name, size in parameters.items() if "embed" in name or ".wte" in name)
+    count = next((n for n in [getattr(text, k, None) for k in EXPERTS] if n), 1)
+    types = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
+    window = getattr(text, "sliding_window", None) if getattr(text, "use_sliding_window", True) else None
+    if not getattr(text, "layer_types", None) and window:
+        types = ["sliding_attention"] * text.num_hidden_layers
+    looks = {"full_attention": None, "sliding_attention": window, "chunked_attention": window}
+    return Shape(
+        layers=text.num_hidden_layers,
+        hidden=text.hidden_size,
+        heads=heads,
+        kv_heads=getattr(text, "num_key_value_heads", None) or heads,
+        head_size=getattr(text, "head_dim", None) or text.hidden_size // heads,
+        vocabulary=text.vocab_size,
+        dense=total - experts - (0 if tied else embedding),  # of an embedding a row alone is read
+        experts=experts,
+        chosen=(getattr(text, "num_experts_per_tok", None) or count) / count if experts else 1.0,
+        windows=tuple(looks.get(kind, 0) for kind in types),
+    )
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """Seconds of a step, by what takes them."""
+
+    weights: float
+    keys: float
+    arithmetic: float
+    launches: float
+
+    @property
+    def seconds(self) -> float:
+        return max(self.weights + self.keys, self.arithmetic) + self.launches
+
+    @property
+    def bound(self) -> str:
+        """What most of it goes to."""
+        if self.launches > max(self.weights + self.keys, self.arithmetic):
+            return "launches"
+        if self.arithmetic > self.weights + self.keys:
+            return "arithmetic"
+        return "weights" if self.weights >= self.keys else "keys"
+
+
+def step_cost(
+    shape: Shape, on: Chip, rows: float = 1, batch: int = 1, context: int = 512, dtype: str = "bfloat16"
+) -> StepCost:
+    """Of a step that computes so many rows of each of `batch` sequences, each `context` tokens long."""
+    size, every = SIZES[dtype], rows * batch
+    touched = 1 - (1 - shape.chosen) ** every if shape.experts else 0.0  # share of the experts that some row goes to
+    weights = size * (shape.dense + touched * shape.experts)
+    keys = size * batch * 2 * shape.kv_heads * shape.head_size * shape.looked_at(context)
+    through = 2 * every * (shape.dense + shape.chosen * shape.experts)
+    attention = 4 * every * shape.heads * shape.head_size * shape.looked_at(context)
+    # A float8 or int8 chip computes twice as fast; in float32 its tensor cores do not help, which is left at a half.
+    peak = on.peak * 2 / size
+    return StepCost(
+        weights / (REACHED * on.bandwidth),
+        keys / (REACHED * on.bandwidth),
+        (through + attention) / (REACHED * peak),
+        shape.layers * LAUNCH,
+    )
+
+
+def memory(shape: Shape, batch: int, context: int, dtype: str) -> float:
+    """Bytes of the weights and of all keys."""
+    keys = batch * 2 * shape.kv_heads * shape.head_size * shape.looked_at(context)
+    return SIZES[dtype] * (shape.parameters + keys)
+
+
+# ---- what drafts are made of
+
+DRAFT_VOCABULARY = 32_000  # tokens among which EAGLE-3's published heads guess
+
+
+def head_shape(target: Shape, kind: str) -> Shape:
+    """One level of a trained head's draft: what it reads for each token that it goes further."""
+    h, v = target.hidden, target.vocabulary
+    attention = h * target.head_size * (2 * target.heads + 2 * target.kv_heads)
+    layer = max(attention, (target.dense - h * v) // max(1, target.layers))
+    sizes = {
+        "eagle3": (
+            layer + attention // 2 + 3 * h * h + min(v, DRAFT_VOCABULARY) * h,
+            1,
+        ),  # reads two states side by side
+        "eagle": (layer + 2 * h * h + v * h, 1),
+        "redrafter": (2 * h * h + 4 * 4 * h * h + v * h, 1),  # a recurrence, and four blocks on both states
+        "medusa": (h * h + v * h, 0),  # a block and an output matrix; all levels at once
+        "mlp": (3 * h * h + v * h, 1),
+    }
+    dense, layers = sizes[kind]
+    own = (None,) if kind.startswith("eagle") else ()
+    return replace(target, layers=layers, dense=dense, experts=0, chosen=1.0, windows=own)

@@ -1,0 +1,121 @@
+"""A plan in words, for the terminal and the page: what to consider and why, a table, and bars."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from rich.table import Table
+
+Document = dict[str, Any]
+BAR = 32  # letters of the longest bar
+
+
+def advice(document: Document) -> list[str]:
+    """What to do, the best first, and why."""
+    rows: list[dict[str, Any]] = sorted(document["drafters"], key=lambda row: -_speedup(row)["value"])
+    return [*_step(document), *[_about(row) for row in rows], *_when(document, rows), *_caveats(document)]
+
+
+def _step(document: Document) -> list[str]:
+    plain, said = document["plain"], []
+    parts = plain.get("parts_ms")
+    if parts:
+        shares = ", ".join(f"{name} {ms:.2f}" for name, ms in parts.items())
+        said.append(f"A plain step takes about {plain['ms']:.2f} ms, bound by {plain['bound']} (ms: {shares}).")
+    else:
+        said.append(f"A plain step takes {plain['ms']:.2f} ms here, one of 16 rows {_wide(plain):.1f} times as long.")
+    if plain.get("fits") is False:
+        said.append(
+            f"Weights and keys take {plain['memory'] / 1e9:.0f} GB: they do not fit. Take another chip, several of "
+            "them, a smaller --dtype, --batch or --context."
+        )
+    return said
+
+
+def _wide(plain: dict[str, Any]) -> float:
+    return float(plain["rows_ms"]["16"]) / float(plain["ms"])
+
+
+def _about(row: dict[str, Any]) -> str:
+    best, name, alpha = row["best"], row["drafter"], row["alpha"]
+    if best is None:
+        return f"{name}: it drafted nothing."
+    found = best["speedup"]
+    what = f"{name} {row['verdict']}: {found['value']:.2f} × ({found['low']:.2f}-{found['high']:.2f}), "
+    how = f"{best['tokens']['value']:.2f} tokens per step when it drafts {best['depth']} ahead. "
+    return what + how + _why(row, alpha["value"], row["c"]) + f" It needs {row['needs']}."
+
+
+def _why(row: dict[str, Any], alpha: float, c: float) -> str:
+    rows, tokens = row["best"]["rows"], row["best"]["tokens"]["value"]
+    if row["verdict"] == "does not pay" and alpha <= c:
+        return f"Nothing pays: a drafted token is right with α = {alpha:.2f} and takes c = {c:.2f} of a plain step."
+    if row["best"]["speedup"]["value"] < 1:
+        return f"Verifying {rows:.1f} rows for {tokens:.2f} tokens takes longer than it gives."
+    tree = row["tree"]
+    shape = ""
+    if tree and tree["nodes"] > tree["depth"] and tree["speedup"] > 1.02 * row["best"]["speedup"]["value"]:
+        shape = f" A tree of {tree['nodes']} nodes, {tree['depth']} deep, would give {tree['speedup']:.2f} ×."
+    return f"α is {alpha:.2f}, c {c:.3f}; it computes {row['operations']:.1f} times as much per token.{shape}"
+
+
+def _when(document: Document, rows: Sequence[dict[str, Any]]) -> list[str]:
+    """From how many sequences on nothing pays."""
+    batches = document.get("batches") or []
+    if not batches or not rows:
+        return []
+    name = rows[0]["drafter"]
+    losing = [each["batch"] for each in batches if each["speedup"].get(name, 1) <= 1]
+    if not losing:
+        return [f"{name} still pays with {batches[-1]['batch']} sequences at a time."]
+    return [f"From {losing[0]} sequences at a time on, {name} no longer pays: rows are not free any more."]
+
+
+def _caveats(document: Document) -> list[str]:
+    said = []
+    if any(not row["answers"] for row in document["drafters"]):
+        said.append("α is a guess. Record your own prompts: slipstream bench --record FOLDER, then --survival FOLDER.")
+    if document["plain"].get("parts_ms"):
+        said.append(
+            "The roofline knows neither the host nor the tiles of kernels: small models and large batches are slower "
+            "than this. --device here measures."
+        )
+    return said
+
+
+def _speedup(row: dict[str, Any]) -> dict[str, float]:
+    return row["best"]["speedup"] if row["best"] else {"value": 0.0, "low": 0.0, "high": 0.0}
+
+
+# ---- the terminal
+
+
+def table(document: Document) -> Table:
+    shown = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("", "", "× plain", "interval", "", "tokens/step", "ahead", "rows", "α", "c", "operations"):
+        shown.add_column(name, justify="right" if name else "left")
+    rows = sorted(document["drafters"], key=lambda row: -_speedup(row)["value"])
+    longest = max([1.0, *(_speedup(row)["high"] for row in rows)])
+    for row in rows:
+        best, found = row["best"], _speedup(row)
+        if best is None:
+            shown.add_row(row["drafter"], row["verdict"])
+            continue
+        interval = f"{found['low']:.2f}-{found['high']:.2f}"
+        cells = [f"{best['tokens']['value']:.2f}", str(best["depth"]), f"{best['rows']:.1f}"]
+        cells += [f"{row['alpha']['value']:.2f}", f"{row['c']:.3f}", f"{row['operations']:.1f}"]
+        style = "bold" if row["verdict"] == "pays" else None
+        drawn = bar(found["value"], found["low"], found["high"], longest)
+        shown.add_row(row["drafter"], row["verdict"], f"{found['value']:.2f}", interval, drawn, *cells, style=style)
+    return shown
+
+
+def bar(value: float, low: float, high: float, longest: float) -> str:
+    """From nothing to the value, the interval as a line around its end, plain decoding as |."""
+    at = [min(BAR - 1, math.floor(BAR * each / longest)) for each in (low, value, high, 1.0)]
+    letters = ["█" if i <= at[1] else "─" if i <= at[2] else " " for i in range(BAR)]
+    letters = ["▓" if at[0] < i <= at[1] else letter for i, letter in enumerate(letters)]
+    letters[at[3]] = "|"
+    return "".join(letters)

@@ -242,6 +242,7 @@ class Engine:
         slot = None
         try:
             slot = self._resumed(request, session, running, kept, like) or self.target.open()
+            can.follow(session, slot)
             sequence = Sequence(request, slot, session, sampler, stats)
             for _ in self._read_prompt(sequence):
                 yield None
@@ -257,6 +258,7 @@ class Engine:
     def put_back(self, sequence: Sequence) -> None:
         """Its keys are given up until `reread`. Nothing else is lost."""
         can.pause(sequence.session)
+        can.follow(sequence.session, None)
         self._latest = [other for other in self._latest if other is not sequence]
         self.target.close(sequence.slot)
 
@@ -273,6 +275,7 @@ class Engine:
             self.target.close(slot)
             raise
         sequence.slot = slot
+        can.follow(sequence.session, slot)
         yield sequence
 
     def _pause_all_but(self, running: Collection[Sequence]) -> None:

@@ -36,10 +36,8 @@ def trials(name: str, model: Any) -> list[Options]:
             return [{"draft_model": blurred(model), "mode": mode} for mode in ("greedy", "sample", "beam")]
         case "magicdec":  # half of a text, however short
             own = {"shortest": 0, "keys": 0.5, "sinks": 1, "window": 2}
-            ways = [{"mode": "sample"}, {"mode": "beam", "keys": 4}]
-            if tells_attention(open_target(model)):
-                ways += [{"selection": "snapkv"}, {"selection": "attended", "every": 2}]
-            return [own | way for way in ways]
+            told = {"selection": "attended", "every": 2} if tells_attention(open_target(model)) else {}
+            return [own | {"mode": "sample"}, own | told | {"mode": "beam", "keys": 4}]
         case "eagle":
             return [{"drafter_path": HEADS["eagle"].fresh(model), "depth": 4, "width": 4}]
         case "eagle3":  # one that can't guess every token, and draws where the request does

@@ -163,8 +163,9 @@ class TreeTarget(Target):
         asked = asked_states(self.model, want.layers)
         with our_attention(self._config), alibi_by_position(self.model, key), asked as states:
             out = self.model(**inputs)
-        for weights in (told is not None and out.attentions) or ():
-            told.add(weights)
+        if told is not None:
+            for weights in out.attentions or ():
+                told.add(weights)
         return self._scores(out.logits, states(out), trees, want, query, known, last_only)
 
     def _scores(

@@ -168,8 +168,10 @@ class Arena:
         if isinstance(slot, Part):
             self.reach(slot.whole, slot.whole.length + end - slot.length)
             pages = slot.whole.pages
-            slot.pages = [*(pages[block] for block in slot.blocks), *pages[slot.blocks[-1] + 1 :]]
-            self._note(slot)
+            pages = [*(pages[block] for block in slot.blocks), *pages[slot.blocks[-1] + 1 :]]
+            if pages != slot.pages:
+                slot.pages = pages
+                self._note(slot)
             return
         first, more = slot.length // PAGE, _pages(end) - len(slot.pages)
         shared = [i for i in range(first, len(slot.pages)) if self._held[slot.pages[i]] > 1]

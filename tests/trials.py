@@ -13,7 +13,9 @@ import torch
 
 from slipstream.datastores.dense.build import EmbedSettings, embed
 from slipstream.datastores.durable.store import Document, Store
+from slipstream.drafters.magicdec import tells_attention
 from slipstream.heads import HEADS
+from slipstream.targets import open_target
 
 Options = dict[str, Any]
 
@@ -32,6 +34,10 @@ def trials(name: str, model: Any) -> list[Options]:
             return [{"store": store, "live": True}, {"store": store, "unfiltered": True, "drafts": 3}]
         case "model":
             return [{"draft_model": blurred(model), "mode": mode} for mode in ("greedy", "sample", "beam")]
+        case "magicdec":  # half of a text, however short
+            own = {"shortest": 0, "keys": 0.5, "sinks": 1, "window": 2}
+            told = {"selection": "attended", "every": 2} if tells_attention(open_target(model)) else {}
+            return [own | {"mode": "sample"}, own | told | {"mode": "beam", "keys": 4}]
         case "eagle":
             return [{"drafter_path": HEADS["eagle"].fresh(model), "depth": 4, "width": 4}]
         case "eagle3":  # one that can't guess every token, and draws where the request does

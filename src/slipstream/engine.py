@@ -286,11 +286,13 @@ class Engine:
         except BaseException:
             session.close()
             raise
+        can.follow(session, slot)
         return Reading(Sequence(request, slot, session, sampler, stats), slot, request.tokens)
 
     def put_back(self, sequence: Sequence) -> None:
         """Its keys are given up until `reread`. Nothing else is lost."""
         can.pause(sequence.session)
+        can.follow(sequence.session, None)
         self._latest = [other for other in self._latest if other is not sequence]
         self.target.close(sequence.slot)
 
@@ -327,6 +329,7 @@ class Engine:
         if reading.again:
             if not reading.left:
                 sequence.slot = reading.slot
+                can.follow(sequence.session, reading.slot)
             return
         start = reading.slot.length - len(piece)
         sequence.session.observe(Seen(piece, start, Hidden(score.hidden)))

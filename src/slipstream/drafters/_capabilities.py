@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from slipstream.budget.pilot import Choice
     from slipstream.datastores.live import EarlierAnswers
     from slipstream.request import Request
-    from slipstream.targets.base import Target
+    from slipstream.targets.base import Slot, Target
     from slipstream.targets.captured.fixed_step import FixedStep
     from slipstream.tree import TokenTree
 
@@ -158,6 +158,20 @@ class Resumes(Protocol):
         taken from there is copied."""
 
 
+@runtime_checkable
+class ReadsKeys(Protocol):
+    """It drafts with the target's own keys of its text."""
+
+    def follow(self, slot: Slot | None) -> None:
+        """Where they lie from now on. None: they are given up, until it is told again."""
+
+
+class KeepsSilent(Protocol):
+    """There are texts that it can't gain anything in."""
+
+    silent: bool  # whether this is one of them, as long as it is now: it need not be asked
+
+
 # ---- asking
 
 
@@ -268,6 +282,15 @@ def skip(session: Any) -> None:
 def pause(session: Any) -> None:
     if _offers(session, Pauses):
         session.pause()
+
+
+def follow(session: Any, slot: Slot | None) -> None:
+    if _offers(session, ReadsKeys):
+        session.follow(slot)
+
+
+def silent(session: Any) -> bool:
+    return getattr(session, "silent", False)
 
 
 def resume(session: Any, other: DraftSession, tokens: list[int]) -> None:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from slipstream.budget import Budget
     from slipstream.datastores.live import EarlierAnswers
     from slipstream.request import Request
+    from slipstream.targets.base import Slot
     from slipstream.tree import TokenTree
 
 
@@ -93,6 +94,10 @@ class JointSession(DraftSession):
     def keep(self) -> None:
         for part in self.parts.values():
             can.keep(part)
+
+    def follow(self, slot: Slot | None) -> None:
+        for part in self.parts.values():
+            can.follow(part, slot)
 
     def pause(self) -> None:
         for part in self.parts.values():

@@ -91,13 +91,14 @@ class PilotedDrafter(JointDrafter):
             self._look_back()
         texts, limits = [session.text for session in mine], [budget.nodes for budget in budgets]
         trees = [TokenTree.root(root) for root in roots]
-        names = set().union(*[session.parts for session, limit in zip(mine, limits, strict=True) if limit])
+        able = [session.able() if limit else set() for session, limit in zip(mine, limits, strict=True)]
+        names = set().union(*able)
         unstarted = {name for name, part in mine[0].parts.items() if can.unstarted(part)} if mine[0].ahead else set()
         taken: dict[Source, float] = {}
         beside: list[TokenTree | None] = [None] * len(mine)
         expected = lambda: self.pilot.expects(texts, trees, limits) if taken else 1.0  # noqa: E731
         for source in self.pilot.asks(names, len(mine), expected, unstarted):
-            who = [i for i, session in enumerate(mine) if limits[i] and source.drafter in session.parts]
+            who = [i for i, parts in enumerate(able) if source.drafter in parts]
             asking = Stopwatch()
             if any([mine[i].show(source) for i in who]):
                 unstarted.add(source.drafter)
@@ -164,6 +165,10 @@ class PilotedSession(JointSession):
             self.text.see(self.promised, len(seen.tokens) - 1)
         self._emitted += seen.tokens
         self._last = seen
+
+    def able(self) -> set[str]:
+        """Parts that may have something to say."""
+        return {name for name, part in self.parts.items() if not can.silent(part)}
 
     def show(self, source: Source) -> bool:
         """It is asked: what its drafter has not seen of the text. The states of all but the last step are gone; without

@@ -47,9 +47,10 @@ def rehearse(target: Target, pilot: Pilot, parts: Mapping[str, Drafter], layers:
     limit, root = Budget(target.default_draft, min(target.default_draft, room)), words[0]
     trial = Pilot(pilot.costs, pilot.drafters, pilot.trees, pilot.heads)  # what it learns of this text goes with it
     Costs({1: 1.0, 2: 1.0}).observe(1, 1, 1.0)
+    able = [source for source in pilot.sources().values() if not can.silent(sessions[source.drafter])]
     for _ in range(TRIAL):
         trees = [TokenTree.root(root)]
-        for source in pilot.sources().values():
+        for source in able:
             taken, budget = Stopwatch(), limit.upto(source.most)
             (found,) = parts[source.drafter].propose([sessions[source.drafter]], [root], [budget])
             if not (source.head and target.ahead):  # there drafts overlap with steps, and take less than this one
@@ -88,7 +89,7 @@ def rehearse(target: Target, pilot: Pilot, parts: Mapping[str, Drafter], layers:
         pilot.took({source: taken.seconds()})
         return token
 
-    for source in pilot.sources().values():
+    for source in able:
         if source.head and target.ahead:
             token = root
             for _ in range(TRIAL):

@@ -51,6 +51,11 @@ class Slot:
     def length(self) -> int:
         return len(self.tokens)
 
+    @property
+    def position(self) -> int:
+        """Of the token that comes next."""
+        return self.length
+
     def accept(self, path: Sequence[int]) -> None:
         """Nodes of the tree that was scored last become text; their keys are moved later."""
         assert self.tree is not None, "commit follows score"
@@ -70,6 +75,29 @@ def shared(one: Sequence[int], other: Sequence[int]) -> int:
         begin += PIECE  # many at a time, as far as they agree
     pairs = enumerate(zip(one[begin : begin + PIECE], other[begin : begin + PIECE], strict=False))
     return next((begin + i for i, (a, b) in pairs if a != b), most)
+
+
+@dataclass(eq=False, kw_only=True)
+class Part(Slot):
+    """Some blocks of another slot's keys, to draft with: see `Target.select`. It ends before the text goes on."""
+
+    whole: Slot
+    blocks: list[int]  # which, in order
+
+    @classmethod
+    def of(cls, whole: Slot, blocks: Sequence[int], size: int, row: int) -> Part:
+        """size: tokens of a block."""
+        tokens = [token for block in blocks for token in whole.tokens[block * size : (block + 1) * size]]
+        return cls(tokens=tokens, row=row, whole=whole, blocks=list(blocks))
+
+    @property
+    def position(self) -> int:
+        return self.whole.length
+
+    def positions(self, size: int) -> NDArray[np.int64]:
+        """(length,) of its tokens, in the text."""
+        each = np.asarray(self.blocks, np.int64)[:, None] * size + np.arange(size)
+        return each.ravel()[: self.length]  # only the last block may be short
 
 
 class Scores:
@@ -144,6 +172,7 @@ class Target(ABC):
     # read, and how often.
     paged: bool = False
     chunk: int = 1 << 30  # tokens that are read at a time at most
+    block: int = 0  # tokens of a text that `select` takes or leaves together; 0: it can't select
     widths: tuple[int, ...] = ()  # a step is padded to one of these numbers of rows; empty: it is not
     notes: tuple[str, ...] = ()  # what a user should know about this model
 
@@ -197,6 +226,26 @@ class Target(ABC):
         """`score` of trees of which different numbers of nodes are known; where steps are flat, in one forward."""
         each = zip(slots, trees, known, strict=True)
         return [self.score([slot], [tree], want, nodes)[0] for slot, tree, nodes in each]
+
+    def select(self, slot: Slot, blocks: Sequence[int]) -> Part:
+        """A slot that has read some blocks of a text, at their positions there, to be drafted with: `extend` it, then
+        `close` it before the text goes on. blocks: their numbers, in order; the last is the one that the text ends in.
+        """
+        raise NotImplementedError(f"{type(self).__name__} can't draft from a part of a text")
+
+    def attended(self, slot: Slot, count: int) -> torch.Tensor | None:
+        """(length,) how much the last `count` tokens of a text attend to each of its tokens: weights, over all layers
+        and heads. They are read once more for it. None: this model's attention does not tell."""
+        twin = self.fork(slot)
+        try:
+            self.truncate(twin, max(0, slot.length - count))
+            return self._watched(twin, slot.tokens[twin.length :])
+        finally:
+            self.close(twin)
+
+    def _watched(self, slot: Slot, tokens: Sequence[int]) -> torch.Tensor | None:  # noqa: ARG002
+        """(length,) how much these tokens, which are read, attend to each of the text's."""
+        return None
 
     @property
     def filled(self) -> float | None:

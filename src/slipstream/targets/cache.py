@@ -11,7 +11,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from slipstream.errors import ModelError
@@ -192,6 +194,14 @@ class KeyValuePool(Cache):
         for pair in self._stores.values():
             for store in pair:
                 store[:, to, :, :length] = store[:, source, :, :length]
+
+    @torch.inference_mode()
+    def pick(self, source: int, to: int, columns: NDArray[np.int64]) -> None:
+        """Bring these keys of one row to the beginning of another."""
+        for pair in self._stores.values():
+            for store in pair:
+                chosen = torch.from_numpy(columns).to(store.device)
+                store[:, to, :, : len(columns)] = store[:, source].index_select(2, chosen)
 
     @torch.inference_mode()
     def swap(self, one: int, other: int, length: int) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from slipstream.targets.base import Part, Slot
 from slipstream.tree import TokenTree
 
 
@@ -43,12 +44,14 @@ def mask_kinds(config: Any) -> dict[str, MaskKind] | None:
     return {name: known[name] for name in dict.fromkeys(types)}
 
 
-def key_positions(lengths: Sequence[int], trees: Sequence[TokenTree], width: int) -> NDArray[np.int64]:
+def key_positions(slots: Sequence[Slot], trees: Sequence[TokenTree], width: int) -> NDArray[np.int64]:
     """(b, width) the absolute position of the token of each key: committed keys stand in order, tree keys by
     depth."""
-    positions = np.tile(np.arange(width), (len(lengths), 1))
-    for i, (length, tree) in enumerate(zip(lengths, trees, strict=True)):
-        positions[i, length : length + len(tree)] = length + tree.depths
+    positions = np.tile(np.arange(width), (len(slots), 1))
+    for i, (slot, tree) in enumerate(zip(slots, trees, strict=True)):
+        if isinstance(slot, Part):
+            positions[i, : slot.length] = slot.positions(1)
+        positions[i, slot.length : slot.length + len(tree)] = slot.position + tree.depths
     return positions
 
 

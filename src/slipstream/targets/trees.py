@@ -11,9 +11,10 @@ import torch
 from numpy.typing import NDArray
 
 from slipstream.errors import ModelError
+from slipstream.targets import watching
 from slipstream.targets.alibi import alibi_by_position
 from slipstream.targets.attention import our_attention
-from slipstream.targets.base import Scores, Slot, Target, Want
+from slipstream.targets.base import Part, Scores, Slot, Target, Want
 from slipstream.targets.cache import KeyValuePool, LayerShape, Window
 from slipstream.targets.masks import MaskKind, additive_masks, key_positions, visible
 from slipstream.targets.states import asked_states
@@ -23,6 +24,8 @@ TREE = 256  # keys of drafts and padding for which there is room after a full co
 
 
 class TreeTarget(Target):
+    block = 1
+
     def __init__(
         self,
         model: Any,
@@ -47,15 +50,16 @@ class TreeTarget(Target):
     # ---- slots
 
     def open(self) -> Slot:
-        slot = Slot()
-        if None in self._slots:
-            slot.row = self._slots.index(None)
-            self._slots[slot.row] = slot
-        else:
-            slot.row = len(self._slots)
-            self._slots.append(slot)
-        self._pool.reserve(len(self._slots), 1)
+        slot = Slot(row=self._row())
+        self._slots[slot.row] = slot
         return slot
+
+    def _row(self) -> int:
+        """One that is free."""
+        if None not in self._slots:
+            self._slots.append(None)
+            self._pool.reserve(len(self._slots), 1)
+        return self._slots.index(None)
 
     def close(self, slot: Slot) -> None:
         if slot.row < len(self._slots) and self._slots[slot.row] is slot:
@@ -72,6 +76,14 @@ class TreeTarget(Target):
         self._settle(slot)
         del slot.tokens[length:]
         slot.tree = None
+
+    def select(self, slot: Slot, blocks: Sequence[int]) -> Part:
+        """A copy of their keys."""
+        self._settle(slot)
+        part = Part.of(slot, blocks, self.block, self._row())
+        self._slots[part.row] = part
+        self._pool.pick(slot.row, part.row, part.positions(self.block))
+        return part
 
     def commit(self, slot: Slot, path: Sequence[int]) -> None:
         slot.accept(path)
@@ -97,6 +109,12 @@ class TreeTarget(Target):
         back = np.argsort(order)
         return [scores[i] for i in back]
 
+    def _watched(self, slot: Slot, tokens: Sequence[int]) -> torch.Tensor | None:
+        with watching.watching(slot.length + len(tokens)) as seen:
+            for _ in self.prefill(slot, tokens, Want()):
+                pass
+        return seen.weights if seen.layers else None
+
     @torch.inference_mode()
     def _forward(
         self,
@@ -110,7 +128,7 @@ class TreeTarget(Target):
         lengths = [slot.length for slot in slots]
         rows = max(len(tree) for tree in trees) - known
         width = max(length + known for length in lengths) + rows
-        if any(length + tree.depth >= self.context for length, tree in zip(lengths, trees, strict=True)):
+        if any(slot.position + tree.depth >= self.context for slot, tree in zip(slots, trees, strict=True)):
             raise ModelError(f"a draft reaches past the model's {self.context} positions: the engine must cut it")
         self._pool.reserve(len(self._slots), width)
         for slot, tree in zip(slots, trees, strict=True):
@@ -123,9 +141,9 @@ class TreeTarget(Target):
         query = np.zeros((len(slots), rows), np.int64)
         for i, tree in enumerate(trees):
             ids[i, : len(tree) - known] = tree.tokens[known:]
-            query[i] = lengths[i]
+            query[i] = slots[i].position
             query[i, : len(tree) - known] += tree.depths[known:]
-        key = key_positions(lengths, trees, width)
+        key = key_positions(slots, trees, width)
         see = visible(lengths, trees, known, rows, width)
         inputs: dict[str, Any] = {
             "input_ids": torch.from_numpy(ids).to(self.device),
@@ -139,9 +157,15 @@ class TreeTarget(Target):
             inputs["logits_to_keep"] = 1
         if want.layers:
             inputs["output_hidden_states"] = True
+        told = watching.watched if self._config._attn_implementation == "eager" else None
+        if told is not None:  # others tell it themselves
+            inputs["output_attentions"] = True
         asked = asked_states(self.model, want.layers)
         with our_attention(self._config), alibi_by_position(self.model, key), asked as states:
             out = self.model(**inputs)
+        if told is not None:
+            for weights in out.attentions or ():
+                told.add(weights)
         return self._scores(out.logits, states(out), trees, want, query, known, last_only)
 
     def _scores(

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from slipstream.errors import CacheFullError, ModelError
 from slipstream.kernels.sizes import PAGE
-from slipstream.targets.base import Slot
+from slipstream.targets.base import Part, Slot
 from slipstream.targets.cache import LayerShape
 
 MEMORY = 0.9  # of what is free on the device, at most: steps and their logits need room too
@@ -127,20 +127,28 @@ class Arena:
     # ---- sequences
 
     def open(self) -> Slot:
-        slot = Slot()
-        if None in self._rows:
-            slot.row = self._rows.index(None)
-            self._rows[slot.row] = slot
-        else:
+        slot = Slot(row=self._row())
+        self._rows[slot.row] = slot
+        return slot
+
+    def _row(self) -> int:
+        """One that is free."""
+        if None not in self._rows:
             if len(self._rows) == ROWS:
                 raise ModelError(f"{ROWS} sequences are held already: close some of them")
-            slot.row = len(self._rows)
-            self._rows.append(slot)
-        return slot
+            self._rows.append(None)
+        return self._rows.index(None)
+
+    def select(self, slot: Slot, blocks: Sequence[int]) -> Part:
+        """Some pages of a text. They stay the text's, which drafts are written behind: it goes on there itself."""
+        part = Part.of(slot, blocks, PAGE, self._row())
+        self._rows[part.row] = part
+        return part
 
     def close(self, slot: Slot) -> None:
         if slot.row < len(self._rows) and self._rows[slot.row] is slot:
-            self.shorten(slot, 0)
+            if not isinstance(slot, Part):
+                self.shorten(slot, 0)
             self._rows[slot.row] = None
 
     def shorten(self, slot: Slot, length: int) -> None:
@@ -157,6 +165,14 @@ class Arena:
 
     def reach(self, slot: Slot, end: int) -> None:
         """From its length to `end` the slot may be written to."""
+        if isinstance(slot, Part):
+            self.reach(slot.whole, slot.whole.length + end - slot.length)
+            pages = slot.whole.pages
+            pages = [*(pages[block] for block in slot.blocks), *pages[slot.blocks[-1] + 1 :]]
+            if pages != slot.pages:
+                slot.pages = pages
+                self._note(slot)
+            return
         first, more = slot.length // PAGE, _pages(end) - len(slot.pages)
         shared = [i for i in range(first, len(slot.pages)) if self._held[slot.pages[i]] > 1]
         if more <= 0 and not shared:

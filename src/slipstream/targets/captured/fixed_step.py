@@ -19,10 +19,12 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from slipstream.kernels.draw import draw
 from slipstream.kernels.draw_inputs import History
 from slipstream.kernels.ops import attend, best, move_keys, walk, write_keys
+from slipstream.kernels.sizes import PAGE
 from slipstream.notices import doing
 from slipstream.stopwatch import preparing
+from slipstream.targets import watching
 from slipstream.targets.captured.compiled import compiled_layers
-from slipstream.targets.captured.inputs import Inputs, Shape, fill
+from slipstream.targets.captured.inputs import TEXT, Inputs, Shape, fill
 from slipstream.targets.captured.recording import capture
 from slipstream.targets.states import asked_states
 
@@ -82,7 +84,9 @@ class StepTarget(Protocol):
 class FixedStep:
     """A step of one shape. On a GPU it is captured; elsewhere it runs as it is, which is how tests try it."""
 
-    def __init__(self, target: StepTarget, shape: Shape, layers: tuple[int, ...], choice: str) -> None:
+    def __init__(
+        self, target: StepTarget, shape: Shape, layers: tuple[int, ...], choice: str, captured: bool = True
+    ) -> None:
         self.target, self.shape, self.layers, self.choice = target, shape, layers, choice
         device, cuda, history = target.device, target.device.type == "cuda", choice == DRAWN_WITH_HISTORY
         size = Inputs.size(shape, history)
@@ -102,7 +106,7 @@ class FixedStep:
         self._graph: Any = None
         self._ended: Any = torch.cuda.Event() if cuda else None
         self.scratch = target.scratch(shape)
-        if cuda:
+        if cuda and captured:
             self._capture()
 
     def run(self) -> None:
@@ -164,7 +168,7 @@ class FixedStep:
             self._graph, _ = capture(self.run, self.target.memory)
 
     def _compiled(self) -> AbstractContextManager[None]:
-        if not self.target.compile:
+        if not self.target.compile or watching.watched is not None:
             return nullcontext()
         return compiled_layers(self.target.model, self._cache, self.target.compile)
 
@@ -173,6 +177,9 @@ class FixedStep:
         if self._graph is None:
             with self.target.fixed(self), self._compiled():
                 self.run()
+            if self._ended is not None:
+                self._ended.record()
+                self._ended.synchronize()
         else:
             self._graph.replay()
             self._ended.record()
@@ -201,9 +208,27 @@ def attention_by_path(
     assert under_way is not None, "only within a fixed step"
     i = under_way.inputs
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    if watching.watched is not None:
+        _tell(query, key, scale, sliding_window, softcap)
     room = under_way.scratch
     rows = i.slots, i.lengths, i.depths, i.paths, under_way.tables, under_way.tiles(query.shape[1] // key.shape[1])
     return attend(query, key, value, *rows, room.stats, room.sums, scale, sliding_window, softcap), None
+
+
+def _tell(query: torch.Tensor, key: torch.Tensor, scale: float, window: int | None, soft_cap: float | None) -> None:
+    """What the rows of a lone sequence, which are text, attend to."""
+    assert under_way is not None
+    assert watching.watched is not None
+    i, width = under_way.inputs, len(watching.watched.weights)
+    text = i.depths[0] == TEXT
+    at = torch.arange(width, device=key.device)
+    table = under_way.tables[i.slots[0, 0]].long()
+    ends = i.lengths[0, text][:, None]  # (rows, 1) positions that each sees
+    hidden = at >= ends
+    if window is not None:
+        hidden |= at < ends - window
+    mask = torch.zeros(hidden.shape, device=key.device).masked_fill(hidden, -torch.inf)
+    watching.watched.see(query[0, :, text], key[0, :, table[at // PAGE] * PAGE + at % PAGE], mask, scale, soft_cap)
 
 
 AttentionInterface.register(NAME, attention_by_path)

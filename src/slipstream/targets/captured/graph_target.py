@@ -20,10 +20,11 @@ import torch
 
 from slipstream.errors import ModelError
 from slipstream.kernels.draw import drawable, needs_history, noise_keys
-from slipstream.kernels.sizes import TILE
+from slipstream.kernels.sizes import PAGE, TILE
 from slipstream.sampling import Sampler
 from slipstream.stopwatch import preparing
-from slipstream.targets.base import Scores, Slot, Target, Want
+from slipstream.targets import watching
+from slipstream.targets.base import Part, Scores, Slot, Target, Want
 from slipstream.targets.cache import LayerShape
 from slipstream.targets.captured import fixed_step as steps
 from slipstream.targets.captured.arena import MEMORY, Arena
@@ -69,6 +70,7 @@ class GraphTarget(Target):
 
     widths = LONE
     flat = paged = ahead = True
+    block = PAGE
 
     def __init__(
         self,
@@ -151,10 +153,17 @@ class GraphTarget(Target):
         slot.tree = None
         self.arena.shorten(slot, length)
 
+    def select(self, slot: Slot, blocks: Sequence[int]) -> Part:
+        """Its pages, not copied. Layers with a window count by places in the selection, not in the text."""
+        self._settle(slot)
+        return self.arena.select(slot, blocks)
+
     def commit(self, slot: Slot, path: Sequence[int]) -> None:
         slot.accept(path)
 
     def _settle(self, slot: Slot) -> None:
+        if slot.pending == list(range(len(slot.pending or ()))):
+            slot.pending = None  # a chain's keys are where they belong
         if slot.pending is not None:
             count, start = len(slot.pending), slot.length - len(slot.pending)
             columns = self.arena.columns(slot, start, max(slot.pending) + 1)
@@ -189,6 +198,19 @@ class GraphTarget(Target):
             begin = stop
         return found
 
+    @torch.inference_mode()
+    def _watched(self, slot: Slot, tokens: Sequence[int]) -> torch.Tensor | None:
+        """By a step that is not captured: it is rare, and as wide as its text."""
+        shape = self._shape(1, bucket(len(tokens), READING), 1, text=True)
+        step = FixedStep(self, shape, (), BEST, captured=False)
+        self.arena.reach(slot, slot.length + len(tokens))
+        tree = TokenTree.chain(tokens[0], tokens[1:])
+        fill(step.host, self.arena.table, self.groups, [slot], [tree], [0], text=True)
+        self.arena.tell()
+        with watching.watching(slot.length + len(tokens)) as seen:
+            step()
+        return seen.weights
+
     def score(self, slots: Sequence[Slot], trees: Sequence[TokenTree], want: Want, known: int = 0) -> list[Scores]:
         return self.extend(slots, trees, [known] * len(slots), want)
 
@@ -196,7 +218,7 @@ class GraphTarget(Target):
     def extend(
         self, slots: Sequence[Slot], trees: Sequence[TokenTree], known: Sequence[int], want: Want
     ) -> list[Scores]:
-        if any(slot.length + tree.depth >= self.context for slot, tree in zip(slots, trees, strict=True)):
+        if any(slot.position + tree.depth >= self.context for slot, tree in zip(slots, trees, strict=True)):
             raise ModelError(f"a draft reaches past the model's {self.context} positions: the engine must cut it")
         step = self._replay(slots, trees, self._rows(trees, want, known), want, known)
         chosen, tokens, values = bool(self._followed(want.samplers, len(slots))), step.tokens.tolist(), step.values
@@ -339,7 +361,7 @@ class GraphTarget(Target):
             return
         for i, (slot, tree, sampler) in enumerate(zip(slots, trees, samplers, strict=True)):
             assert sampler is not None, "a step that draws has all samplers"
-            positions = slot.length + tree.depths + 1  # of the tokens after the nodes
+            positions = slot.position + tree.depths + 1  # of the tokens after the nodes
             if step.shape.ends < step.shape.rows:
                 positions = positions[-1:]
             end = begin + len(positions)

@@ -106,7 +106,8 @@ def fill(
         nodes = [np.concatenate([getattr(t, of) for t in trees]) for of in ("tokens", "parents", "depths")]
     sizes = np.array([len(tree) for tree in trees], np.int32)
     each = zip(slots, moved, known, strict=True)
-    of_slots = np.array([[s.row, s.length, len(m), before] for s, m, before in each], np.int32).reshape(-1, 4)
+    of_slots = np.array([[s.row, s.length, len(m), before, s.position] for s, m, before in each], np.int32)
+    of_slots = of_slots.reshape(-1, 5)
     paths = np.array([node for path in moved for node in path], np.int32)
     rows = h.ids, h.positions, h.depths, h.columns, h.parents, h.slots, h.lengths, h.paths, h.ancestors
     sequences = h.owners, h.moves, h.sources, h.places, h.emitted
@@ -129,7 +130,8 @@ def _put(  # type: ignore[no-untyped-def]
     ids, positions, depths, columns, parents, slots, lengths, paths, ancestors,  # by row, to fill in
     owners, moves, sources, places, emitted,  # by sequence, to fill in
     tokens, tree_parents, tree_depths, sizes,  # the trees, one after the other
-    of_slots,  # each sequence's row of the table, its length, how many nodes the step before accepted, and are known
+    of_slots,  # each sequence's row of the table, its length, how many nodes the step before accepted, and are known,
+    # and the position of node 0, which is the length but for part of a text
     moved,  # those that were accepted: their keys stand in a row from here on
     text,
 ):
@@ -137,11 +139,11 @@ def _put(  # type: ignore[no-untyped-def]
     """The rows of a step: each tree after its sequence's text, but for the nodes that are known; then padding."""
     row = node = move = 0
     for s in range(len(sizes)):
-        slot, length, count, known = of_slots[s]
+        slot, length, count, known, position = of_slots[s]
         first = row - known  # of node 0
         for j in range(known, sizes[s]):
             depth = tree_depths[node + j]
-            ids[0, row], positions[0, row], slots[0, row] = tokens[node + j], length + depth, slot
+            ids[0, row], positions[0, row], slots[0, row] = tokens[node + j], position + depth, slot
             columns[0, row] = _column(table, slot, length + j)
             if text:
                 depths[0, row], lengths[0, row], parents[0, row] = TEXT, length + j + 1, -1

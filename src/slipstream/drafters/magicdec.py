@@ -1,0 +1,204 @@
+"""magicdec: the target drafts for itself, on a small part of its keys (Chen et al., MagicDec, 2024).
+
+In long texts and large batches a step's time goes into reading keys. So the target drafts a few tokens with its own
+weights and some of the keys, and verifies them with all. Its drafts are better than a smaller model's, it needs no
+training, and no memory beyond the target's.
+
+    text    ■■□□□□□■□□□■□□□□□□□■■■■      ■ selected: the first tokens, those much attended to, the latest
+    part    ■■ ■ ■ ■■■■ ────► drafts     `Target.select`: keys keep the positions that they have in the text
+
+A part lives for one draft. On pages it names the text's own pages, so that nothing is copied, and drafts are written
+behind the text, where the verification writes too. Elsewhere it is a copy of the chosen keys. One selection serves all
+layers and heads, since a sequence has one table of pages. The paper's code selects for each head by itself, and turns
+the keys of `streaming` to their places in the small cache; here they stay where they are in the text.
+
+Selections:
+
+- `streaming`: the first `sinks` tokens and the latest ones (Xiao et al., StreamingLLM, 2023).
+- `snapkv`: besides, what the prompt's last `window` tokens attend to, pooled over neighbours (Li et al., SnapKV, 2024).
+- `attended`: the same of the text's last tokens, looked at again after every `every` drafts (Zhao et al., SparseSpec,
+  2025, who take it from the verification itself).
+
+The last two read the window once more, with all keys, when they select.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import torch
+
+from slipstream.drafters._levels import Grower, Growing, LevelSession, check_levels, grow_together
+from slipstream.drafters.base import Drafter, DraftSession, Proposal
+from slipstream.errors import CacheFullError, DrafterError, OptionError
+from slipstream.tree import TokenTree
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from slipstream.budget import Budget
+    from slipstream.request import Request
+    from slipstream.targets import Slot, Target
+    from slipstream.targets.base import Part
+
+SELECTIONS = ("streaming", "snapkv", "attended")
+POOL = 5  # neighbouring tokens whose weights are averaged, so that words stay whole: SnapKV's
+
+
+@dataclass(frozen=True)
+class MagicDecOptions:
+    selection: str = "streaming"  # or snapkv: what the prompt's end attends to; attended: what the latest tokens do
+    keys: float = 512  # of the text that it drafts with: tokens, or below 1 a share of the text
+    sinks: int = 16  # the first tokens, which are always among them
+    window: int = 32  # the latest tokens, which are too, and whose attention selects
+    every: int = 16  # drafts after which attended selects anew
+    shortest: int = 2048  # it drafts nothing in texts shorter than this, where reading keys takes little of a step
+    mode: str = "greedy"  # greedy: its best tokens; sample: drawn as the request draws; beam: its best paths
+    depth: int = 4  # tokens ahead
+    width: int = 4  # beams, or alternatives drawn for the first token
+    confidence: float = 0.0  # leave out tokens to which it gives less than this
+
+    def __post_init__(self) -> None:
+        check_levels(self)
+        if self.selection not in SELECTIONS:
+            raise OptionError(f"selection={self.selection!r} is unknown: there are {', '.join(SELECTIONS)}")
+        if self.keys <= 0:
+            raise OptionError(f"keys={self.keys}: give a number of tokens, or a share of the text between 0 and 1")
+        least = {"sinks": 0, "window": 1, "every": 1, "shortest": 0}
+        for name, value in least.items():
+            if getattr(self, name) < value:
+                raise OptionError(f"{name} must be at least {value}, found {getattr(self, name)}")
+
+
+class MagicDec(Drafter):
+    """The target itself, reading part of its keys."""
+
+    generates = True
+    sizes = (1, 2)  # each token takes a forward
+    first = 0
+    Options = MagicDecOptions
+
+    def __init__(self, target: Target, tokenizer: Any, options: MagicDecOptions) -> None:
+        super().__init__(target, tokenizer, options)
+        if not target.block:
+            raise DrafterError(
+                f"{type(target).__name__} can't draft from a part of a text's keys: magicdec needs a model with "
+                "ordinary attention, which takes trees"
+            )
+        if options.selection != "streaming" and not tells_attention(target):
+            raise DrafterError(
+                f"this model does not tell what it attends to, so selection={options.selection!r} can't select: "
+                "use selection='streaming'"
+            )
+
+    def begin(self, request: Request) -> DraftSession:
+        return MagicDecSession(self, request)
+
+    def propose(
+        self, sessions: Sequence[DraftSession], roots: Sequence[int], budgets: Sequence[Budget]
+    ) -> list[Proposal]:
+        """Level by level, those of all sequences together."""
+        mine = cast(Sequence[MagicDecSession], sessions)
+        growing = [session.grow(root, budget) for session, root, budget in zip(mine, roots, budgets, strict=True)]
+        try:
+            return grow_together(self.target, growing, self.target.vocabulary, self.options.width)
+        except CacheFullError:  # no room to draft in: the step itself may still find some
+            return [Proposal(TokenTree.root(root)) for root in roots]
+        finally:
+            for session in mine:
+                session.let_go()
+
+
+class MagicDecSession(LevelSession):
+    def __init__(self, drafter: MagicDec, request: Request) -> None:
+        super().__init__(drafter.options, request, "magicdec")
+        self.drafter, self.target = drafter, drafter.target
+        self._slot: Slot | None = None  # the text's
+        self._part: Part | None = None
+        self._weights: torch.Tensor | None = None  # by token of the text, when somebody looked
+        self._drafts = 0  # since then
+
+    def follow(self, slot: Slot | None) -> None:
+        self._slot = slot
+
+    @property
+    def silent(self) -> bool:
+        """Whether the text is too short: all that it would leave out is worth less than a forward."""
+        return self._slot is None or self._slot.length < max(self.options.shortest, 1)
+
+    def propose(self, root: int, budget: Budget) -> Proposal:
+        return self.drafter.propose([self], [root], [budget])[0]
+
+    def grow(self, root: int, budget: Budget) -> Grower:
+        """A draft."""
+        depth = min(budget.depth, self.options.depth)
+        if self.silent or depth < 1 or budget.nodes < 1:
+            return Proposal(TokenTree.root(root))
+        assert self._slot is not None
+        self._part = self.target.select(self._slot, self._blocks(self._slot))
+        return (yield from self.grow_levels(Growing(self._part, [root]), depth, budget.nodes))
+
+    def let_go(self) -> None:
+        """The draft is made, or was given up."""
+        if self._part is not None:
+            self.target.close(self._part)
+            self._part = None
+
+    def close(self) -> None:
+        self.let_go()
+        self._slot = self._weights = None
+
+    def _blocks(self, slot: Slot) -> list[int]:
+        """Those that it drafts with now."""
+        o, weights = self.options, None
+        if o.selection != "streaming":
+            stale = self._drafts >= o.every and o.selection == "attended"
+            if self._weights is None or stale:
+                self._weights, self._drafts = self.target.attended(slot, o.window), 0
+            self._drafts += 1
+            weights = self._weights
+        return chosen_blocks(slot.length, self.target.block, o.keys, o.sinks, o.window, weights)
+
+
+def chosen_blocks(
+    length: int, size: int, keys: float, sinks: int, window: int, weights: torch.Tensor | None = None
+) -> list[int]:
+    """Numbers of the blocks of `size` tokens that a text of this length is drafted with, in order.
+
+    keys: tokens, or below 1 a share. The block the text ends in, its last `window` tokens and its first `sinks` are
+    always among them; the others are the latest, or those with the largest weights, which may end before the text does.
+    """
+    there = -(-length // size)
+    wanted = round(keys * length) if keys < 1 else int(keys)
+    latest = range(max(0, length - window) // size, there)
+    always = {*range(min(there, -(-sinks // size))), *latest}
+    room = -(-wanted // size) - len(always)
+    others = [block for block in reversed(range(there)) if block not in always]  # the latest first
+    if weights is not None:
+        told = block_weights(weights, size)
+        others.sort(key=lambda block: -told[block] if block < len(told) else 0.0)
+    return sorted(always | set(others[: max(0, room)]))
+
+
+def block_weights(weights: torch.Tensor, size: int) -> NDArray[np.float32]:
+    """Of each block: the sum of its tokens' weights, each averaged with its neighbours'."""
+    pooled = torch.nn.functional.avg_pool1d(weights.float()[None], POOL, 1, POOL // 2)[0].cpu()
+    padded = torch.nn.functional.pad(pooled, (0, -len(pooled) % size))
+    found: NDArray[np.float32] = padded.view(-1, size).sum(1).numpy()
+    return found
+
+
+def tells_attention(target: Target) -> bool:
+    """Asked on a text of a few tokens."""
+    from slipstream.targets import Want
+
+    slot = target.open()
+    try:
+        for _ in target.prefill(slot, [1, 2, 3], Want()):
+            pass
+        return target.attended(slot, 2) is not None
+    finally:
+        target.close(slot)

@@ -285,7 +285,7 @@ def test_gradients_in_pieces_are_those_of_the_defined_loss(tiny, monkeypatch, ki
         for some in ([0, 3], [1, 2]):  # two batches make one step
             batch = made.batch(some)
             states, last = teacher.read(batch.tokens)
-            unrolled = recipe.unroll(head, states, batch.tokens, depths)
+            unrolled = recipe.unroll(head, states, batch.tokens, depths, None)
             loss += losses.backward(unrolled, batch, last, teacher, weights, int(made.counted.sum()))
     finally:
         model.float()
@@ -307,7 +307,7 @@ def test_a_token_that_the_head_does_not_have_is_never_a_hit(tiny):
         return torch.tensor([1.0, 0.0]).expand(len(rows), 2)  # always token 5
 
     unrolled = [recipes.Guess((torch.zeros(1, 32, 1),), first)] * 3
-    assert losses.hits(unrolled, batch, teacher).tolist() == [[2, 4], [1, 3], [1, 2]]
+    assert losses.hits(unrolled, batch, teacher, 3).tolist() == [[2, 4], [1, 3], [1, 2]]
 
 
 # ---- learning

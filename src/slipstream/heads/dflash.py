@@ -149,7 +149,8 @@ class DFlash(VocabularyHead):
 
     @property
     def decoders(self) -> list[FurtherLayer]:
-        return list(self._modules["layers"])  # type: ignore[arg-type]
+        layers: Any = self._modules["layers"]
+        return list(layers)
 
     def read(self, states: Tensor) -> Tensor:
         """(…, ·) as join gives them -> (…, H) features, of which every layer makes keys."""

@@ -20,7 +20,8 @@ from slipstream.errors import OptionError
 from slipstream.heads.base import Head
 from slipstream.heads.ranks import measure
 from slipstream.training import checkpoint
-from slipstream.training.data import Order, Texts, cut
+from slipstream.training.data import Batch, Order, Texts, cut
+from slipstream.training.glancing import Practice
 from slipstream.training.log import Log
 from slipstream.training.losses import Weights, backward, hits
 from slipstream.training.processes import Processes
@@ -162,7 +163,8 @@ class Loop:
             batch = self.texts.batch(texts).to(self.teacher.device)
             states, last = self.teacher.read(batch.tokens)
             with self._precision():
-                unrolled = self.weights.recipe.unroll(self.head, states, batch.tokens, self.depths)
+                practice = self._practice(batch)
+                unrolled = self.weights.recipe.unroll(self.head, states, batch.tokens, self.depths, practice)
                 self._loss += backward(unrolled, batch, last, self.teacher, self.weights, guesses)
         self._tokens += int(sum(self.texts.lengths[texts].sum() for texts in together))
         processes.sum_gradients(self.parameters)
@@ -172,6 +174,13 @@ class Loop:
         self.optimiser.step()
         self.optimiser.zero_grad(set_to_none=True)
         self.step += 1
+
+    def _practice(self, batch: Batch) -> Practice:
+        counted = torch.zeros(batch.tokens.numel(), dtype=torch.bool, device=batch.tokens.device)
+        counted = counted.index_fill(0, batch.places, True).view_as(batch.tokens)
+        # The order of texts has the plan's seed, and so has this: another number at each step.
+        seed = int(np.random.default_rng((self.plan.seed, self.step)).integers(1 << 31))
+        return Practice(counted, seed, min(1.0, self.step / self.total) if self.total else 0.0)
 
     def _tell(self, begun: float, log: Log | None, due: bool) -> dict[str, Any]:
         """A line about the steps since the last one; and, if minutes are what is given, how many steps they have."""
@@ -221,8 +230,8 @@ class Loop:
             batch = self.held_out.batch(texts).to(self.teacher.device)
             states, _ = self.teacher.read(batch.tokens)
             with torch.no_grad(), self._precision():
-                unrolled = self.weights.recipe.unroll(self.head, states, batch.tokens, depths)
-                found += hits(unrolled, batch, self.teacher)
+                unrolled = self.weights.recipe.unroll(self.head, states, batch.tokens, depths, None)
+                found += hits(unrolled, batch, self.teacher, depths)
         right, made = self.processes.sum(found).T.tolist()
         return [r / max(1, m) for r, m in zip(right, made, strict=True)]
 

@@ -59,7 +59,9 @@ def head_of(kind):
 
 
 def make(kind, head=None, **options):
-    return drafters.make(NAMES.get(kind, kind), SimpleNamespace(model=model()), drafter_path=head or head_of(kind), **options)
+    return drafters.make(
+        NAMES.get(kind, kind), SimpleNamespace(model=model()), drafter_path=head or head_of(kind), **options
+    )
 
 
 @cache

@@ -1,4 +1,4 @@
-"""dflash: a few layers guess a block of tokens at once, and the most probable products of their guesses are the tree."""
+"""dflash: a few layers guess a block of tokens at once; the tree is the most probable products of their guesses."""
 
 from __future__ import annotations
 
@@ -119,5 +119,5 @@ class DFlashDrafter(BlockDrafter):
             carry = replace(carry, memory=carry.memory.take_along_dim(chain[..., None], 1))
         return self._said(super().advance(carry, chain, tokens, depth), depth)
 
-    def next_pass(self, carry: Carry, depth: int) -> Carry:
+    def next_pass(self, carry: Carry, depth: int) -> Carry:  # noqa: ARG002
         raise AssertionError(f"a block ends behind {depth} tokens, and so does its draft")

@@ -203,6 +203,11 @@ class Head(nn.Module, ABC):
         """How many depths it can guess. None: as many as asked."""
         return None
 
+    @property
+    def taught(self) -> int | None:
+        """How many depths it is trained on, where nobody says. None: that is up to the recipe."""
+        return self.reach
+
     def layers(self, count: int) -> tuple[int, ...]:
         """Which hidden states of a target with `count` layers it reads, as transformers numbers them."""
         return (count,)

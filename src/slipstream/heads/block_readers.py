@@ -25,7 +25,7 @@ OF_TRAINING = ("verifier_norm.weight", "verifier_lm_head.weight")  # of `specula
 
 
 def read_dflash(config: Json, tensors: Tensors) -> Published:
-    """As z-lab or DeepSpec writes it. Both count layers by their outputs, from 0: transformers' numbers are one more."""
+    """As z-lab or DeepSpec writes it. Both count layers by their outputs, from 0: transformers' numbers are 1 more."""
     nested: Json = config.get("dflash_config") or {}
     deep = "dflash_config" not in config
     name = "target_layer_ids" if deep else "dflash_config.target_layer_ids"

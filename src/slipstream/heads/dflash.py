@@ -51,7 +51,9 @@ class DFlashConfig(LayerConfig):
         if self.markov_type not in BIASES:
             raise OptionError(f"the bias {self.markov_type!r} is unknown: there are {', '.join(BIASES)}")
         if self.confidence_with_markov and self.markov_rank is None:
-            raise OptionError("the confidence reads the embedding of the token before, and there is no bias to have one")
+            raise OptionError(
+                "the confidence reads the embedding of the token before, and there is no bias to have one"
+            )
 
 
 class DFlash(VocabularyHead):
@@ -127,9 +129,9 @@ class DFlash(VocabularyHead):
         count = self.lender.layers
         if max(self.config.aux_layers) >= count:
             raise DrafterError(
-                f"this dflash head reads hidden states {self.config.aux_layers}, and those of {self.lender.name} before "
-                f"its last layer have the numbers 0 to {count - 1}: use it with the model it was trained for. (The last "
-                "one is taken before the final norm by some and after it by others)"
+                f"this dflash head reads hidden states {self.config.aux_layers}, and {self.lender.name} has those from "
+                f"0 to {count - 1}: use it with the model it was trained for. (State {count}, of the last layer, is "
+                "taken before the final norm by some and after it by others)"
             )
         return self
 
@@ -259,8 +261,8 @@ class Markov(nn.Module):
 
 
 def spread_layers(count: int, states: int) -> tuple[int, ...]:
-    """The states of a target with `count` layers that a fresh head reads: as published, evenly spaced from the output of
-    its second layer to that of its third last. Small ones have fewer."""
+    """The states of a target with `count` layers that a fresh head reads: as published, evenly spaced from the output
+    of its second layer to that of its third last. Small ones have fewer."""
     first, last = min(2, count - 1), max(count - 2, count // 2)
     steps = max(states - 1, 1)
     return tuple(sorted({first + round(i * (last - first) / steps) for i in range(states)}))

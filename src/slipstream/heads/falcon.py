@@ -70,6 +70,10 @@ class Falcon(Head):
         return self.lender.table()
 
     @property
+    def taught(self) -> int:
+        return self.config.block
+
+    @property
     def decoder(self) -> Any:
         layers: Any = self._modules["layers"]
         return layers[0]

@@ -72,8 +72,8 @@ def _recognise(folder: Path, config: Json, tensors: Tensors) -> str:
         return "eagle" if pairs and "layers.0.hidden_norm.weight" not in tensors else "eagle3"
     begin = ", ".join(sorted(tensors)[:4]) or "nothing"
     raise DrafterError(
-        f"{folder} is no head that slipstream knows (EAGLE, EAGLE-3, Falcon, DFlash, Medusa, ReDrafter, MLP Speculator): "
-        f"config.json says model_type {config.get('model_type')!r}, the weights begin with {begin}"
+        f"{folder} is no head that slipstream knows (EAGLE, EAGLE-3, Falcon, DFlash, Medusa, ReDrafter, MLP "
+        f"Speculator): config.json says model_type {config.get('model_type')!r}, the weights begin with {begin}"
     )
 
 

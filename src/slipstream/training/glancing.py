@@ -30,24 +30,24 @@ class Practice:
     done: float  # share of the run
 
 
-def glance(
-    head: Any, states: Tensor, tokens: Tensor, blocks: Blocks, practice: Practice
-) -> tuple[Tensor, Tensor]:
+def glance(head: Any, states: Tensor, tokens: Tensor, blocks: Blocks, practice: Practice) -> tuple[Tensor, Tensor]:
     """The states (b, t, H) and the tokens after them (b, t) as they are read."""
-    random = torch.Generator().manual_seed(practice.seed)
+    random = torch.Generator(tokens.device).manual_seed(practice.seed)
     following, k = later(tokens, 1), head.config.block
 
     def drawn(*shape: int) -> Tensor:
-        return torch.rand(shape, generator=random).to(tokens.device)
+        return torch.rand(shape, generator=random, device=tokens.device)
 
     noisy = states + NOISE * (2 * drawn(*states.shape) - 1)
+    if k == 1:  # there is nobody to learn from it
+        return noisy, following
     wrong = mistakes(head, noisy, following, tokens, blocks, practice.counted)  # (b,)
     wanted = (SHARE * (1 - practice.done) + LEAST) * wrong
     # Runs of 1 to k - 1 positions at the beginnings of blocks, as many blocks as make up that number.
     ends = blocks.ends(tokens.device)
     order = drawn(len(tokens), blocks.count).argsort(1).argsort(1)  # (b, count) each block's place in a random order
     some = order * (k / 2) < wanted[:, None]
-    run = 1 + (drawn(len(tokens), blocks.count) * max(1, k - 1)).long()
+    run = 1 + (drawn(len(tokens), blocks.count) * (k - 1)).long()
     place = torch.arange(k, device=tokens.device)
     shown = some[..., None] & (place < run[..., None])  # (b, count, k)
     at = (ends[:, None] - k + 1 + place).flatten()  # (count·k,)
@@ -59,9 +59,7 @@ def glance(
 
 
 @torch.no_grad()
-def mistakes(
-    head: Any, states: Tensor, following: Tensor, tokens: Tensor, blocks: Blocks, counted: Tensor
-) -> Tensor:
+def mistakes(head: Any, states: Tensor, following: Tensor, tokens: Tensor, blocks: Blocks, counted: Tensor) -> Tensor:
     """(b,) how many of the tokens that count are guessed wrong in the first pass."""
     k = head.config.block
     first = Blocks(blocks.length, min(k, blocks.depths), blocks.stride, blocks.first)

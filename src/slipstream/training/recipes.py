@@ -20,7 +20,6 @@ from slipstream.heads.blocks import Blocks
 from slipstream.training.data import Batch
 from slipstream.training.glancing import Practice, glance
 
-
 SPACING = 4  # positions between blocks. DeepSpec's 512 blocks of 7 in 4,096 tokens are one in 8, z-lab's of 16 alike
 
 
@@ -91,9 +90,7 @@ def eagle(head: Any, states: Tensor, tokens: Tensor, depths: int, _: Practice | 
         yield Guess((features,), head.logits)
 
 
-def falcon(
-    head: Any, states: Tensor, tokens: Tensor, depths: int, practice: Practice | None = None
-) -> Iterator[Guess]:
+def falcon(head: Any, states: Tensor, tokens: Tensor, depths: int, practice: Practice | None = None) -> Iterator[Guess]:
     """Each token is guessed once, in the block that it falls into. Beyond one block the head reads its own guesses."""
     k, read, following = head.config.block, states, later(tokens, 1)
     blocks = Blocks(tokens.shape[1], depths, -(-depths // k) * k, k - 1)
@@ -104,9 +101,7 @@ def falcon(
     yield Guess((features,), head.logits, blocks=blocks)
 
 
-def dflash(
-    head: Any, states: Tensor, tokens: Tensor, depths: int, practice: Practice | None = None
-) -> Iterator[Guess]:
+def dflash(head: Any, states: Tensor, tokens: Tensor, depths: int, practice: Practice | None = None) -> Iterator[Guess]:
     """Blocks behind some positions, the same distance apart, so that each token is guessed equally often."""
     blocks = Blocks(tokens.shape[1], depths, min(SPACING, depths))
     if practice is not None:
@@ -160,6 +155,7 @@ RECIPES = {
             ("inner_dim", "intermediate_size"),
             ("bias", "bias"),
             ("confidence", "confidence"),
+            ("draft_vocab", "draft_vocab"),
             ("tied", "tied"),
         ),
     ),

@@ -374,7 +374,7 @@ def test_heads_learn_and_what_is_saved_is_what_was_measured(walker, walks, tmp_p
 @pytest.mark.parametrize("kind", sorted(HEADS))
 def test_half_precision_learns_the_same(walker, walks, tmp_path, monkeypatch, kind):
     """What runs on a GPU: a target in bfloat16, the head's products too, its weights in float32."""
-    plan, lesson = replace(QUICK, steps=4, log_every=4), Lesson(kind, depths=2)
+    plan, lesson = replace(QUICK, steps=4, log_every=4, batch_tokens=256), Lesson(kind, depths=2)
     train(walker, [walks], tmp_path / "full", lesson, plan)
     monkeypatch.setattr(Loop, "_precision", lambda _: torch.autocast("cpu", torch.bfloat16))
     half = copy.deepcopy(walker).to(torch.bfloat16)

@@ -86,7 +86,7 @@ def _dflash(
         draft_vocab_size=count(config, "draft_vocab_size", count_drafts(own, vocabulary)),
         from_anchor=from_anchor if said is None else bool(said),
         markov_rank=None if rank is None else count(config, "markov_rank"),
-        markov_type=str(config.get("markov_head_type") or "vanilla").lower(),
+        markov_type="vanilla" if rank is None else str(config.get("markov_head_type") or "vanilla").lower(),
         confidence=sure,
         confidence_with_markov=sure and bool(config.get("confidence_head_with_markov")),
         **known,

@@ -429,6 +429,17 @@ def test_few_tokens_make_narrow_trees():
     assert len(frozen.children(0)) == 1  # the others have no probability left
 
 
+@pytest.mark.parametrize("mode", ["best", "sample"])
+@pytest.mark.parametrize("kind", ["falcon", "dflash"])
+def test_greedy_texts_of_blocks_are_the_targets_under_both_rules(kind, mode, model):
+    prompts = [[5, 6, 7, 8], [40, 41], [1, 2, 3]]
+    plain = [r.tokens for r in LLM(model, drafter="none").generate(prompts, max_new_tokens=8)]
+    llm = LLM(model, drafter=kind, drafter_path=random_head(kind, model), mode=mode)
+    for rule in ("match", "rejection"):
+        assert llm.generate(prompts[0], max_new_tokens=8, accept=rule).tokens == plain[0]
+        assert [r.tokens for r in llm.generate(prompts, max_new_tokens=8, accept=rule)] == plain
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "options"),

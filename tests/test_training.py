@@ -23,7 +23,8 @@ from families import VOCABULARY, tiny_model
 from slipstream import LLM, OptionError
 from slipstream.cli.train import train as command
 from slipstream.heads import HEADS, load_head
-from slipstream.training import checkpoint, losses, recipes
+from slipstream.heads.blocks import Blocks
+from slipstream.training import checkpoint, glancing, losses, recipes
 from slipstream.training.data import Order, Texts, read_texts
 from slipstream.training.log import read as read_log
 from slipstream.training.loop import Loop, TrainingPlan
@@ -207,7 +208,7 @@ def test_the_distribution_is_what_the_model_says(tiny, family):
 # ---- gradients
 
 
-def defined_loss(head, model, texts, weights, depths):
+def defined_loss(head, model, texts, weights, depths, first, stride):
     """The loss as it is defined, text by text and guess by guess, through the head's own `predict`."""
     recipe, total, count = weights.recipe, 0.0, 0
     ids = torch.arange(VOCABULARY) if head.draft_ids is None else head.draft_ids
@@ -221,7 +222,7 @@ def defined_loss(head, model, texts, weights, depths):
         for k, prediction in enumerate(head.predict(states, tokens, depths)):
             for i in range(len(text) - 2 - k):
                 at = i + 2 + k
-                if not counted[at]:
+                if not counted[at] or i < first or (i - first) % stride:
                     continue
                 loss = 0.0
                 if text[at] in ids:
@@ -253,6 +254,9 @@ def defined_loss(head, model, texts, weights, depths):
         ("eagle", True, True, {}),
         ("eagle3", True, False, {"draft_ids": range(3, 50)}),
         ("eagle3", False, False, {"draft_ids": range(3, 50), "tied": False}),
+        ("falcon", True, False, {"block": 3}),
+        ("dflash", True, False, {"draft_ids": range(3, 50), "block": 4}),
+        ("dflash", False, False, {"block": 6, "bias": 3, "markov_type": "gated"}),
     ],
 )
 def test_gradients_in_pieces_are_those_of_the_defined_loss(tiny, monkeypatch, kind, soft, hass, sizes):
@@ -271,10 +275,12 @@ def test_gradients_in_pieces_are_those_of_the_defined_loss(tiny, monkeypatch, ki
             made.counted[made.starts[text] :][:2] = False
         own = [(t, made.counted[a:b].tolist()) for t, a, b in zip(texts, made.starts, made.starts[1:], strict=False)]
         recipe = recipes.find(kind, hass)
-        depths = recipe.depths or head.reach
+        depths = recipe.depths or head.taught
         weights = Weights(recipe, 0.7, soft)
 
-        expected = defined_loss(head, model, own, weights, depths)
+        # Blocks: behind which positions there are some, the first and how many lie between two.
+        where = {"falcon": (2, 3), "dflash": (0, min(4, depths))}.get(kind, (0, 1))
+        expected = defined_loss(head, model, own, weights, depths, *where)
         expected.backward()
         wanted = {name: p.grad for name, p in head.named_parameters()}
         head.zero_grad()
@@ -308,6 +314,52 @@ def test_a_token_that_the_head_does_not_have_is_never_a_hit(tiny):
 
     unrolled = [recipes.Guess((torch.zeros(1, 32, 1),), first)] * 3
     assert losses.hits(unrolled, batch, teacher, 3).tolist() == [[2, 4], [1, 3], [1, 2]]
+
+
+@pytest.mark.parametrize("k", [2, 3])
+def test_glancing_shows_answers_at_the_beginnings_of_blocks(tiny, monkeypatch, k):
+    """As many as a share of the mistakes, which falls; what is read there is what is asked for."""
+    head = HEADS["falcon"].fresh(tiny("llama"), block=k)
+    tokens = torch.randint(0, VOCABULARY, (3, 32), generator=torch.Generator().manual_seed(0))
+    states = torch.randn(3, 32, 32, generator=torch.Generator().manual_seed(1))
+    blocks, following = Blocks(32, k, k, k - 1), tokens.roll(-1, 1)
+    monkeypatch.setattr(glancing, "NOISE", 0.0)
+
+    def shown(wrong, done):
+        monkeypatch.setattr(glancing, "mistakes", lambda *_: torch.tensor([wrong] * 3))
+        practice = glancing.Practice(torch.ones(3, 32, dtype=torch.bool), 5, done)
+        read, after = glancing.glance(head, states, tokens, blocks, practice)
+        there = (read != states).any(-1)
+        assert torch.equal(after[~there], following[~there])
+        assert torch.equal(read[there], states.roll(-k, 1)[there])
+        assert torch.equal(after[there], tokens.roll(-1 - k, 1)[there])
+        for row, column in there.nonzero().tolist():  # in a block, those before it are shown too
+            assert there[row, column - column % k : column].all()
+            assert column % k < k - 1
+        return int(there.sum())
+
+    assert shown(0, 0.0) == 0
+    many, few = shown(20, 0.0), shown(20, 1.0)
+    assert 0 < few < many
+    assert abs(many / 3 - 0.45 * 20) <= 3
+    assert abs(few / 3 - 0.1 * 20) <= 2
+
+
+def test_mistakes_are_counted_where_tokens_count(tiny):
+    head = HEADS["falcon"].fresh(tiny("llama"), block=2)
+    tokens = torch.randint(0, VOCABULARY, (2, 12), generator=torch.Generator().manual_seed(0))
+    states = torch.randn(2, 12, 32, generator=torch.Generator().manual_seed(1))
+    counted = torch.rand(2, 12, generator=torch.Generator().manual_seed(2)) < 0.6
+    found = glancing.mistakes(
+        head, states[:, :10], tokens[:, :10].roll(-1, 1), tokens[:, :10], Blocks(10, 2, 2, 1), counted[:, :10]
+    )
+    wrong = torch.zeros(2, dtype=torch.long)
+    with torch.no_grad():
+        for k, prediction in enumerate(head.predict(states[:, :10], tokens[:, :10], 2)):
+            for end in range(1, 10, 2):
+                at = (end + 2 + k) % 10
+                wrong += (prediction.logits[:, end].argmax(-1) != tokens[:, at]) & counted[:, at]
+    assert found.tolist() == wrong.tolist()
 
 
 # ---- learning

@@ -180,4 +180,4 @@ class Falcon(Head):
 
 def _whole_precision(x: Tensor) -> torch.autocast:
     """An LSTM adds up along a text: in training it keeps the precision of its weights."""
-    return torch.autocast(x.device.type, enabled=False)
+    return torch.autocast("cuda" if x.is_cuda else "cpu", enabled=False)

@@ -638,3 +638,26 @@ def test_draws_change_no_text_and_pass_for_the_targets_own(kind):
     judged = llm.generate(prompts, accept="rejection", **sampled)
     for results in (found, judged):
         assert sum(result.stats.accepted for result in results) > 30
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "dflash", "dspark"])
+def test_a_session_goes_on_from_anothers_keys_in_all_layers(kind):
+    drafter = make(kind, depth=3, width=2, nodes=6)
+    other = begin(drafter, 0, 14)
+    propose(other, 0, 14)
+    session = begin(drafter)
+    session.resume(other, text(0)[0][:10])
+    show(session, 0, 10, 13)
+    same(propose(session, 0, 13), eagle2(head_of(kind), 0, 13, 2, 3, 6))
+
+
+def test_where_falcon_goes_on_its_lstm_begins_anew():
+    drafter = make("falcon", depth=2, width=2, nodes=6)
+    other = begin(drafter, 0, 14)
+    propose(other, 0, 14)
+    session = begin(drafter)
+    session.resume(other, text(0)[0][:10])
+    show(session, 0, 10, 13)
+    tree = propose(session, 0, 13)
+    assert tree.depth == 2
+    assert drafter.rereads == 2

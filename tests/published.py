@@ -331,3 +331,161 @@ def mlp(folder, bare=False, inner=24, tied=False, kept=(0, 1, 0, 0)):
         return w[f"head.{s}.weight"] @ state
 
     return guess
+
+
+def zlab(**more):
+    """A config of z-lab's layout, for two layers and blocks of 7."""
+    about = {"mask_token_id": 9, "target_layer_ids": [1, 4]}
+    config = {"architectures": ["DFlashDraftModel"], "num_target_layers": LAYERS, "num_hidden_layers": 2}
+    return llama_config(**config, block_size=7, dflash_config=about, **more)
+
+
+def block_layer(w, prefix, x, context, theta=10000.0):
+    """A Qwen 3 layer over a block's places (n, H) behind a text's features (m, H): all see the text and each other."""
+
+    def heads(name, rows):
+        return (rows @ w[f"{prefix}self_attn.{name}_proj.weight"].T).reshape(len(rows), -1, D)
+
+    normed = rms(x, w[f"{prefix}input_layernorm.weight"])
+    read, m = np.concatenate([context, normed]), len(context)
+    q = rms(heads("q", normed), w[f"{prefix}self_attn.q_norm.weight"])
+    k, v = rms(heads("k", read), w[f"{prefix}self_attn.k_norm.weight"]), heads("v", read)
+    q = np.stack([turn(row, m + n, theta) for n, row in enumerate(q)])
+    k = np.stack([turn(row, n, theta) for n, row in enumerate(k)])
+    mixed = []
+    for h in range(HEADS):
+        g = h // (HEADS // KV)
+        scores = q[:, h] @ k[:, g].T / np.sqrt(D)
+        share = np.exp(scores - scores.max(1, keepdims=True))
+        mixed.append(share / share.sum(1, keepdims=True) @ v[:, g])
+    h = x + np.concatenate(mixed, 1) @ w[f"{prefix}self_attn.o_proj.weight"].T
+    y = rms(h, w[f"{prefix}post_attention_layernorm.weight"])
+    gate, up = (y @ w[f"{prefix}mlp.{name}_proj.weight"].T for name in ("gate", "up"))
+    return h + (silu(gate) * up) @ w[f"{prefix}mlp.down_proj.weight"].T
+
+
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+def dflash(
+    folder,
+    config,
+    aux,  # which states the reference reads
+    block,
+    mask=9,
+    layers=2,
+    anchor=False,  # whether the root's place guesses
+    rank=0,
+    form="vanilla",  # of the bias
+    sure=None,  # a confidence, with or without the token's embedding
+    own=False,  # an embedding and an output matrix
+    ids=False,  # a vocabulary of its own
+):
+    """z-lab's `dflash/model.py`, DeepSpec's `modeling/dspark`. Beside guess(…) it gives accepted(hidden, tokens, i,
+    k): how sure it is of that guess, as a logit."""
+    drafts = DRAFTS if ids else V
+    shapes = {"fc.weight": (H, len(aux) * H), "hidden_norm.weight": (H,), "norm.weight": (H,)}
+    for n in range(layers):
+        shapes |= layer_shapes(f"layers.{n}.", H, qk_norm=True) | {f"layers.{n}.input_layernorm.weight": (H,)}
+    if own:
+        shapes |= {"embed_tokens.weight": (V, H), "lm_head.weight": (drafts, H)}
+    if rank:
+        shapes |= {"markov_head.markov_w1.weight": (V, rank), "markov_head.markov_w2.weight": (drafts, rank)}
+    if form == "gated":
+        shapes |= {"markov_head.gate_proj.weight": (rank, H + rank), "markov_head.gate_proj.bias": (rank,)}
+    if form == "rnn":
+        shapes |= {
+            "markov_head.joint_proj.weight": (3 * rank, 2 * rank + H),
+            "markov_head.joint_proj.bias": (3 * rank,),
+        }
+    if sure is not None:
+        shapes |= {"confidence_head.proj.weight": (1, H + rank * sure), "confidence_head.proj.bias": (1,)}
+    tensors = made_up(shapes)
+    if ids:
+        chosen = torch.arange(1, 1 + DRAFTS)
+        tensors |= {
+            "d2t": chosen - torch.arange(DRAFTS),
+            "t2d": torch.zeros(V, dtype=torch.bool).index_fill(0, chosen, True),
+        }
+    write(folder, config, tensors)
+    w = doubles(tensors)
+    table = w.get("embed_tokens.weight", embedding())
+    matrix = w.get("lm_head.weight", lm_head())
+
+    def places(hidden, tokens, i):
+        """(block, H) under the last norm."""
+        states = np.concatenate([hidden[n][: i + 1] for n in aux], 1)
+        context = rms(states @ w["fc.weight"].T, w["hidden_norm.weight"])
+        x = table[[tokens[i + 1], *[mask] * (block - 1)]]
+        for n in range(layers):
+            x = block_layer(w, f"layers.{n}.", x, context)
+        return rms(x, w["norm.weight"])
+
+    def guess(hidden, tokens, i, k):
+        x = places(hidden, tokens, i)[0 if anchor else 1 :]
+        logits, state = matrix @ x[k], np.zeros(rank)
+        for d in range(k + 1 if rank else 0):
+            e = w["markov_head.markov_w1.weight"][tokens[i + 1 + d]]
+            latent = e
+            if form == "gated":
+                z = w["markov_head.gate_proj.weight"] @ np.concatenate([x[d], e]) + w["markov_head.gate_proj.bias"]
+                latent = sigmoid(z) * e
+            if form == "rnn":
+                z = w["markov_head.joint_proj.weight"] @ np.concatenate([state, e, x[d]])
+                keep, new, out = (z + w["markov_head.joint_proj.bias"]).reshape(3, rank)
+                state, latent = sigmoid(keep) * state + (1 - sigmoid(keep)) * np.tanh(new), np.tanh(out)
+        return logits + (w["markov_head.markov_w2.weight"] @ latent if rank else 0)
+
+    def accepted(hidden, tokens, i, k):
+        x = places(hidden, tokens, i)[k if anchor else 1 + k]
+        e = w["markov_head.markov_w1.weight"][tokens[i + 1 + k]] if sure else []
+        return (w["confidence_head.proj.weight"] @ np.concatenate([x, e]) + w["confidence_head.proj.bias"])[0]
+
+    return guess, accepted
+
+
+def falcon(folder, k=2, bias=True, qkv_bias=False, own=True):
+    """As the paper has it: an LSTM of two layers along the pairs, one layer whose last k positions see each other."""
+    config = llama_config(k_mask=k, **({} if bias else {"bias": False}))
+    shapes = layer_shapes("layers.0.", H, bias="qkv" if qkv_bias else ())
+    for n, reads in enumerate((2 * H, H)):
+        shapes |= {f"lstm.weight_ih_l{n}": (4 * H, reads), f"lstm.weight_hh_l{n}": (4 * H, H)}
+        shapes |= {f"lstm.bias_{part}_l{n}": (4 * H,) for part in ("ih", "hh") if bias}
+    tensors = made_up(shapes) | ({"embed_tokens.weight": torch.tensor(embedding())} if own else {})
+    write(folder, config, tensors, "pytorch_model.bin")
+    w = doubles(tensors)
+
+    def lstm(pairs):
+        """(n, 2H) -> (n, H)."""
+        x = pairs
+        for n in range(2):
+            h, c, out = np.zeros(H), np.zeros(H), []
+            for row in x:
+                z = w[f"lstm.weight_ih_l{n}"] @ row + w[f"lstm.weight_hh_l{n}"] @ h
+                z = z + w.get(f"lstm.bias_ih_l{n}", 0) + w.get(f"lstm.bias_hh_l{n}", 0)
+                enter, forget, new, leave = z.reshape(4, H)
+                c = sigmoid(forget) * c + sigmoid(enter) * np.tanh(new)
+                h = sigmoid(leave) * np.tanh(c)
+                out.append(h)
+            x = np.stack(out)
+        return x
+
+    def guess(hidden, tokens, i, depth):
+        features = list(hidden[LAYERS][: i + 1])
+        while True:
+            n = len(features)
+            x = lstm(np.concatenate([embedding()[tokens[1 : n + 1]], np.stack(features)], 1))
+            decoder, found = Decoder(w, "layers.0."), []
+            for place in range(n):
+                decoder(x[place], x[place], place)
+            for place in range(n - k, n):  # each sees all there is, itself once
+                own = decoder.places.index(place)
+                for kept in (decoder.places, decoder.keys, decoder.values):
+                    kept.pop(own)
+                found.append(decoder(x[place], x[place], place))
+            if depth < k:
+                return lm_head() @ found[depth]
+            features, depth = features + found, depth - k
+
+    return guess

@@ -6,7 +6,24 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from published import DRAFTS, LAYERS, H, V, eagle, eagle3, llama_config, medusa, mlp, plain, speculators, target, write
+from published import (
+    DRAFTS,
+    LAYERS,
+    H,
+    V,
+    dflash,
+    eagle,
+    eagle3,
+    falcon,
+    llama_config,
+    medusa,
+    mlp,
+    plain,
+    speculators,
+    target,
+    write,
+    zlab,
+)
 from slipstream.errors import DrafterError
 from slipstream.heads import load_head
 
@@ -146,8 +163,12 @@ def test_a_norm_that_config_json_denies(tmp_path):
     [
         (plain(), {"mask_hidden": torch.zeros(1, 3 * H)}, "P-EAGLE"),
         ({"speculators_model_type": "peagle"}, {}, "a speculators peagle head, which slipstream does not run yet"),
-        ({"architectures": ["Qwen3DSparkModel"]}, {}, "a DSpark head, which slipstream does not run yet"),
-        (plain(), {"markov_w1.weight": torch.zeros(V, 4)}, "a DSpark head, which slipstream does not run yet"),
+        (
+            {"architectures": ["Gemma4DSparkModel"]},
+            {},
+            r"a DFlash or DSpark \(Gemma4DSparkModel\) head, which slipstream",
+        ),
+        (plain(), {"markov_w1.weight": torch.zeros(V, 4)}, "a DFlash or DSpark .* head, which slipstream does not run"),
         ({}, {"mtp.fc.weight": torch.zeros(H, 2 * H)}, r"prediction \(MTP\) head, which slipstream does not run yet"),
         ({}, {"model.layers.61.eh_proj.weight": torch.zeros(H, 2 * H)}, r"a multi-token prediction \(MTP\) head"),
         ({"speculators_model_type": "mtp"}, {}, "a speculators mtp head, which slipstream does not run yet"),
@@ -177,3 +198,66 @@ def test_a_config_that_is_something_else(text, tmp_path):
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(text if text == "[]" else json.dumps(config | json.loads(text)))
     refused(tmp_path, "can't be")
+
+
+# ---- heads that guess in blocks
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"dflash_config": {"mask_token_id": 9}, "num_target_layers": None}, "num_target_layers"),
+        ({"dflash_config": {"target_layer_ids": [1, 4]}}, "does not say which token a mask is"),
+        ({"dflash_config": {"mask_token_id": V, "target_layer_ids": [1, 4]}}, f"mask_token_id {V} is no token"),
+        ({"dflash_config": {"mask_token_id": 9, "target_layer_ids": [1, -1]}}, "whole numbers from 0 on, not -1"),
+        ({"dflash_config": {"mask_token_id": 9, "target_layer_ids": [1]}}, r"fc\.weight is \(32, 64\), not \(32, 32\)"),
+        ({"block_size": 1}, "a block of 1 has no place to guess"),
+        ({"block_size": None}, "block_size"),
+        ({"num_hidden_layers": 3}, r"lacks layers\.2\.input_layernorm\.weight"),
+        ({"num_hidden_layers": 1}, r"has layers\.1\.input_layernorm\.weight"),
+        ({"layer_types": ["sliding_attention"] * 2, "sliding_window": 4}, "a sliding window, which we don't run"),
+        ({"markov_rank": 4}, r"lacks markov_head\.markov_w1\.weight"),
+        ({"markov_rank": 4, "markov_head_type": "cubic"}, "the bias 'cubic' is unknown: there are vanilla, gated, rnn"),
+        ({"enable_confidence_head": True}, r"lacks confidence_head\.proj\.bias"),
+        (
+            {"enable_confidence_head": True, "confidence_head_with_markov": True},
+            "reads the embedding of the token before, and there is no bias",
+        ),
+    ],
+)
+def test_a_dflash_head_that_contradicts_itself(change, told, tmp_path):
+    dflash(tmp_path, zlab() | change, (2, 5), 7)
+    refused(tmp_path, told)
+
+
+def test_a_dflash_head_for_another_target(tmp_path):
+    dflash(tmp_path, zlab() | {"num_target_layers": None}, (2, 5), 7)
+    with pytest.raises(DrafterError, match=r"reads hidden states \(2, 5\), and .* has those from 0 to 3"):
+        load_head(tmp_path, target(4))
+    dflash(tmp_path / "named", zlab(), (2, 5), 7)
+    with pytest.raises(DrafterError, match=f"made for a target with {LAYERS} layers, but .* has 9"):
+        load_head(tmp_path / "named", target(9))
+
+
+@pytest.mark.parametrize("name", ["fc.weight", "layers.1.self_attn.k_norm.weight", "hidden_norm.weight"])
+def test_a_dflash_head_whose_weights_are_no_numbers(name, tmp_path):
+    dflash(tmp_path, zlab(), (2, 5), 7)
+    spoil(tmp_path, lambda tensors: tensors[name].view(-1)[3:4].fill_(torch.nan))
+    refused(tmp_path, rf"holds values in {name} that are infinite or no numbers")
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"k_mask": 0}, "k_mask of a head must be 1 or more, not 0|lacks 'k_mask'"),
+        ({"k_mask": "2"}, "k_mask of a head must be a whole number, not '2'"),
+        ({"num_hidden_layers": 2}, "a falcon head has one layer, not 2"),
+        ({"bias": False}, r"has lstm\.bias_hh_l0"),
+        ({"hidden_size": 16}, r"doesn't hold what its config\.json says"),
+    ],
+)
+def test_a_falcon_head_that_contradicts_itself(change, told, tmp_path):
+    falcon(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | change))
+    refused(tmp_path, told)

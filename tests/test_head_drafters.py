@@ -35,24 +35,24 @@ def model(tiny):
     return tiny("llama")
 
 
-def random_head(kind, model, seed=0):
+def random_head(kind, model, seed=0, **sizes):
     """Untrained heads begin near the target's own output: shake them, so that every depth says something else."""
-    head = HEADS[kind].fresh(model, seed=seed)
+    head = HEADS[kind].fresh(model, seed=seed, **sizes)
     noise = torch.Generator().manual_seed(seed + 1)
     for weight in head.parameters():
         weight.data += 0.3 * torch.randn(weight.shape, generator=noise)
     return head
 
 
-def make(kind, model, **options):
-    return drafters.make(kind, open_target(model), drafter_path=random_head(kind, model), **options)
+def make(kind, model, sizes=None, **options):
+    return drafters.make(kind, open_target(model), drafter_path=random_head(kind, model, **(sizes or {})), **options)
 
 
 def session(drafter, state, read=3, **request):
     """A session that has seen `read` tokens, the last of them with this state."""
     begun = drafter.begin(Request([1] * read, 20, **request))
     rows = torch.stack([-state] * (read - 1) + [state])
-    begun.observe(Seen([1] * read, 0, Hidden({drafter.layers[0]: rows})))
+    begun.observe(Seen([1] * read, 0, Hidden(dict.fromkeys(drafter.layers, rows))))
     return begun
 
 
@@ -429,11 +429,31 @@ def test_few_tokens_make_narrow_trees():
     assert len(frozen.children(0)) == 1  # the others have no probability left
 
 
+@pytest.mark.parametrize("mode", ["best", "sample"])
+@pytest.mark.parametrize("kind", ["falcon", "dflash"])
+def test_greedy_texts_of_blocks_are_the_targets_under_both_rules(kind, mode, model):
+    prompts = [[5, 6, 7, 8], [40, 41], [1, 2, 3]]
+    plain = [r.tokens for r in LLM(model, drafter="none").generate(prompts, max_new_tokens=8)]
+    llm = LLM(model, drafter=kind, drafter_path=random_head(kind, model), mode=mode)
+    for rule in ("match", "rejection"):
+        assert llm.generate(prompts[0], max_new_tokens=8, accept=rule).tokens == plain[0]
+        assert [r.tokens for r in llm.generate(prompts, max_new_tokens=8, accept=rule)] == plain
+
+
 @pytest.mark.slow
-def test_rejection_of_drawn_drafts_leaves_the_targets_distribution():
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("redrafter", {"beams": 2, "length": 2}),
+        ("falcon", {"width": 2, "depth": 2}),
+        ("dflash", {"width": 2, "depth": 2, "sizes": {"bias": 2, "confidence": True}}),
+    ],
+    ids=["redrafter", "falcon", "dflash"],
+)
+def test_rejection_of_drawn_drafts_leaves_the_targets_distribution(kind, options):
     """Counted over three tokens, with a target that has nothing to do with the head."""
     model, count, root = tiny_model("llama", vocab_size=3, hidden_size=16, eos_token_id=None), 2048, 1
-    drafter = make("redrafter", model, mode="sample", beams=2, length=2)
+    drafter = make(kind, model, mode="sample", **options)
     law = {
         text: np.random.default_rng([1, *text]).dirichlet(np.ones(3))
         for n in range(3)
@@ -455,6 +475,7 @@ def test_rejection_of_drawn_drafts_leaves_the_targets_distribution():
                 text = (*text, sampler.draw(torch.from_numpy(law[text])))
                 sampler.push(text[-1])
             cells[text] += 1
+            one.close()
     assert accepted > 0.3 * count  # the drafts were really used
     expected = np.array([law[()][a] * law[a,][b] * law[a, b][c] for a, b, c in cells]) * count
     distance = float(((np.array(list(cells.values())) - expected) ** 2 / expected).sum())

@@ -616,6 +616,15 @@ def test_steps_need_no_values(kind):
             state = head.advance(state, token, *depth)
             shape = (head.logits(h, state) if kind == "redrafter" else head.logits(state, 1)).shape
             assert shape == (2, 3, V)
+        elif kind in ("falcon", "dflash"):
+            attend = lambda q, k, v: q[:, :, -3:].transpose(1, 2)  # noqa: E731, ARG005
+            if kind == "falcon":
+                x, _ = head.steps(head.pairs(token, h), head.no_memory(2))
+                found = head.guess(x, x, torch.cat((token, token), 1), attend)
+            else:
+                features = head.read(torch.cat([h] * len(head.layers(7)), dim=-1))
+                found = head.fill(token, features, torch.cat((token, token), 1), [attend] * 2)
+            assert head.logits(found).shape == (2, 3, V)
         else:
             features = head.read(torch.cat([h] * len(head.layers(7)), dim=-1))
             attend = lambda q, k, v: q.transpose(1, 2)  # noqa: E731, ARG005
@@ -1052,9 +1061,7 @@ def test_a_pickle_with_code_is_not_run(tmp_path):
 @pytest.mark.parametrize(
     ("config", "names", "told"),
     [
-        ({"k_mask": 4, "model_type": "llama"}, ["lstm.weight_ih_l0", "layers.0.mlp.up_proj.weight"], "a Falcon head"),
-        ({"model_type": "llama"}, ["lstm.weight_ih_l0", "embed_tokens.weight"], "a Falcon head"),
-        ({"architectures": ["DFlashDraftModel"], "dflash_config": {}}, ["fc.weight", "layers.0.x"], "a DFlash head"),
+        ({"architectures": ["LagunaDFlash"]}, ["fc.weight", "layers.0.x"], r"a DFlash or DSpark \(LagunaDFlash\) head"),
         ({"speculators_model_type": "hydra"}, ["fc.weight"], "a speculators hydra head"),
     ],
 )

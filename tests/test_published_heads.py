@@ -11,8 +11,10 @@ from published import (
     LENGTH,
     H,
     V,
+    dflash,
     eagle,
     eagle3,
+    falcon,
     llama_config,
     medusa,
     mlp,
@@ -21,6 +23,7 @@ from published import (
     target,
     text,
     write,
+    zlab,
 )
 from slipstream import drafters
 from slipstream.budget import Budget
@@ -28,6 +31,7 @@ from slipstream.drafters.base import Hidden, Seen
 from slipstream.errors import DrafterError
 from slipstream.heads import checkpoint as head_files
 from slipstream.heads import export_head, load_head, save_head
+from slipstream.heads.blocks import Blocks
 from slipstream.request import Request
 from slipstream.sampling import Sampling
 from slipstream.targets import open_target
@@ -80,21 +84,23 @@ def spelled(tree):
 
 
 @torch.no_grad()
-def drafts_as(guess, folder):
+def drafts_as(guess, folder, **options):
     """Guesses along the text, and trees behind it: the text comes in two pieces, as a prompt and an accepted path."""
     head, opened = load_head(folder, target()), open_target(target())
     (tokens, hidden), layers = text(), head.layers(LAYERS)
     seen = shown(opened, layers)
     states = head.join(seen)[None]
+    first = head.config.block - 1 if head.kind == "falcon" else 0  # a block needs as many states as it has places
     for k, prediction in enumerate(head.predict(states, tokens[None], min(DEPTHS, head.reach or DEPTHS))):
-        for i in (0, 3, LENGTH - 2 - k):
+        for i in (first, 3, LENGTH - 2 - k):
             expected = guess(hidden, tokens.numpy(), i, k)
             said = prediction.logits[0, i].numpy()
             np.testing.assert_allclose(said, expected, rtol=0, atol=NEAR * np.abs(expected).max())
-    if head.kind not in ("eagle", "eagle3"):
+    if head.kind not in ("eagle", "eagle3", "falcon", "dflash"):
         return head
     for width, nodes in ((1, DEPTHS), (3, 14)):
-        drafter = drafters.make(head.kind, opened, drafter_path=folder, width=width, depth=DEPTHS, nodes=nodes)
+        sizes = {"width": width, "depth": DEPTHS, "nodes": nodes}
+        drafter = drafters.make(head.kind, opened, drafter_path=folder, **sizes, **options)
         session = drafter.begin(Request([1], 10))
         for start, end in ((0, 15), (15, 19)):
             piece = Hidden({layer: states[start:end] for layer, states in seen.items()})
@@ -103,6 +109,80 @@ def drafts_as(guess, folder):
             expected = eagle2(head, guess, end, width, DEPTHS, nodes)
             assert spelled(tree) == pytest.approx(expected, rel=1e-3, abs=NEAR)
     return head
+
+
+# ---- heads that guess in blocks
+
+
+def deepspec(**more):
+    """A config of DeepSpec's layout, for two layers and blocks of 6."""
+    about = {"mask_token_id": 9, "target_layer_ids": [-1, 2, 4], "markov_rank": 0, "enable_confidence_head": False}
+    config = {"architectures": ["Qwen3DSparkModel"], "num_target_layers": LAYERS, "num_hidden_layers": 2}
+    return llama_config(**config, block_size=6, **about, **more)
+
+
+def spoken(kind, **more):
+    """A config of speculators' layout, for two layers and blocks of 7."""
+    about = {"mask_token_id": 9, "aux_hidden_state_layer_ids": [2, 5], "block_size": 7, "draft_vocab_size": DRAFTS}
+    return speculators({"num_hidden_layers": 2}, speculators_model_type=kind, **about) | more
+
+
+def test_dflash_of_zlab(tmp_path):
+    guess, _ = dflash(tmp_path, zlab(), (2, 5), 7)
+    head = drafts_as(guess, tmp_path)
+    assert head.borrowed == {"embed_tokens.weight", "lm_head.weight"}
+
+
+def test_where_config_json_does_not_name_them_dflash_reads_evenly_spaced_states(tmp_path):
+    guess, _ = dflash(tmp_path, zlab() | {"dflash_config": {"mask_token_id": 9}}, (2, 5), 7)
+    drafts_as(guess, tmp_path)
+
+
+@pytest.mark.parametrize("form", ["none", "vanilla", "gated", "rnn"])
+def test_dflash_and_dspark_of_deepspec(form, tmp_path):
+    """A confidence is told beside the probabilities: here it is left out."""
+    rank, sure = (0, None) if form == "none" else (5, form != "gated")
+    parts = {"markov_rank": rank, "markov_head_type": form, "enable_confidence_head": sure is not None}
+    config = deepspec() | parts | {"confidence_head_with_markov": bool(sure)}
+    options = {"rank": rank, "form": form, "sure": sure, "anchor": True, "own": True}
+    guess, accepted = dflash(tmp_path, config, (0, 3, 5), 6, **options)
+    head = drafts_as(guess, tmp_path, confidence=False)
+    if sure is None:
+        return
+    tokens, hidden = text()
+    blocks = Blocks(LENGTH, 6)
+    with torch.no_grad():
+        states = head.join({layer: torch.tensor(hidden[layer])[None] for layer in head.layers(LAYERS)})
+        said = head.sure(head.hidden_blocks(states, tokens[None], blocks), blocks.following(tokens[None]))[0]
+    for i, k in ((0, 0), (7, 5), (11, 3)):
+        assert said[i, k].item() == pytest.approx(accepted(hidden, tokens.numpy(), i, k), abs=NEAR)
+    # Where it is believed, a node is as probable as the head says, times how often it is right.
+    seen = Hidden({layer: torch.tensor(hidden[layer][:9]) for layer in head.layers(LAYERS)})
+    trees = []
+    for believed in (False, True):
+        options = {"drafter_path": tmp_path, "width": 1, "depth": 3, "confidence": believed}
+        session = drafters.make("dflash", open_target(target()), **options).begin(Request([1], 10))
+        session.observe(Seen(tokens[:9].tolist(), 0, seen))
+        trees.append(session.propose(int(tokens[9]), Budget(9, 9)).tree)
+    assert trees[0].tokens.tolist() == trees[1].tokens.tolist()
+    path = np.array([*tokens[:9].tolist(), *trees[0].tokens.tolist()])
+    for k in range(3):
+        share = 1 / (1 + np.exp(-accepted(hidden, path, 8, k)))
+        assert trees[1].score[1 + k] == pytest.approx(trees[0].score[1 + k] * share, rel=1e-3)
+
+
+@pytest.mark.parametrize("anchor", [False, True])
+def test_dflash_and_dspark_of_speculators(anchor, tmp_path):
+    guess, _ = dflash(tmp_path / "dflash", spoken("dflash"), (2, 5), 7, own=True, ids=True)
+    drafts_as(guess, tmp_path / "dflash")
+    config = spoken("dspark", sample_from_anchor=anchor, markov_rank=4, enable_confidence_head=False)
+    guess, _ = dflash(tmp_path / "dspark", config, (2, 5), 7, anchor=anchor, rank=4, own=True, ids=True)
+    drafts_as(guess, tmp_path / "dspark")
+
+
+@pytest.mark.parametrize(("k", "options"), [(2, {}), (3, {"bias": False, "qkv_bias": True, "own": False})])
+def test_falcon_of_the_paper(k, options, tmp_path):
+    drafts_as(falcon(tmp_path, k, **options), tmp_path)
 
 
 # ---- EAGLE-3: what is read, and what is handed on

@@ -6,7 +6,7 @@ import pytest
 
 from families import tiny_model
 from slipstream import LLM, OptionError
-from slipstream.heads import registry
+from slipstream.heads import load_head, registry
 from slipstream.training import own_prompts
 from slipstream.training import tune as module
 from slipstream.training.estimate import Costs
@@ -109,6 +109,23 @@ def test_from_a_model_to_a_registered_head(target, tmp_path, monkeypatch):
     again = tune(*target, tmp_path / "t", QUICK)
     assert again.registered
     assert {p: p.stat().st_mtime_ns for p in before} == before
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("short")
+@pytest.mark.parametrize(("kind", "sizes"), [("dflash", {"block": 4, "bias": 4, "confidence": True}), ("falcon", {})])
+def test_heads_that_guess_in_blocks(kind, sizes, target, tmp_path):
+    done = tune(*target, tmp_path / "t", TuneSettings(minutes=0.02, head=kind, max_new_tokens=12, sizes=sizes))
+    assert done.accuracy
+    assert done.registered is not None
+    assert all(trial.same for trial in done.trials)
+    assert Tuned.open(tmp_path / "t", done.settings, done.model).settings == done.settings
+    head = load_head(tmp_path / "t" / "head", target[0])
+    assert head.kind == kind
+    if sizes:
+        assert (head.config.block_size, head.config.markov_rank, head.config.confidence) == (4, 4, True)
+    with pytest.raises(OptionError, match="has no --heads: its sizes are --block"):
+        TuneSettings(head=kind, sizes={"heads": 3})
 
 
 @pytest.mark.slow

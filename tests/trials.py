@@ -52,6 +52,13 @@ def trials(name: str, model: Any) -> list[Options]:
                 {"generator": "medusa", "drafter_path": medusa, "mode": "sample", "top": 40}
                 | {"fuse": False, "overlap": False},
             ]
+        case "dflash":  # as z-lab has it, and with all that DSpark adds
+            some = range(0, model.get_output_embeddings().weight.shape[0], 2)
+            spark = HEADS["dflash"].fresh(model, block=4, bias=4, confidence=True, markov_type="gated", draft_ids=some)
+            return [
+                {"drafter_path": HEADS["dflash"].fresh(model, block=4)},
+                {"drafter_path": spark, "mode": "sample", "width": 3},
+            ]
         case name if name in HEADS:  # untrained; where the request is greedy, it drafts as in the other mode
             return [{"drafter_path": HEADS[name].fresh(model), "mode": "sample"}]
     return [{}]

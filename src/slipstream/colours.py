@@ -16,6 +16,8 @@ COLOURS = {
     "eagle": ("#56b4e9", "#a5dcfa"),
     "auto": ("#e0218a", "#ff5fae"),
     "dresd": ("#8b1a3f", "#b5466e"),
+    "dflash": ("#1d3639", "#0b8291"),
+    "falcon": ("#ff32fe", "#a400e4"),
     "lookahead": ("#2e8b00", "#38cc07"),
     "medusa": ("#8a8a00", "#a9a92e"),
     "mlp": ("#7a4a1e", "#b08050"),

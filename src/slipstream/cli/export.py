@@ -16,7 +16,7 @@ def export(
     out_folder: Annotated[Path, typer.Option("--out", help="A new folder.")],
     layout: Annotated[
         str | None,
-        typer.Option(help="speculators: EAGLE-3 as vLLM loads it. Default: the head's own published layout."),
+        typer.Option(help="speculators: EAGLE-3 or DFlash as vLLM loads it. Default: the head's own published layout."),
     ] = None,
     dtype: Annotated[
         str | None, typer.Option(help="Of what is written: float32, bfloat16 or float16. Default: as the head is.")

@@ -166,3 +166,13 @@ def sweep_contestants(names: list[str], sweeps: list[str]) -> tuple[list[str], d
     if unused := set(sweeps) - used:
         raise OptionError(f"--sweep {', '.join(sorted(unused))}: none of {', '.join(names)} has such an option")
     return swept, options
+
+
+# Sizes of heads, for train and tune
+Block = Annotated[int | None, typer.Option(help="Places of dflash's block (8), or tokens of a pass of falcon (2).")]
+Bias = Annotated[
+    int | None, typer.Option(help="dflash: the rank of a bias by the token before, as DSpark has it: 256.")
+]
+Confidence = Annotated[
+    bool | None, typer.Option("--confidence", help="dflash: it also learns how often it is right, as DSpark does.")
+]

@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 
 
 # Options that belong to heads alone, and to draft models alone.
-OF_HEADS = ("heads", "inner_dim", "draft_vocab", "tied", "start", "no_rnn", "hass", "labels", "depths", "decay")
+OF_HEADS = (
+    *("heads", "inner_dim", "draft_vocab", "tied", "start", "no_rnn", "hass", "labels", "depths", "decay"),
+    *("block", "bias", "confidence"),
+)
 OF_MODELS = ("draft", "cut", "divergence", "beta", "on_policy", "force")
 PANEL = "Of `train model` alone"
 
@@ -30,7 +33,11 @@ PANEL = "Of `train model` alone"
 def train(
     ctx: typer.Context,
     head: Annotated[
-        str, typer.Argument(metavar="HEAD", help="medusa, redrafter, mlp, eagle or eagle3; or model: a draft model.")
+        str,
+        typer.Argument(
+            metavar="HEAD",
+            help="medusa, redrafter, mlp, eagle, eagle3, falcon or dflash; or model: a draft model.",
+        ),
     ],
     data: Annotated[list[Path], typer.Option("--data", help="What `slipstream collect` wrote. Repeatable.")],
     out_folder: Annotated[Path, typer.Option("--out", help="The folder of the new head.")],
@@ -42,15 +49,22 @@ def train(
     epochs: Annotated[int | None, typer.Option(help="Read the data this often.")] = None,
     heads: Annotated[int | None, typer.Option(help="Tokens that medusa or mlp guess.")] = None,
     layers: Annotated[
-        int | None, typer.Option(help="Residual blocks of medusa or redrafter; of a cut draft its layers.")
+        int | None,
+        typer.Option(help="Residual blocks of medusa or redrafter, layers of dflash; of a cut draft its layers."),
     ] = None,
-    inner_dim: Annotated[int | None, typer.Option(help="The width inside redrafter, mlp, eagle or eagle3.")] = None,
+    inner_dim: Annotated[int | None, typer.Option(help="The width inside a head; not of medusa.")] = None,
+    block: o.Block = None,
+    bias: o.Bias = None,
+    confidence: o.Confidence = None,
     draft_vocab: Annotated[
         int | None,
-        typer.Option(help="Tokens that eagle3 can guess (8192), and redrafter where it doesn't draw (12288)."),
+        typer.Option(
+            help="Tokens that eagle3 and dflash can guess (8192), and redrafter where it doesn't draw (12288)."
+        ),
     ] = None,
     tied: Annotated[
-        bool | None, typer.Option("--tied/--untied", help="Output matrices: medusa, eagle3 the target's; mlp one.")
+        bool | None,
+        typer.Option("--tied/--untied", help="Output matrices: medusa, eagle3, dflash the target's; mlp one."),
     ] = None,
     start: Annotated[
         str | None,
@@ -61,7 +75,10 @@ def train(
     no_rnn: Annotated[bool, typer.Option("--no-rnn", help="redrafter without its recurrence.")] = False,
     hass: Annotated[bool, typer.Option("--hass", help="eagle, unrolled on its own features as HASS does.")] = False,
     labels: Annotated[
-        str, typer.Option(help="distill: the target's distribution; hard: the data's tokens.")
+        str,
+        typer.Option(
+            help="distill: the target's distribution; hard: the data's tokens; tv: to be accepted when drawn."
+        ),
     ] = "distill",
     depths: Annotated[int | None, typer.Option(help="Tokens ahead that count. Default: as usual for the head.")] = None,
     decay: Annotated[float, typer.Option(help="Each depth counts so much of the one before.")] = 0.8,
@@ -147,6 +164,9 @@ def train(
         "draft_vocab": draft_vocab,
         "tied": tied,
         "rnn": False if no_rnn else None,
+        "block": block,
+        "bias": bias,
+        "confidence": confidence,
     }
     sizes = name_sizes(head, {name: value for name, value in given.items() if value is not None})
     from slipstream.training.train import Lesson

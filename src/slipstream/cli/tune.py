@@ -32,9 +32,13 @@ def tune(
     head: Annotated[
         str | None,
         typer.Option(
-            help="Which kind of head: eagle3, eagle, redrafter, medusa or mlp. Default: --start's, or eagle3."
+            help="Which kind of head: eagle3, dflash, falcon, eagle, redrafter, medusa or mlp. "
+            "Default: --start's, or eagle3."
         ),
     ] = None,
+    block: o.Block = None,
+    bias: o.Bias = None,
+    confidence: o.Confidence = None,
     store: Annotated[
         Path | None,
         typer.Option(
@@ -77,7 +81,9 @@ def tune(
         where = None if store is None else str(store.resolve())
         old = start and whole_path(start)
         kind = head or (check_head(old).kind if old else "eagle3")
-        settings = TuneSettings(minutes, kind, max_new_tokens, seed, where, collection, old, share)
+        given_sizes = {"block": block, "bias": bias, "confidence": confidence}
+        sizes = {name: size for name, size in given_sizes.items() if size is not None}
+        settings = TuneSettings(minutes, kind, max_new_tokens, seed, where, collection, old, share, sizes)
     if out_folder is not None:
         check_folder(out_folder)
     given = read_questions(prompts) if prompts else []
@@ -123,7 +129,7 @@ def usual_folder(model: str, settings: TuneSettings) -> Path:
     """In the cache. Learning on goes to a new folder each time, unless the last one was interrupted: it begins with
     the head of another, and the datastore has grown."""
     tuned = cache_folder() / "tuned"
-    name = f"{model[:16]}-{settings.head}"
+    name = "-".join((model[:16], settings.head, *(f"{size}{value}" for size, value in settings.sizes.items())))
     if settings.store is None and settings.start is None:
         return tuned / name
     return next(place for n in count(2) if not finished(place := tuned / f"{name}-{n}"))

@@ -1,4 +1,4 @@
-"""What EAGLE's drafters share: reading the text along with the target, and growing a tree after it.
+"""What drafters share whose heads keep keys of the text: reading it along with the target, and growing a tree after it.
 
 The head reads pairs: the target's state that read token i, and token i+1. Pair i's key lies in column i of the
 session's row. The last state waits for the token after it: each draft reads it with the root, again if the text did
@@ -20,7 +20,6 @@ from slipstream.drafters._beams import Carry, ChainDrafter
 from slipstream.drafters._head import SMALL, HeadOptions, HeadSession
 from slipstream.drafters.base import DraftSession, Hidden, Seen
 from slipstream.errors import OptionError
-from slipstream.heads.decoder import FeatureHead
 from slipstream.heads.growth import Growth, new_record
 from slipstream.heads.keys import KeyCache, extend_paths, first_places
 from slipstream.heads.packing import likeliest
@@ -53,7 +52,7 @@ class FeatureDrafter(ChainDrafter):
     """A tree whose nodes are guessed from features that the head itself predicted."""
 
     Options = FeatureOptions
-    head: FeatureHead
+    head: Any  # with a LayerConfig
     ordered = True
     rereads = 1  # the state before the first new token, whose pair that token completes
 
@@ -61,11 +60,11 @@ class FeatureDrafter(ChainDrafter):
         super().__init__(target, tokenizer, options)
         self._ids = self.head.draft_ids  # (V',)
         guessable = self.head.config.vocab_size if self._ids is None else len(self._ids)
-        self.width, self.length = min(options.width, guessable), options.depth
+        self.width, self.length = min(options.width, guessable), min(options.depth, self.head.reach or options.depth)
         self.growth = self.grows(guessable)
         self.cache = KeyCache(self.head.config, self.head.dtype, self.device)
         self._captured_for = self.cache.generation
-        self.waiting = options.depth + 2  # states read along with a draft: of a whole path, and the one before it
+        self.waiting = self.length + 2  # states read along with a draft: of a whole path, and the one before it
         if not self.fixed:
             self.sizes = (SMALL,)
 
@@ -75,7 +74,7 @@ class FeatureDrafter(ChainDrafter):
 
     def grows(self, guessable: int) -> Growth:
         """The shape of its trees; the head can guess this many tokens."""
-        return Growth.dynamic(self.options.width, self.options.depth, self.options.nodes, guessable)
+        return Growth.dynamic(self.options.width, self.length, self.options.nodes, guessable)
 
     def begin(self, request: Request) -> FeatureSession:
         return FeatureSession(self, request)
@@ -95,9 +94,12 @@ class FeatureDrafter(ChainDrafter):
         columns = torch.arange(session.length, session.length + count, dtype=torch.int32, device=self.device)[None]
         row = torch.tensor([session.row], dtype=torch.int32, device=self.device)
         tokens = torch.tensor([session.following], device=self.device)
-        features = self.head.read(self._states([session])[None, :count])
-        self.head.draft(tokens, features, None, columns, self.cache.through(row, columns))
+        self.remember(session, tokens, self._states([session])[None, :count], row, columns)
         session.forget()
+
+    def remember(self, session: FeatureSession, tokens: Tensor, states: Tensor, row: Tensor, columns: Tensor) -> None:  # noqa: ARG002
+        """Keys of tokens (1, n) and the states before them (1, n, ·), to a row (1,) and its columns (1, n)."""
+        self.head.draft(tokens, self.head.read(states), None, columns, self.cache.through(row, columns))
 
     def _states(self, sessions: Iterable[FeatureSession]) -> Tensor:
         """(rows, ·) what was seen and not read, one session after the other."""
@@ -140,9 +142,9 @@ class FeatureDrafter(ChainDrafter):
             super().draft_ahead(session, step)
 
     def _make_room(self, batch: int, length: int) -> None:
-        drawn = self.width * (self.length - 1)
-        self.cache.reserve(length + max(drawn, sum(self.growth.widths)))
-        self.cache.prepare(batch, max(self.width, *self.growth.widths, 1), self.length)
+        columns, most, depth = self.room()
+        self.cache.reserve(length + columns)
+        self.cache.prepare(batch, most, depth)
         if self._captured_for != self.cache.generation:  # the cache has moved
             self._captured_for = self.cache.generation
             for captured in (self.captured, self.captured_draws, self.captured_ahead):
@@ -150,20 +152,30 @@ class FeatureDrafter(ChainDrafter):
 
     # ---- drafting
 
+    def room(self) -> tuple[int, int, int]:
+        """What a draft needs: columns after the text, tokens that look at a time, and how long their paths are."""
+        drawn = self.width * (self.length - 1)
+        most = max(self.width, *self.growth.widths, 1)
+        return max(drawn, sum(self.growth.widths)), most, self.length
+
     def start(self, *inputs: Tensor) -> Carry:
         """Read what waits. Only the last pair looks at the others: these are there for their keys."""
         given, states = inputs
         rows, ends, columns = first_places(given, 1 + self.length)
         look = self.cache.through(rows, columns, ends[0], ends[0][:, None, None])
-        read = self.head.draft(given[:, 3:], self.head.read(states), None, columns, look)
-        return Nodes(*read, rows, ends, rows.new_empty(len(rows), 1, 0), 0)
+        after, normed = self.head.draft(given[:, 3:], self.head.read(states), None, columns, look)
+        return Nodes(after, normed, rows, ends, rows.new_empty(len(rows), 1, 0), 0)
 
-    def own_logits(self, carry: Carry) -> Tensor:
+    def own_logits(self, carry: Carry, depth: int) -> Tensor:  # noqa: ARG002
         """(b, w, V') over the tokens that the head can guess."""
         return self.head.logits(carry.features) if carry.normed is None else self.head.output(carry.normed)
 
-    def logits(self, carry: Carry, depth: int) -> Tensor:  # noqa: ARG002
-        logits = self.own_logits(carry)
+    def children(self, carry: Carry, depth: int, branch: int) -> tuple[Tensor, Tensor]:
+        """Twice (b, w, branch): the log-probabilities of the best that follow each chain, and their own ids."""
+        return best_tokens(self.own_logits(carry, depth), branch)
+
+    def logits(self, carry: Carry, depth: int) -> Tensor:
+        logits = self.own_logits(carry, depth)
         if self._ids is None:
             return logits
         every = logits.new_full((*logits.shape[:2], self.head.config.vocab_size), -torch.inf)
@@ -174,19 +186,18 @@ class FeatureDrafter(ChainDrafter):
         free = carry.ends[1]
         paths = extend_paths(carry.paths, chain, free, carry.used)  # (b, w, depth)
         look = self.cache.through(carry.rows, paths[..., -1], free, paths)
-        read = self.head.draft(tokens, carry.features, chain, carry.ends[depth, :, None].expand(b, w), look)
-        return Nodes(*read, carry.rows, carry.ends, paths, carry.used + w)
+        after, normed = self.head.draft(tokens, carry.features, chain, carry.ends[depth, :, None].expand(b, w), look)
+        return Nodes(after, normed, carry.rows, carry.ends, paths, carry.used + w)
 
     def best(self, *inputs: Tensor) -> Tensor:
         carry, growth = self.start(*inputs), self.growth.within(self.most)
         record = new_record(len(inputs[0]), growth.found, self.device)
         number = first = None  # of the nodes that are read; None: the root
         for depth in range(growth.depth):
-            logits = self.own_logits(carry)
             if self.first and not depth:
-                first = likeliest(logits[:, 0], self.first)
+                first = likeliest(self.own_logits(carry, 0)[:, 0], self.first)
                 first = first if self._ids is None else self._ids[first]
-            logp, ids = best_tokens(logits, growth.branch)  # (b, w, branch)
+            logp, ids = self.children(carry, depth, growth.branch)
             tokens, chain, number = growth.grow(depth, logp, ids, number, self._ids, record)
             if depth + 1 < growth.depth:
                 carry = self.advance(carry, chain, tokens, depth + 1)

@@ -45,7 +45,7 @@ class HeadConfig:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if type(value) is int and value < 1:
+            if type(value) is int and value < 1 and not field.name.endswith("_id"):
                 raise OptionError(f"{field.name} of a head must be 1 or more, not {value}")
 
 
@@ -206,6 +206,11 @@ class Head(nn.Module, ABC):
         """How many depths it can guess. None: as many as asked."""
         return None
 
+    @property
+    def taught(self) -> int | None:
+        """How many depths it is trained on, where nobody says. None: that is up to the recipe."""
+        return self.reach
+
     def layers(self, count: int) -> tuple[int, ...]:
         """Which hidden states of a target with `count` layers it reads, as transformers numbers them."""
         return (count,)
@@ -255,7 +260,7 @@ class Head(nn.Module, ABC):
                     bound = 1 / math.sqrt(value.shape[1])
                     value.data.copy_(torch.empty(value.shape).uniform_(-bound, bound, generator=random))
                 else:
-                    value.data.fill_(0.0 if name == "bias" else 1.0)
+                    value.data.fill_(0.0 if name.startswith("bias") else 1.0)  # an LSTM has four, with numbers
         return head
 
     def check_depths(self, depths: int) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from slipstream.errors import DrafterError
 from slipstream.heads.base import Head, Lender
 from slipstream.heads.checkpoint import find_folder, read_config
+from slipstream.heads.dflash import DFlash
 from slipstream.heads.eagle3 import Eagle3
 from slipstream.heads.layer_config import LayerConfig
 from slipstream.heads.layouts import blank_head, find_head
@@ -67,6 +68,8 @@ def _reads(head: Head) -> str:
     said = "the last hidden state"
     if isinstance(head, Eagle3):
         said = f"hidden states {_states(head)}"
+    elif isinstance(head, DFlash):
+        said = f"hidden states {', '.join(map(str, head.config.aux_layers))}"
     config = head.config
     if isinstance(config, LayerConfig):
         count = config.num_hidden_layers

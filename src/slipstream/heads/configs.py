@@ -6,8 +6,10 @@ import re
 from typing import Any
 
 from slipstream.heads.base import Head
+from slipstream.heads.dflash import DFlash, DFlashConfig
 from slipstream.heads.eagle import Eagle
 from slipstream.heads.eagle3 import Eagle3, Eagle3Config
+from slipstream.heads.falcon import Falcon
 from slipstream.heads.layer_config import LayerConfig
 from slipstream.heads.medusa import Medusa
 from slipstream.heads.mlp import MLPSpeculator
@@ -58,6 +60,12 @@ def published_config(head: Head) -> dict[str, Any]:
     if isinstance(head, Eagle):
         biases = {"bias": c.bias, "attention_bias": c.o_bias, "qkv_bias": c.qkv_bias}
         return {"architectures": ["LlamaForCausalLM"], **_llama(c, c.hidden_size), **biases, "torch_dtype": dtype}
+    if isinstance(head, Falcon):
+        biases = {"bias": c.bias, "qkv_bias": c.qkv_bias}
+        shape = _llama(c, c.hidden_size)
+        return {"architectures": ["LlamaForCausalLM"], **shape, "k_mask": c.block, **biases, "torch_dtype": dtype}
+    if isinstance(head, DFlash):
+        return {**_llama(c, c.hidden_size), **_dflash(c), "torch_dtype": dtype}
     fields: dict[str, Any] = {
         "architectures": ["Eagle3Qwen3ForCausalLM" if c.qk_norm else "LlamaForCausalLMEagle3"],
         **_llama(c, c.width),
@@ -99,36 +107,67 @@ def _llama(c: LayerConfig, width: int) -> dict[str, Any]:
     }
 
 
+def _dflash(c: DFlashConfig) -> dict[str, Any]:
+    """As DeepSpec has it where the root's place guesses, else as z-lab has it."""
+    fields: dict[str, Any] = {"block_size": c.block_size, "num_target_layers": c.target_layers}
+    ids = [number - 1 for number in c.aux_layers]
+    if c.draft_vocab_size != c.vocab_size:
+        fields["draft_vocab_size"] = c.draft_vocab_size
+    if c.from_anchor:
+        fields |= {"architectures": ["Qwen3DSparkModel"], "mask_token_id": c.mask_token_id, "target_layer_ids": ids}
+        return fields | {"num_anchors": 512, **_spark(c)}
+    fields["architectures"] = ["DFlashDraftModel"]
+    fields["dflash_config"] = {"mask_token_id": c.mask_token_id, "target_layer_ids": ids}
+    return fields | (_spark(c) if c.markov_rank is not None or c.confidence else {})
+
+
+def _spark(c: DFlashConfig) -> dict[str, Any]:
+    """The fields of DSpark's parts."""
+    return {
+        "markov_rank": c.markov_rank or 0,
+        "markov_head_type": c.markov_type,
+        "enable_confidence_head": c.confidence,
+        "confidence_head_with_markov": c.confidence_with_markov,
+    }
+
+
 def _states(c: Eagle3Config) -> dict[str, int]:
     """What vLLM asks for where it is not three."""
     return {} if c.states == 3 else {"num_aux_hidden_states": c.states}
 
 
-def speculators_config(head: Eagle3) -> dict[str, Any]:
-    c = head.config
-    aux = c.aux_layers if c.target_layers is None else head.aux_ids(c.target_layers)
+def speculators_config(head: Eagle3 | DFlash) -> dict[str, Any]:
+    c: Any = head.config
+    if isinstance(head, Eagle3):
+        kind, width, ahead, own = "eagle3", c.width, _DEPTHS, _speculators_eagle3(head)
+        more = _states(c)
+    else:
+        spark = c.markov_rank is not None or c.confidence
+        kind, width, ahead, more = "dspark" if spark else "dflash", c.hidden_size, head.reach, {}
+        own = {
+            "architectures": ["DSparkSpeculator" if spark else "DFlashSpeculator"],
+            "block_size": c.block_size,
+            "mask_token_id": c.mask_token_id,
+            "aux_hidden_state_layer_ids": list(c.aux_layers),
+            "sample_from_anchor": c.from_anchor,
+            **(_spark(c) if spark else {}),
+        }
     return {
-        "architectures": ["Eagle3DraftModel"],
-        "speculators_model_type": "eagle3",
+        "speculators_model_type": kind,
         "speculators_version": "0.3.0",
         "draft_vocab_size": c.draft_vocab_size,
-        "norm_before_residual": c.norm_before_residual,
-        "norm_before_fc": c.norm_before_fc,
-        "fc_norm": c.fc_norm,
-        "norm_output": c.norm_output,
-        "target_hidden_size": c.hidden_size if c.hidden_size != c.width else None,
-        "eagle_aux_hidden_state_layer_ids": None if aux is None else list(aux),
-        "embed_requires_grad": False,
+        "target_hidden_size": c.hidden_size if c.hidden_size != width else None,
+        **own,
         "tie_word_embeddings": False,
         "torch_dtype": str(head.dtype).removeprefix("torch."),
-        "transformer_layer_config": {**_llama(c, c.width), **_states(c)},
+        "transformer_layer_config": {**_llama(c, width), **more},
         "speculators_config": {
-            "algorithm": "eagle3",
+            "algorithm": kind,
             "default_proposal_method": "greedy",
             "proposal_methods": [
                 {
                     "proposal_type": "greedy",
-                    "speculative_tokens": _DEPTHS,
+                    "speculative_tokens": ahead,
                     "verifier_accept_k": 1,
                     "accept_tolerance": 0.0,
                 }
@@ -138,6 +177,20 @@ def speculators_config(head: Eagle3) -> dict[str, Any]:
                 "architectures": list(head.lender.architectures) if head.bound else [],
             },
         },
+    }
+
+
+def _speculators_eagle3(head: Eagle3) -> dict[str, Any]:
+    c = head.config
+    aux = c.aux_layers if c.target_layers is None else head.aux_ids(c.target_layers)
+    return {
+        "architectures": ["Eagle3DraftModel"],
+        "norm_before_residual": c.norm_before_residual,
+        "norm_before_fc": c.norm_before_fc,
+        "fc_norm": c.fc_norm,
+        "norm_output": c.norm_output,
+        "eagle_aux_hidden_state_layer_ids": None if aux is None else list(aux),
+        "embed_requires_grad": False,
     }
 
 

@@ -13,10 +13,11 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from slipstream.errors import DrafterError, OptionError
-from slipstream.heads.base import Lender, product
+from slipstream.errors import DrafterError
+from slipstream.heads.base import Lender
 from slipstream.heads.decoder import FeatureHead, FurtherLayer, Layer, RMSNorm
 from slipstream.heads.layer_config import LayerConfig, layer_sizes
+from slipstream.heads.vocabulary import VocabularyHead, check_draft_ids
 from slipstream.targets.states import final_norm
 
 
@@ -38,12 +39,10 @@ class Eagle3Config(LayerConfig):
         return 3 if self.aux_layers is None else len(self.aux_layers)
 
 
-class Eagle3(FeatureHead):
+class Eagle3(VocabularyHead, FeatureHead):
     kind = "eagle3"
     Config = Eagle3Config
     config: Eagle3Config
-    d2t: Tensor
-    t2d: Tensor
 
     def __init__(self, config: Eagle3Config, borrowed: Iterable[str] = ()) -> None:
         super().__init__(config, borrowed)
@@ -61,12 +60,7 @@ class Eagle3(FeatureHead):
             above = range(1, config.num_hidden_layers)
             self._modules["layers"] = nn.ModuleDict({str(n): FurtherLayer(config, width) for n in above})
         self.norm = RMSNorm(width, eps)
-        if "lm_head.weight" not in self.borrowed:
-            self.lm_head = nn.Linear(width, config.draft_vocab_size, bias=False)
-        if config.draft_vocab_size != config.vocab_size:
-            self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
-            self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool))
-        self.register_buffer("_rows", None, persistent=False)  # (V', H) the target's output rows of its draft ids
+        self.add_vocabulary(width)
 
     @classmethod
     def fresh(
@@ -82,10 +76,7 @@ class Eagle3(FeatureHead):
         """draft_ids: the tokens it may guess; all unless told. tied: its output matrix is the target's rows for them
         and stays so; otherwise it starts as a copy of them. sizes: fields of Eagle3Config."""
         size = Lender.of(model)
-        chosen = range(size.vocab_size) if draft_ids is None else draft_ids
-        ids = torch.as_tensor(chosen, device="cpu").long().unique()  # sorted
-        if not len(ids) or int(ids[0]) < 0 or int(ids[-1]) >= size.vocab_size:
-            raise OptionError(f"draft_ids must be token ids from 0 to {size.vocab_size - 1}, at least one of them")
+        ids = check_draft_ids(draft_ids, size.vocab_size)
         count = size.layers
         config = Eagle3Config(
             **size.sizes(),
@@ -98,30 +89,12 @@ class Eagle3(FeatureHead):
             },
         )
         head = cls.begin(config, cls.lendable(config) if tied else ("embed_tokens.weight",), model, seed, dtype)
-        if len(ids) < size.vocab_size:
-            head.set_draft_ids(ids)
-        if (scale := _final_scale(model)) is not None:  # the output matrix was made for states of this scale
-            head.norm.weight.data.copy_(scale)
-        head.bind(model)
-        if not tied:
-            head.lm_head.weight.data.copy_(head.lent("lm_head.weight"))
+        head.start_vocabulary(model, ids)
         return head
-
-    def set_draft_ids(self, ids: Tensor) -> None:
-        """(V',) ascending."""
-        self.d2t.copy_(ids - torch.arange(len(ids), device=ids.device))
-        self.t2d.zero_()
-        self.t2d[ids.to(self.t2d.device)] = True
 
     @classmethod
     def lendable(cls, config: Eagle3Config) -> tuple[str, ...]:
         return ("embed_tokens.weight", "lm_head.weight") if config.width == config.hidden_size else ()
-
-    def lent(self, name: str) -> Tensor:
-        if name == "embed_tokens.weight":
-            return self.lender.table()
-        matrix, ids = self.lender.matrix(), self.draft_ids
-        return matrix if ids is None else matrix[ids.to(matrix.device)]
 
     def bind(self, model: Any) -> Self:
         super().bind(model)
@@ -136,19 +109,7 @@ class Eagle3(FeatureHead):
                 f"this eagle3 head reads the last layer's state before the final norm, and {self.lender.name} has no "
                 "norm that slipstream finds: use another head"
             )
-        if "lm_head.weight" in self.borrowed and self.draft_ids is not None:
-            self._rows = self.lent("lm_head.weight")
         return self
-
-    def refresh(self) -> None:
-        if self._rows is not None:
-            self._rows.copy_(self.lent("lm_head.weight"))
-
-    @property
-    def draft_ids(self) -> Tensor | None:
-        if "d2t" not in self._buffers:
-            return None
-        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
     def layers(self, count: int) -> tuple[int, ...]:
         return tuple(count + 1 if number == count else number for number in self.aux_ids(count))
@@ -202,11 +163,6 @@ class Eagle3(FeatureHead):
         x, features = self.side_by_side(tokens, features, chain, norms)
         return x, x[..., self.config.width :] if self.config.norm_before_residual else features
 
-    def output(self, x: Tensor) -> Tensor:
-        if "lm_head.weight" not in self.borrowed:
-            return self.lm_head(x)
-        return self.lender.logits(x) if self._rows is None else product(x.to(self._rows.dtype), self._rows)
-
 
 class _MidLayer(Layer):
     """A layer whose attention reads embedding and features side by side, each under a norm of its own."""
@@ -215,14 +171,3 @@ class _MidLayer(Layer):
         super().__init__(config, width=config.width, reads=2 * config.width)
         self.hidden_norm = RMSNorm(config.width, config.rms_norm_eps)
         self.input_layernorm = RMSNorm(config.width, config.rms_norm_eps)
-
-
-def _final_scale(model: Any) -> Tensor | None:
-    """(H,) what the target's final norm, whatever its kind, multiplies a state of unit size by."""
-    norm: Any = final_norm(model)
-    if norm is None or getattr(norm, "weight", None) is None:
-        return None
-    unit = torch.ones_like(norm.weight)
-    unit[1::2] = -1  # a mean of zero, so that taking it away changes nothing
-    with torch.no_grad():
-        return (norm(unit) - norm(-unit)) / 2 * unit

@@ -66,7 +66,7 @@ class KeyCache:
     @torch.inference_mode()
     def copy(self, source: int, to: int, length: int) -> None:
         """The first columns of a row, into another."""
-        for tensor in (self.keys, self.values):
+        for tensor in (part for layer in self.layers for part in layer):
             tensor[to, :, :length] = tensor[source, :, :length]
 
     def reserve(self, length: int) -> None:

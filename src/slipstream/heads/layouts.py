@@ -20,10 +20,11 @@ from slipstream.errors import DrafterError, OptionError
 from slipstream.heads.base import Head, Lender
 from slipstream.heads.checkpoint import WEIGHTS, find_folder, read_config, read_tensors, write
 from slipstream.heads.configs import VERSION, published_config, speculators_config, spell_speculators
+from slipstream.heads.dflash import DFlash
 from slipstream.heads.eagle3 import Eagle3
 from slipstream.heads.medusa import Medusa
 from slipstream.heads.mlp import MLPSpeculator
-from slipstream.heads.published import EMBEDDING, Published, Tensors
+from slipstream.heads.published import EMBEDDING, OUTPUT, Published, Tensors
 from slipstream.heads.readers import understand
 from slipstream.heads.redrafter import ReDrafter
 
@@ -111,9 +112,8 @@ def save_head(head: Head, folder: str | Path, tied: bool = True, dtype: torch.dt
 
 def export_head(head: Head, folder: str | Path, layout: str | None = None) -> None:
     """The published layout of the head's kind, complete, for other software. layout: "speculators" is another one for
-    eagle3, which vLLM loads."""
-    theirs = {EMBEDDING} if isinstance(head, Eagle3) else set()  # in both of its layouts the target's, unless its own
-    tensors = _complete(head, head.borrowed - theirs)
+    eagle3 and dflash, which vLLM loads."""
+    tensors = _complete(head, head.borrowed - _taken(head, layout))
     if isinstance(head, ReDrafter):
         tensors.pop("d2t", None)  # unknown to others
     elif isinstance(head, MLPSpeculator) and head.config.tie_weights:  # vLLM ties all but the output matrices
@@ -130,11 +130,25 @@ def export_head(head: Head, folder: str | Path, layout: str | None = None) -> No
     if layout is None:
         name = "medusa_lm_head.pt" if isinstance(head, Medusa) else WEIGHTS
         write(Path(folder), published_config(head), tensors, name)
-    elif layout == "speculators" and isinstance(head, Eagle3):
+    elif layout == "speculators" and isinstance(head, Eagle3 | DFlash):
         write(Path(folder), speculators_config(head), {spell_speculators(name): t for name, t in tensors.items()})
     else:
-        known = '"speculators" or none' if isinstance(head, Eagle3) else "none: there is one"
+        known = '"speculators" or none' if isinstance(head, Eagle3 | DFlash) else "none: there is one"
         raise OptionError(f"layout {layout!r} of {head.kind} heads is unknown: give {known}")
+
+
+def _taken(head: Head, layout: str | None) -> set[str]:
+    """What those who load an exported head take from the target themselves."""
+    if isinstance(head, Eagle3):  # in both of its layouts
+        return {EMBEDDING}
+    if not isinstance(head, DFlash) or head.config.from_anchor or layout is not None:
+        return set()
+    if head.config.markov_rank is not None or head.config.confidence or head.draft_ids is not None:
+        raise OptionError(
+            "z-lab's layout has no place for a bias, a confidence or draft ids: export this head with layout "
+            '"speculators"'
+        )
+    return {EMBEDDING, OUTPUT}
 
 
 def _output_biases(head: Eagle3) -> Tensors:

@@ -66,3 +66,41 @@ def check_ids(name: str, ids: Tensor, vocabulary: int) -> Tensor:
     if len(named) < len(ids):
         raise ValueError(f"{name} names token id {int(named[times.argmax()])} more than once")
     return ids
+
+
+def state_number(name: str, number: Any) -> int:
+    """Of a hidden state, or of a layer."""
+    if type(number) is not int or number < 0:
+        raise ValueError(f"{name} must be whole numbers from 0 on, not {number!r}")
+    return number
+
+
+def count_drafts(tensors: Tensors, vocabulary: int) -> int:
+    """How many tokens it guesses among, where config.json doesn't say."""
+    for name in (OUTPUT, "d2t"):
+        if name in tensors:
+            return len(tensors[name])
+    return vocabulary
+
+
+def read_ids(tensors: Tensors, drafts: int, vocabulary: int) -> None:
+    """d2t and t2d as they should be."""
+    if "d2t" not in tensors:
+        return
+    d2t = tensors["d2t"] = whole("d2t", tensors["d2t"])
+    if drafts == vocabulary and not bool(d2t.any()):  # every id stands for itself
+        del tensors["d2t"]
+        tensors.pop("t2d", None)
+        return
+    ids = draft_ids(d2t, vocabulary)
+    mine = torch.zeros(vocabulary, dtype=torch.bool).index_fill(0, ids, True)
+    theirs = tensors.setdefault("t2d", mine)  # it says nothing that d2t doesn't
+    if theirs.shape == mine.shape:
+        tensors["t2d"] = theirs.bool()
+        if wrong := int((tensors["t2d"] != mine).sum()):
+            raise ValueError(f"t2d and d2t disagree about {wrong} tokens: one of them belongs to another head")
+
+
+def verifier(config: Json) -> str | None:
+    """The target's name, as `speculators` writes it."""
+    return ((config.get("speculators_config") or {}).get("verifier") or {}).get("name_or_path")

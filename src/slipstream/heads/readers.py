@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from slipstream.errors import DrafterError
+from slipstream.heads.block_readers import read_dflash, read_falcon, read_speculators_dflash
 from slipstream.heads.configs import VERSION
 from slipstream.heads.eagle_readers import read_eagle, read_eagle3, read_speculators, read_speculators_eagle
 from slipstream.heads.medusa_reader import NAMES as MEDUSA
@@ -46,15 +47,15 @@ def _read(kind: str, config: Json, tensors: Tensors, vocabulary: int | None) -> 
 def _recognise(folder: Path, config: Json, tensors: Tensors) -> str:
     """The layout: one of _READERS, or the name of one that we know of and can't run."""
     names = " ".join(config.get("architectures") or ())
-    if "dflash_config" in config or "DFlash" in names or config.get("speculators_model_type") == "dflash":
-        return "DFlash"
-    if "DSpark" in names or any(name.startswith("markov_") for name in tensors):
-        return "DSpark"
     if "speculators_model_type" in config:
         kind = config["speculators_model_type"]
         return "speculators" if kind == "eagle3" else f"speculators {kind}"
+    if "dflash_config" in config or names == "Qwen3DSparkModel":
+        return "dflash"
+    if "DFlash" in names or "DSpark" in names or any(name.startswith("markov_") for name in tensors):
+        return f"DFlash or DSpark ({names})"
     if "k_mask" in config or any(name.startswith("lstm.") for name in tensors):
-        return "Falcon"
+        return "falcon"
     if any(re.match(r"mtp\.|(.*\.)?eh_proj\.", name) for name in tensors):
         return "multi-token prediction (MTP)"
     if config.get("model_type") == "recurrent_drafting_drafter":
@@ -71,8 +72,8 @@ def _recognise(folder: Path, config: Json, tensors: Tensors) -> str:
         return "eagle" if pairs and "layers.0.hidden_norm.weight" not in tensors else "eagle3"
     begin = ", ".join(sorted(tensors)[:4]) or "nothing"
     raise DrafterError(
-        f"{folder} is no head that slipstream knows (EAGLE, EAGLE-3, Medusa, ReDrafter, MLP Speculator): "
-        f"config.json says model_type {config.get('model_type')!r}, the weights begin with {begin}"
+        f"{folder} is no head that slipstream knows (EAGLE, EAGLE-3, Falcon, DFlash, Medusa, ReDrafter, MLP "
+        f"Speculator): config.json says model_type {config.get('model_type')!r}, the weights begin with {begin}"
     )
 
 
@@ -136,4 +137,8 @@ _READERS: dict[str, Callable[[Json, Tensors], Published]] = {
     "eagle3": read_eagle3,
     "speculators": read_speculators,
     "speculators eagle": read_speculators_eagle,
+    "dflash": read_dflash,
+    "speculators dflash": read_speculators_dflash,
+    "speculators dspark": read_speculators_dflash,
+    "falcon": read_falcon,
 }

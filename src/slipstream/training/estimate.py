@@ -168,8 +168,8 @@ def ending(llm: LLM, questions: Sequence[Question]) -> float:
     return (ended + ENDING * BELIEF) / (sum(written) + BELIEF)
 
 
-def measure(llm: LLM, model: Any, kind: str, start: str | None, batch: int) -> Costs:
-    """A few tokens of answers, alone and in a batch, and two sizes of a training step."""
+def measure(llm: LLM, model: Any, kind: str, start: str | None, batch: int, own: dict[str, Any] | None = None) -> Costs:
+    """A few tokens of answers, alone and in a batch, and two sizes of a training step. own: sizes of the head."""
     cpu = model.device.type == "cpu"
     vocabulary, new, long = Lender.of(model).vocab_size, 4 if cpu else 16, 64
     prompts = np.random.default_rng(0).integers(0, vocabulary, (batch, long)).tolist()
@@ -187,18 +187,20 @@ def measure(llm: LLM, model: Any, kind: str, start: str | None, batch: int) -> C
     alone = (seconds(1, 2, 1 + new) - seconds(1, 2, 1)) / new
     together = (seconds(batch, 2, 1 + new) - seconds(batch, 2, 1)) / (new * batch)
     low, high = (64, 256) if cpu else (1024, BATCHES[0])
-    fast, slow = step_costs(model, kind, start, (low, high))
+    fast, slow = step_costs(model, kind, start, (low, high), own)
     learning = max(slow - fast, 0.0) / (high - low) or slow / high
     return Costs(max(together, 1e-9), max(alone, 1e-9), max(fast - low * learning, 0.0), learning, reading)
 
 
-def step_costs(model: Any, kind: str, start: str | None, sizes: Sequence[int]) -> list[float]:
+def step_costs(
+    model: Any, kind: str, start: str | None, sizes: Sequence[int], own: dict[str, Any] | None = None
+) -> list[float]:
     """Seconds of a training step on so many made-up tokens, for each size."""
     lesson, recipe = Lesson(kind), find(kind)
     vocabulary, likely = Lender.of(model).vocab_size, DRAFT_VOCAB.get(kind, 0)
     ids = torch.arange(likely) if 0 < likely < vocabulary else None
-    head = make_head(model, lesson, 0, {}, ids) if start is None else start_from(start, model, lesson, {})
-    depths, weights = recipe.depths or head.reach or 5, Weights(recipe, lesson.decay)
+    head = make_head(model, lesson, 0, own or {}, ids) if start is None else start_from(start, model, lesson, {})
+    depths, weights = recipe.depths or head.taught or 5, Weights(recipe, lesson.decay)
     teacher, processes = Teacher(model, head), Processes(str(model.device))
     found: list[float] = []
     for size in sizes:

@@ -25,6 +25,7 @@ from slipstream.heads.base import Head
 from slipstream.heads.ranks import measure
 from slipstream.training import checkpoint
 from slipstream.training.data import Batch, Order, Texts, cut
+from slipstream.training.glancing import Practice
 from slipstream.training.log import Log
 from slipstream.training.losses import Weights, backward, hits
 from slipstream.training.processes import Processes
@@ -285,8 +286,15 @@ class Loop(Steps):
         batch = self.texts.batch(texts).to(self.device)
         states, last = self.teacher.read(batch.tokens)
         with self.precision():
-            unrolled = self.weights.recipe.unroll(self.head, states, batch.tokens, self.depths)
+            unrolled = self.weights.recipe.unroll(self.head, states, batch.tokens, self.depths, self._practice(batch))
             return backward(unrolled, batch, last, self.teacher, self.weights, guesses)
+
+    def _practice(self, batch: Batch) -> Practice:
+        counted = torch.zeros(batch.tokens.numel(), dtype=torch.bool, device=batch.tokens.device)
+        counted = counted.index_fill(0, batch.places, True).view_as(batch.tokens)
+        # The order of texts has the plan's seed, and so has this: another number at each step.
+        seed = int(np.random.default_rng((self.plan.seed, self.step)).integers(1 << 31))
+        return Practice(counted, seed, min(1.0, self.step / self.total) if self.total else 0.0)
 
     def measured(self) -> dict[str, list[float]]:
         return {"accuracy": self.evaluate()}
@@ -298,8 +306,8 @@ class Loop(Steps):
         for batch in self.held_out_batches():
             states, _ = self.teacher.read(batch.tokens)
             with torch.no_grad(), self.precision():
-                unrolled = self.weights.recipe.unroll(self.head, states, batch.tokens, depths)
-                found += hits(unrolled, batch, self.teacher)
+                unrolled = self.weights.recipe.unroll(self.head, states, batch.tokens, depths, None)
+                found += hits(unrolled, batch, self.teacher, depths)
         right, made = self.processes.sum(found).T.tolist()
         return [r / max(1, m) for r, m in zip(right, made, strict=True)]
 

@@ -21,6 +21,9 @@ class Weights:
     recipe: Recipe
     decay: float = 0.8  # each depth counts so much of the one before
     soft: bool = True  # against the target's distribution; else against the tokens of the data
+    # A tenth of that, and nine tenths of the L1 distance from the target's distribution: twice the total variation,
+    # which is how often a drawn token is rejected (DSpark).
+    apart: bool = False
 
 
 def backward(
@@ -38,16 +41,20 @@ def backward(
     total = torch.zeros((), device=last.device)
     for piece in pieces(batch, teacher):
         true = last.flatten(0, 1).index_select(0, piece.places - 1)  # (n, H) the states that chose the tokens
-        said = teacher.distribution(true) if weights.soft or weights.recipe.top else None  # (n, V')
+        asked = weights.soft or weights.apart or weights.recipe.top or any(guess.sure for guess in roots)
+        said = teacher.distribution(true) if asked else None  # (n, V')
         labels, known = teacher.labels(batch.tokens.flatten().index_select(0, piece.places))
         for k, (guess, inputs) in enumerate(zip(roots, leaves, strict=True)):
-            rows, reaches = piece.aims(k)
+            rows, reaches, depth = guess.aims(piece, k)
             own = [x.flatten(0, 1).index_select(0, rows) for x in inputs]
-            each = token_loss(guess.read(*own).float(), labels, said, weights) * known  # (n,)
+            logits = guess.read(*own).float()
+            each = token_loss(logits, labels, said, weights) * known  # (n,)
+            if guess.sure is not None and said is not None:
+                each = each + accepted_loss(guess.sure(*own).float(), logits, said)
             if weights.recipe.features:
                 near = functional.smooth_l1_loss(own[0].float(), true.float(), reduction="none").mean(-1)
                 each = each + weights.recipe.features * near
-            loss = (each * reaches).sum() * (weights.decay**k / by)
+            loss = (each * reaches * weights.decay**depth).sum() / by
             loss.backward()
             total += loss.detach()
     grown = [
@@ -68,6 +75,8 @@ def token_loss(logits: Tensor, labels: Tensor, said: Tensor | None, weights: Wei
         loss = norm - (said * logits).sum(-1)
     else:
         loss = norm - logits.gather(-1, labels[:, None])[:, 0]
+    if weights.apart and said is not None:
+        loss = 0.1 * loss + 0.9 * ((logits - norm[:, None]).exp() - said).abs().sum(-1)
     loss = weights.recipe.tokens * loss
     if weights.recipe.top and said is not None:
         best, ids = said.topk(min(weights.recipe.top, said.shape[-1]), -1)
@@ -75,20 +84,25 @@ def token_loss(logits: Tensor, labels: Tensor, said: Tensor | None, weights: Wei
     return loss
 
 
+def accepted_loss(sure: Tensor, logits: Tensor, said: Tensor) -> Tensor:
+    """(n,), (n, V'), (n, V') -> (n,): what a guess of being accepted is off by. A token that is drawn from one of two
+    distributions is accepted as often as they have in common."""
+    common = torch.minimum(logits.detach().softmax(-1), said).sum(-1)
+    return functional.binary_cross_entropy_with_logits(sure, common, reduction="none")
+
+
 @torch.no_grad()
-def hits(guesses: Iterable[Guess], batch: Batch, teacher: Teacher) -> Tensor:
+def hits(guesses: Iterable[Guess], batch: Batch, teacher: Teacher, depths: int) -> Tensor:
     """(depths, 2) how many guesses were the data's own token, and how many were made."""
-    found = []
+    found = torch.zeros(depths, 2, device=batch.tokens.device, dtype=torch.long)
     for k, guess in enumerate(guesses):
-        right = torch.zeros(2, device=batch.tokens.device, dtype=torch.long)
         for piece in pieces(batch, teacher):
-            rows, reaches = piece.aims(k)
+            rows, reaches, depth = guess.aims(piece, k)
             logits = guess.read(*(x.flatten(0, 1).index_select(0, rows) for x in guess.inputs))
             labels, known = teacher.labels(batch.tokens.flatten().index_select(0, piece.places))
             hit = (logits.argmax(-1) == labels) & known & reaches
-            right += torch.stack((hit.sum(), reaches.sum()))
-        found.append(right)
-    return torch.stack(found)
+            found.index_add_(0, depth, torch.stack((hit, reaches), 1).long())
+    return found
 
 
 def pieces(batch: Batch, teacher: Speaker) -> Iterator[Batch]:

@@ -16,6 +16,11 @@ from torch import Tensor
 
 from slipstream.errors import OptionError
 from slipstream.heads.base import later
+from slipstream.heads.blocks import Blocks
+from slipstream.training.data import Batch
+from slipstream.training.glancing import Practice, glance
+
+SPACING = 4  # positions between blocks. DeepSpec's 512 blocks of 7 in 4,096 tokens are one in 8, z-lab's of 16 alike
 
 
 @dataclass(frozen=True)
@@ -24,9 +29,24 @@ class Guess:
 
     inputs: tuple[Tensor, ...]  # each (b, t, ·)
     read: Callable[..., Tensor]  # the same rows of each input, (n, ·) -> (n, V') logits
+    # The same rows -> (n,) the logit of being accepted, which some heads guess too.
+    sure: Callable[..., Tensor] | None = None
+    # Where guesses are made at some positions alone, but several depths of them: inputs are (b, blocks·depths, ·) then,
+    # and of the blocks in which a token is guessed, this is about the turn-th.
+    blocks: Blocks | None = None
+    turn: int = 0
+
+    def aims(self, batch: Batch, depth: int) -> tuple[Tensor, Tensor, Tensor]:
+        """For every counted token, (n,) each: the row of its guess, whether there is one, and its depth. depth: that of
+        all, unless there are blocks."""
+        if self.blocks is None:
+            rows, reaches = batch.aims(depth)
+            return rows, reaches, torch.full_like(rows, depth)
+        return self.blocks.aims(batch.columns, batch.places // batch.tokens.shape[1], self.turn)
 
 
-Unroll = Callable[[Any, Tensor, Tensor, int], Iterator[Guess]]  # head, states (b, t, ·), tokens (b, t), depths
+# head, states (b, t, ·), tokens (b, t), depths; and what is known of the training, None where a head is only measured
+Unroll = Callable[[Any, Tensor, Tensor, int, Practice | None], Iterator[Guess]]
 
 
 @dataclass(frozen=True)
@@ -40,12 +60,12 @@ class Recipe:
     sizes: tuple[tuple[str, str], ...] = ()  # options of the command, and the names that the head has for them
 
 
-def medusa(head: Any, states: Tensor, _: Tensor, depths: int) -> Iterator[Guess]:
+def medusa(head: Any, states: Tensor, tokens: Tensor, depths: int, _: Practice | None = None) -> Iterator[Guess]:  # noqa: ARG001
     for k in range(depths):
         yield Guess((states,), partial(head.logits, k=k))
 
 
-def redrafter(head: Any, states: Tensor, tokens: Tensor, depths: int) -> Iterator[Guess]:
+def redrafter(head: Any, states: Tensor, tokens: Tensor, depths: int, _: Practice | None = None) -> Iterator[Guess]:
     state = head.start(states, later(tokens, 1))  # (b, t, H)
     for k in range(depths):
         if k:
@@ -53,7 +73,7 @@ def redrafter(head: Any, states: Tensor, tokens: Tensor, depths: int) -> Iterato
         yield Guess((states, state), head.logits)
 
 
-def mlp(head: Any, states: Tensor, tokens: Tensor, depths: int) -> Iterator[Guess]:
+def mlp(head: Any, states: Tensor, tokens: Tensor, depths: int, _: Practice | None = None) -> Iterator[Guess]:
     state = head.start(states, later(tokens, 1))  # (b, t, inner)
     for k in range(depths):
         if k:
@@ -61,13 +81,50 @@ def mlp(head: Any, states: Tensor, tokens: Tensor, depths: int) -> Iterator[Gues
         yield Guess((state,), partial(head.logits, depth=k))
 
 
-def eagle(head: Any, states: Tensor, tokens: Tensor, depths: int) -> Iterator[Guess]:
+def eagle(head: Any, states: Tensor, tokens: Tensor, depths: int, _: Practice | None = None) -> Iterator[Guess]:
     """From depth 1 on the head reads its own features: HASS's aligned contexts, EAGLE-3's training-time test."""
     features, attends = head.read(states), head.chains()
     positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
     for k in range(depths):
         features = head.step(later(tokens, 1 + k), features, positions + k, *attends)  # (b, t, H)
         yield Guess((features,), head.logits)
+
+
+def falcon(head: Any, states: Tensor, tokens: Tensor, depths: int, practice: Practice | None = None) -> Iterator[Guess]:
+    """Each token is guessed once, in the block that it falls into. Beyond one block the head reads its own guesses."""
+    k, read, following = head.config.block, states, later(tokens, 1)
+    blocks = Blocks(tokens.shape[1], depths, -(-depths // k) * k, k - 1)
+    if practice is not None:
+        blocks = replace(blocks, first=k - 1 + practice.seed % blocks.stride)
+        read, following = glance(head, states, tokens, blocks, practice)
+    features = head.blocks(read, following, tokens, blocks).flatten(1, 2)
+    yield Guess((features,), head.logits, blocks=blocks)
+
+
+def dflash(head: Any, states: Tensor, tokens: Tensor, depths: int, practice: Practice | None = None) -> Iterator[Guess]:
+    """Blocks behind some positions, the same distance apart, so that each token is guessed equally often."""
+    blocks = Blocks(tokens.shape[1], depths, min(SPACING, depths))
+    if practice is not None:
+        blocks = replace(blocks, first=practice.seed % blocks.stride)
+    hidden, before = head.hidden_blocks(states, tokens, blocks), blocks.following(tokens)
+    inputs, read = [hidden], head.logits
+    if (latent := head.latents(hidden, before)) is not None:
+        inputs.append(latent)
+    sure = None
+    if head.config.confidence:  # the last input is for that alone
+        inputs.append(before)
+        read, sure = _all_but_last(head.logits), _first_and_last(head.sure)
+    rows = tuple(x.flatten(1, 2) for x in inputs)
+    for turn in range(blocks.turns):
+        yield Guess(rows, read, sure, blocks, turn)
+
+
+def _all_but_last(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda *rows: function(*rows[:-1])
+
+
+def _first_and_last(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda *rows: function(rows[0], rows[-1])
 
 
 RECIPES = {
@@ -82,6 +139,25 @@ RECIPES = {
     "eagle": Recipe(eagle, 1, 1e-3, tokens=0.1, features=1.0, sizes=(("inner_dim", "intermediate_size"),)),
     "eagle3": Recipe(
         eagle, 5, 1e-3, sizes=(("inner_dim", "intermediate_size"), ("draft_vocab", "draft_vocab"), ("tied", "tied"))
+    ),
+    # Published: 3e-5 for 20 epochs. Its hard labels are drawn from the target's distribution, which is what they are
+    # on average, so one cross-entropy does for both.
+    "falcon": Recipe(
+        falcon, None, 1e-3, tokens=0.1, features=1.0, sizes=(("block", "block"), ("inner_dim", "intermediate_size"))
+    ),
+    "dflash": Recipe(
+        dflash,
+        None,
+        1e-3,
+        sizes=(
+            ("block", "block"),
+            ("layers", "layers"),
+            ("inner_dim", "intermediate_size"),
+            ("bias", "bias"),
+            ("confidence", "confidence"),
+            ("draft_vocab", "draft_vocab"),
+            ("tied", "tied"),
+        ),
     ),
 }
 

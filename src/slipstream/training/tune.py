@@ -46,7 +46,7 @@ from slipstream.training.learned import ANSWERS, count_tokens, openings, take_an
 from slipstream.training.loop import TrainingPlan, Watch, pause
 from slipstream.training.own_prompts import append, read_prompts, split, write_prompts
 from slipstream.training.prompts import Question
-from slipstream.training.recipes import find
+from slipstream.training.recipes import find, name_sizes
 from slipstream.training.train import Lesson, start_from, train
 from slipstream.training.tune_page import write_page
 from slipstream.training.tuned import OWN, Trial, Tuned, TuneSettings
@@ -75,7 +75,7 @@ def tune(
     run = Tuned.open(folder, settings, Lender.of(model).name)
     if not run.accuracy:  # what can't be is refused before anything is kept
         if settings.start is not None:
-            start_from(settings.start, model, Lesson(settings.head), {})
+            start_from(settings.start, model, Lesson(settings.head), settings.sizes)
         if settings.store is not None:
             take(model, tokenizer, folder, run, tell)
         if run.plan is None:
@@ -140,7 +140,9 @@ def foresee(
     tell("measuring what fits into the time")
     ready = given or [Question(p.turns[:1]) for p in builtin()[::2]]
     with LLM(model, tokenizer, "none", max_batch=batch) as llm:
-        costs = costs or measure(llm, model, settings.head, settings.start, batch)
+        costs = costs or measure(
+            llm, model, settings.head, settings.start, batch, name_sizes(settings.head, settings.sizes)
+        )
         if settings.store is not None:
             there = Given(texts=run.prompts, tokens=count_tokens(folder))
         else:
@@ -226,7 +228,8 @@ def learn(model: Any, folder: Path, run: Tuned, tell: Tell, watch: Watch | None)
     lesson = Lesson(run.settings.head)
     with timed(run, "training"):
         how: dict[str, Any] = {"start": run.settings.start, "resume": going, "watch": watch}
-        done = train(model, [folder / ANSWERS], place, lesson, plan, **how)
+        sizes = name_sizes(run.settings.head, run.settings.sizes)
+        done = train(model, [folder / ANSWERS], place, lesson, plan, sizes, **how)
     run.accuracy = done.accuracy
     run.save(folder)
 

@@ -6,13 +6,14 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from slipstream.errors import OptionError
 from slipstream.training.estimate import Estimate
 from slipstream.training.loop import check_share
-from slipstream.training.recipes import find
+from slipstream.training.recipes import name_sizes
 from slipstream.user_files import write_text
 
 CONTESTANTS = ("plain", "without", "with")  # plain decoding, `auto` without the new head, `auto` with it
@@ -29,9 +30,10 @@ class TuneSettings:
     collection: str = "default"  # of the store
     start: str | None = None  # a head to begin with; None: a fresh one
     share: float = 1.0  # of the time that it works in; it pauses for the rest
+    sizes: dict[str, Any] = field(default_factory=dict)  # options of `train` for the head's sizes
 
     def __post_init__(self) -> None:
-        find(self.head)
+        name_sizes(self.head, self.sizes)
         for name in ("minutes", "max_new_tokens"):
             if getattr(self, name) is not None and not getattr(self, name) > 0:
                 raise OptionError(f"{name}={getattr(self, name)} is out of range: it must be more than 0")

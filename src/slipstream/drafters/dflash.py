@@ -1,0 +1,123 @@
+"""dflash: a few layers guess a block of tokens at once; the tree is the most probable products of their guesses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from slipstream.drafters._beams import Carry
+from slipstream.drafters._blocks import BlockCarry, BlockDrafter
+from slipstream.drafters._eagle import FeatureOptions
+from slipstream.heads.dflash import DFlash
+from slipstream.heads.keys import Attention, first_places
+from slipstream.kernels.ops import best_tokens
+
+if TYPE_CHECKING:
+    from slipstream.drafters._eagle import FeatureSession
+    from slipstream.targets.base import Target
+
+
+@dataclass(frozen=True)
+class DFlashOptions(FeatureOptions):
+    depth: int = 16  # tokens ahead; as many as the head guesses at most
+    width: int = 16  # nodes per depth that are continued, by as many children each; mode=sample: chains
+    # Whether a head that guesses how often it is right is believed: a node's probability is multiplied by that.
+    confidence: bool = True
+
+
+@dataclass(frozen=True)
+class PlaceCarry(BlockCarry):
+    """The same, and what the head's further parts make of the last token of each chain."""
+
+    hidden: Tensor  # (b, slots, H) of the places that guess
+    latent: Tensor | None = None  # (b, w, r) for the bias
+    memory: Tensor | None = None  # (b, w, r) of an rnn
+
+
+class DFlashDrafter(BlockDrafter):
+    """A DFlash head, with DSpark's parts if it has them: a block at once from states of the whole text."""
+
+    kind = "dflash"
+    Options = DFlashOptions
+    head: DFlash
+
+    def __init__(self, target: Target, tokenizer: Any, options: DFlashOptions) -> None:
+        super().__init__(target, tokenizer, options)
+        self.slots = self.head.reach
+        self.sizes = ()  # a small draft takes as long as a large one
+        self._sure = options.confidence and self.head.config.confidence
+
+    def room(self) -> tuple[int, int, int]:
+        places = self.head.config.block_size
+        return places + 1, places, places  # and a column for what nobody looks at
+
+    # ---- the text
+
+    def remember(self, session: FeatureSession, tokens: Tensor, states: Tensor, row: Tensor, columns: Tensor) -> None:  # noqa: ARG002
+        looks = self._looks(self.cache.through(row, columns))
+        self.head.remember(self.head.read(states), columns, looks)
+
+    def _looks(self, look: Attention) -> Sequence[Attention]:
+        """One for each layer: those who look are the same in all."""
+        return [replace(look, layer=n) for n in range(self.head.config.num_hidden_layers)]
+
+    # ---- drafting
+
+    def start(self, *inputs: Tensor) -> Carry:
+        given, states = inputs
+        places, depths = self.head.config.block_size, self.length
+        rows, ends, columns = first_places(given, 1 + places)
+        free, roots = ends[1], given[:, -1]
+        own = ends[1:].t()  # (b, places) the block's columns
+        # What is padded would go where the block begins: it goes behind it.
+        columns = torch.where(columns < free[:, None], columns, free[:, None] + places)
+        every = torch.cat((columns, own), dim=1)
+        paths = own[:, None].repeat(1, places, 1)  # each sees all of them
+        looks = self._looks(self.cache.through(rows, every, free, paths))
+        hidden = self.head.fill(self.head.block_of(roots), self.head.read(states), every, looks)
+        hidden = self.head.guessing(hidden, depths)
+        logits = self.head.logits(hidden)[:, None]  # (b, 1, depths, V')
+        root = roots[:, None]
+        return self._said(PlaceCarry(logits, torch.zeros_like(root), root[..., None], hidden), 0)
+
+    def _said(self, carry: PlaceCarry, depth: int) -> PlaceCarry:
+        """With what the last tokens say of the next."""
+        if self.head.markov_head is None:
+            return carry
+        hidden, last = self._at(carry, depth)
+        latent, memory = self.head.markov_head(hidden, last, carry.memory)
+        return replace(carry, latent=latent, memory=memory)
+
+    def _at(self, carry: PlaceCarry, depth: int) -> tuple[Tensor, Tensor]:
+        """(b, w, H) the place that guesses what follows each chain, and the chains' last tokens (b, w)."""
+        last = carry.tokens[..., -1]
+        return carry.hidden[:, depth, None].expand(-1, last.shape[1], -1), last
+
+    def own_logits(self, carry: Carry, depth: int) -> Tensor:
+        logits = super().own_logits(carry, depth)
+        if carry.latent is None or self.head.markov_head is None:
+            return logits
+        return logits + self.head.markov_head.markov_w2(carry.latent)
+
+    def children(self, carry: Carry, depth: int, branch: int) -> tuple[Tensor, Tensor]:
+        if carry.latent is None:
+            logp, ids = super().children(carry, depth, branch)
+        else:
+            logp, ids = best_tokens(self.own_logits(carry, depth), branch)
+        if not self._sure:
+            return logp, ids
+        # Of what it says, the share that is accepted: then at least so much of each token's probability is right.
+        return logp + functional.logsigmoid(self.head.sure(*self._at(carry, depth)).float())[..., None], ids
+
+    def advance(self, carry: Carry, chain: Tensor, tokens: Tensor, depth: int) -> Carry:
+        if carry.memory is not None:
+            carry = replace(carry, memory=carry.memory.take_along_dim(chain[..., None], 1))
+        return self._said(super().advance(carry, chain, tokens, depth), depth)
+
+    def next_pass(self, carry: Carry, depth: int) -> Carry:  # noqa: ARG002
+        raise AssertionError(f"a block ends behind {depth} tokens, and so does its draft")

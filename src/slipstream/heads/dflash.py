@@ -1,0 +1,278 @@
+"""DFlash: a few layers guess a whole block at once, from the target's states at every position of the text.
+
+Every layer makes keys and values of the text from the same features: some of the target's states, joined and normed.
+The block is the root and masks behind it; its places see the text and each other. A mask says what stands in its own
+place; where the root guesses too (`from_anchor`, as DeepSpec trains), each place says what follows it.
+
+DSpark adds two parts. A bias on the logits that comes from the token before, so that guesses depend on each other; and
+a guess of how likely a token of this place is to be accepted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.errors import DrafterError, OptionError
+from slipstream.heads.base import Lender, Prediction
+from slipstream.heads.blocks import Blocks, Masked, same_block
+from slipstream.heads.decoder import Attend, FurtherLayer, RMSNorm, add_norm
+from slipstream.heads.layer_config import LayerConfig, layer_sizes
+from slipstream.heads.vocabulary import VocabularyHead, check_draft_ids
+
+BIASES = ("vanilla", "gated", "rnn")
+STATES = 5  # that a fresh head reads, as published ones do
+
+
+@dataclass(frozen=True, kw_only=True)
+class DFlashConfig(LayerConfig):
+    block_size: int  # places, the root's included
+    mask_token_id: int
+    aux_layers: tuple[int, ...]  # which states it reads, by transformers' numbers
+    draft_vocab_size: int
+    from_anchor: bool = False  # whether the root's place guesses too
+    markov_rank: int | None = None  # of the bias; None: there is none
+    markov_type: str = "vanilla"
+    confidence: bool = False
+    confidence_with_markov: bool = False  # whether it reads the embedding of the token before
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.block_size < 2:
+            raise OptionError(f"a block of {self.block_size} has no place to guess: it must be 2 or more")
+        if not 0 <= self.mask_token_id < self.vocab_size:
+            raise OptionError(f"mask_token_id {self.mask_token_id} is no token: there are {self.vocab_size}")
+        if not self.aux_layers:
+            raise OptionError("a dflash head must read at least one hidden state")
+        if self.markov_type not in BIASES:
+            raise OptionError(f"the bias {self.markov_type!r} is unknown: there are {', '.join(BIASES)}")
+        if self.confidence_with_markov and self.markov_rank is None:
+            raise OptionError(
+                "the confidence reads the embedding of the token before, and there is no bias to have one"
+            )
+
+
+class DFlash(VocabularyHead):
+    kind = "dflash"
+    Config = DFlashConfig
+    config: DFlashConfig
+
+    def __init__(self, config: DFlashConfig, borrowed: Iterable[str] = ()) -> None:
+        super().__init__(config, borrowed)
+        size, eps = config.hidden_size, config.rms_norm_eps
+        if "embed_tokens.weight" not in self.borrowed:
+            self.embed_tokens = nn.Embedding(config.vocab_size, size).requires_grad_(False)
+        self.fc = nn.Linear(len(config.aux_layers) * size, size, bias=False)
+        self.hidden_norm = RMSNorm(size, eps)
+        # As an attribute, this name is a method of every head.
+        self._modules["layers"] = nn.ModuleList(FurtherLayer(config, size) for _ in range(config.num_hidden_layers))
+        self.norm = RMSNorm(size, eps)
+        self.add_vocabulary(size)
+        self.markov_head = None if config.markov_rank is None else Markov(config, config.markov_rank)
+        if config.confidence:
+            reads = size + (config.markov_rank or 0) * config.confidence_with_markov
+            self.confidence_head = nn.ModuleDict({"proj": nn.Linear(reads, 1)})
+
+    @classmethod
+    def fresh(
+        cls,
+        model: Any,
+        *,
+        block: int = 8,
+        layers: int = 2,
+        bias: int = 0,
+        confidence: bool = False,
+        from_anchor: bool | None = None,
+        draft_ids: Sequence[int] | Tensor | None = None,
+        tied: bool = True,
+        seed: int = 0,
+        dtype: torch.dtype = torch.float32,
+        **sizes: Any,
+    ) -> Self:
+        """block: its places; bias: the rank of one, 0: without; from_anchor: with a bias unless told. draft_ids and
+        tied as for eagle3; sizes: fields of DFlashConfig."""
+        size, text = Lender.of(model), model.config.get_text_config()
+        ids = check_draft_ids(draft_ids, size.vocab_size)
+        config = DFlashConfig(
+            **size.sizes(),
+            **{
+                **layer_sizes(text, size.hidden_size),
+                "block_size": block,
+                "num_hidden_layers": layers,
+                "mask_token_id": spare_token(text),
+                "aux_layers": spread_layers(size.layers, STATES),
+                "draft_vocab_size": len(ids),
+                "qk_norm": True,
+                "from_anchor": bool(bias) if from_anchor is None else from_anchor,
+                "markov_rank": bias or None,
+                "confidence": confidence,
+                "confidence_with_markov": confidence and bias > 0,
+                **sizes,
+            },
+        )
+        head = cls.begin(config, cls.lendable(config) if tied else ("embed_tokens.weight",), model, seed, dtype)
+        if head.markov_head is not None:  # it begins without a say
+            head.markov_head.markov_w2.weight.data.zero_()
+        head.start_vocabulary(model, ids)
+        return head
+
+    @classmethod
+    def lendable(cls, config: DFlashConfig) -> tuple[str, ...]:  # noqa: ARG003
+        return ("embed_tokens.weight", "lm_head.weight")
+
+    def bind(self, model: Any) -> Self:
+        super().bind(model)
+        count = self.lender.layers
+        if max(self.config.aux_layers) >= count:
+            raise DrafterError(
+                f"this dflash head reads hidden states {self.config.aux_layers}, and {self.lender.name} has those from "
+                f"0 to {count - 1}: use it with the model it was trained for. (State {count}, of the last layer, is "
+                "taken before the final norm by some and after it by others)"
+            )
+        return self
+
+    @property
+    def reach(self) -> int:
+        return self.config.block_size - (not self.config.from_anchor)
+
+    def layers(self, count: int) -> tuple[int, ...]:  # noqa: ARG002
+        return self.config.aux_layers
+
+    def join(self, hidden: Mapping[int, Tensor]) -> Tensor:
+        if not set(self.config.aux_layers) <= set(hidden):
+            raise DrafterError(f"this dflash head reads hidden states {self.config.aux_layers}, got {sorted(hidden)}")
+        return torch.cat([hidden[layer] for layer in self.config.aux_layers], dim=-1)
+
+    # ---- a block
+
+    @property
+    def decoders(self) -> list[FurtherLayer]:
+        layers: Any = self._modules["layers"]
+        return list(layers)
+
+    def read(self, states: Tensor) -> Tensor:
+        """(…, ·) as join gives them -> (…, H) features, of which every layer makes keys."""
+        return self.hidden_norm(self.fc(states.to(self.dtype)))
+
+    def block_of(self, roots: Tensor) -> Tensor:
+        """(…) -> (…, places) the root and masks."""
+        masks = roots.new_full((*roots.shape, self.config.block_size - 1), self.config.mask_token_id)
+        return torch.cat((roots[..., None], masks), dim=-1)
+
+    def remember(self, features: Tensor, positions: Tensor, attends: Sequence[Attend]) -> None:
+        """Hand the keys of a text's features (b, n, H) to attentions for which nobody looks."""
+        for layer, attend in zip(self.decoders, attends, strict=True):
+            layer.self_attn(features, positions, attend)
+
+    def fill(self, tokens: Tensor, features: Tensor, positions: Tensor, attends: Sequence[Attend]) -> Tensor:
+        """Blocks' tokens (b, w), and features of the text (b, n, H) that are read along, at positions (b, n + w) ->
+        (b, w, H) under the last norm. attends: one for each layer, by which the last w look."""
+        h, rest = self.embed(tokens), None
+        for layer, attend in zip(self.decoders, attends, strict=True):
+            if rest is None:
+                normed = layer.input_layernorm(h)
+            else:
+                h, normed = add_norm(rest, h, layer.input_layernorm)
+            rest, h = layer.carry(torch.cat((features, normed), dim=1), h, positions, attend)
+        assert rest is not None, "there is a layer"
+        return add_norm(rest, h, self.norm)[1]
+
+    def guessing(self, states: Tensor, depths: int | None = None) -> Tensor:
+        """(…, places, H) -> (…, depths, H) of the places that guess."""
+        first = 0 if self.config.from_anchor else 1
+        return states[..., first : first + (depths or self.reach), :]
+
+    # ---- whole texts
+
+    def hidden_blocks(self, states: Tensor, tokens: Tensor, blocks: Blocks) -> Tensor:
+        """Blocks behind texts, all at once: (b, t, ·), (b, t) -> (b, count, depths, H)."""
+        ends, places = blocks.ends(tokens.device), self.config.block_size
+        filled = self.block_of(blocks.following(tokens, 1)[..., 0])  # (b, count, places)
+        text = torch.arange(blocks.length, device=tokens.device)
+        spread = (ends[:, None] + 1 + torch.arange(places, device=tokens.device)).flatten()
+        before = (text <= ends[:, None]).repeat_interleave(places, 0)
+        mask = torch.cat((before, same_block(blocks.count, places, tokens.device)), dim=1)
+        attends = [Masked().look(mask) for _ in self.decoders]
+        positions = torch.cat((text, spread)).expand(len(tokens), -1)
+        hidden = self.fill(filled.flatten(1), self.read(states), positions, attends)
+        return self.guessing(hidden.unflatten(1, (blocks.count, places)), blocks.depths)
+
+    def predict(self, states: Tensor, tokens: Tensor, depths: int) -> Iterator[Prediction]:
+        self.check_depths(depths)
+        blocks = Blocks(tokens.shape[1], depths)
+        hidden = self.hidden_blocks(states, tokens, blocks)
+        latent = self.latents(hidden, blocks.following(tokens))
+        for k in range(depths):
+            yield Prediction(self.logits(hidden[:, :, k], None if latent is None else latent[:, :, k]))
+
+    # ---- guesses
+
+    def logits(self, hidden: Tensor, latent: Tensor | None = None) -> Tensor:
+        """(…, H) -> (…, V'). latent (…, r): what the bias makes of the tokens before."""
+        out = self.output(hidden)
+        return out if latent is None or self.markov_head is None else out + self.markov_head.markov_w2(latent)
+
+    def latents(self, hidden: Tensor, before: Tensor) -> Tensor | None:
+        """Of whole blocks, (b, n, depths, H) and the tokens before (b, n, depths) -> (b, n, depths, r)."""
+        if self.markov_head is None:
+            return None
+        memory, found = None, []
+        for k in range(hidden.shape[2]):
+            latent, memory = self.markov_head(hidden[:, :, k], before[:, :, k], memory)
+            found.append(latent)
+        return torch.stack(found, dim=2)
+
+    def sure(self, hidden: Tensor, before: Tensor) -> Tensor:
+        """(…, H), the tokens before (…) -> (…) the logit of a guess being accepted."""
+        if self.config.confidence_with_markov and self.markov_head is not None:
+            hidden = torch.cat((hidden, self.markov_head.markov_w1(before).to(hidden.dtype)), dim=-1)
+        return self.confidence_head["proj"](hidden)[..., 0]
+
+
+class Markov(nn.Module):
+    """What the token before says of the next one: a vector, which a matrix turns into a bias on the logits."""
+
+    def __init__(self, config: DFlashConfig, rank: int) -> None:
+        super().__init__()
+        self.rank, self.form = rank, config.markov_type
+        self.markov_w1 = nn.Embedding(config.vocab_size, rank)
+        self.markov_w2 = nn.Linear(rank, config.draft_vocab_size, bias=False)
+        if self.form == "gated":
+            self.gate_proj = nn.Linear(config.hidden_size + rank, rank)
+        elif self.form == "rnn":
+            self.joint_proj = nn.Linear(config.hidden_size + 2 * rank, 3 * rank)
+
+    def forward(self, hidden: Tensor, before: Tensor, memory: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """(…, H), (…), and (…, r) what an rnn remembers of the block, None at its beginning -> (…, r), and its memory
+        after that."""
+        token = self.markov_w1(before)
+        if self.form == "vanilla":
+            return token, None
+        if self.form == "gated":
+            return torch.sigmoid(self.gate_proj(torch.cat((hidden, token), dim=-1))) * token, None
+        memory = torch.zeros_like(token) if memory is None else memory
+        keep, new, said = self.joint_proj(torch.cat((memory, token, hidden), dim=-1)).chunk(3, dim=-1)
+        keep = torch.sigmoid(keep)
+        return torch.tanh(said), keep * memory + (1 - keep) * torch.tanh(new)
+
+
+def spread_layers(count: int, states: int) -> tuple[int, ...]:
+    """The states of a target with `count` layers that a fresh head reads: as published, evenly spaced from the output
+    of its second layer to that of its third last. Small ones have fewer."""
+    first, last = min(2, count - 1), max(count - 2, count // 2)
+    steps = max(states - 1, 1)
+    return tuple(sorted({first + round(i * (last - first) / steps) for i in range(states)}))
+
+
+def spare_token(text: Any) -> int:
+    """A token that stands for what is not known: one that texts don't go on behind."""
+    for name in ("pad_token_id", "eos_token_id"):
+        found = getattr(text, name, None)
+        found = found[0] if isinstance(found, list) else found
+        if isinstance(found, int) and 0 <= found < text.vocab_size:
+            return found
+    return 0

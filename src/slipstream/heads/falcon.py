@@ -1,0 +1,183 @@
+"""Falcon: one pass guesses the states of k tokens, since the last k positions see each other (semi-autoregressive).
+
+Position i reads (h_i, embedding of token i+1), through two layers of an LSTM that runs along the text and one decoder
+layer in which the positions of a block see each other, and guesses h_{i+k}; the target's own `lm_head` turns that into
+logits. So at the end of a text its last k positions guess the next k states, the first of them with one step to go.
+The next pass reads these guesses with the tokens that were chosen.
+
+Built as the paper has it: the published code hands an LSTM's whole answer to the layer, and runs it along the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.errors import OptionError
+from slipstream.heads.base import Head, Lender, Prediction, later
+from slipstream.heads.blocks import Blocks, Masked, same_block
+from slipstream.heads.decoder import Attend, Layer
+from slipstream.heads.layer_config import LayerConfig, layer_sizes
+
+MEMORY = 4  # vectors that the LSTM remembers: state and cell of each of its layers
+OUTPUT = 2  # which of them is its output: the state of the second
+
+
+@dataclass(frozen=True, kw_only=True)
+class FalconConfig(LayerConfig):
+    block: int  # tokens of a pass; published as k_mask
+    bias: bool = True  # of the LSTM
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_hidden_layers != 1:
+            raise OptionError(f"a falcon head has one layer, not {self.num_hidden_layers}: deeper ones we don't run")
+
+
+class Falcon(Head):
+    kind = "falcon"
+    Config = FalconConfig
+    config: FalconConfig
+
+    def __init__(self, config: FalconConfig, borrowed: Iterable[str] = ()) -> None:
+        super().__init__(config, borrowed)
+        size = config.hidden_size
+        if not self.borrowed:
+            self.embed_tokens = nn.Embedding(config.vocab_size, size).requires_grad_(False)
+        self.lstm = nn.LSTM(2 * size, size, num_layers=2, bias=config.bias, batch_first=True)
+        # As an attribute, this name is a method of every head.
+        self._modules["layers"] = nn.ModuleList([Layer(config, width=size, reads=size)])
+
+    @classmethod
+    def fresh(
+        cls, model: Any, *, block: int = 2, seed: int = 0, dtype: torch.dtype = torch.float32, **sizes: Any
+    ) -> Self:
+        """block: tokens of a pass; sizes: fields of FalconConfig."""
+        size = Lender.of(model)
+        fields = {**layer_sizes(model.config.get_text_config(), size.hidden_size), **sizes}
+        config = FalconConfig(**size.sizes(), block=block, **fields)
+        return cls.begin(config, cls.lendable(config), model, seed, dtype).bind(model)
+
+    @classmethod
+    def lendable(cls, config: FalconConfig) -> tuple[str, ...]:  # noqa: ARG003
+        return ("embed_tokens.weight",)
+
+    def lent(self, name: str) -> Tensor:  # noqa: ARG002
+        return self.lender.table()
+
+    @property
+    def taught(self) -> int:
+        return self.config.block
+
+    @property
+    def decoder(self) -> Any:
+        layers: Any = self._modules["layers"]
+        return layers[0]
+
+    def logits(self, features: Tensor) -> Tensor:
+        """(…, H) -> (…, V)."""
+        return self.lender.logits(features, bias=True)
+
+    # ---- the LSTM
+
+    def pairs(self, tokens: Tensor, features: Tensor) -> Tensor:
+        """(…) and the states before them (…, H) -> (…, 2H) what the LSTM reads."""
+        return torch.cat((self.embed(tokens), features.to(self.dtype)), dim=-1)
+
+    def along(self, pairs: Tensor, memory: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Through a whole text at once: (b, n, 2H), (b, 4, H) -> outputs (b, n, H), and the memory after it."""
+        start = None
+        if memory is not None:
+            states, cells = (memory[:, part::2].transpose(0, 1).contiguous() for part in (0, 1))  # (2, b, H) each
+            start = states, cells
+        with _whole_precision(pairs):
+            out, (states, cells) = self.lstm(pairs.to(self.dtype), start)
+        return out, torch.stack((states[0], cells[0], states[1], cells[1]), dim=1)
+
+    def step(self, pairs: Tensor, memory: Tensor) -> Tensor:
+        """One token further: (…, 2H), (…, 4, H) -> (…, 4, H), of which OUTPUT is the output."""
+        x, found = pairs.to(self.dtype).flatten(0, -2), list[Tensor]()
+        with _whole_precision(pairs):
+            for layer in range(2):
+                before = [part.flatten(0, -2) for part in memory[..., 2 * layer : 2 * layer + 2, :].unbind(-2)]
+                names = ("weight_ih", "weight_hh", *(("bias_ih", "bias_hh") if self.config.bias else ()))
+                weights = [getattr(self.lstm, f"{name}_l{layer}") for name in names]
+                found += torch.lstm_cell(x, before, *weights)
+                x = found[-2]
+        return torch.stack(found, dim=1).view(memory.shape)
+
+    def no_memory(self, *shape: int) -> Tensor:
+        """(…, 4, H) before a text begins."""
+        like = next(self.parameters())
+        return torch.zeros(*shape, MEMORY, self.config.hidden_size, dtype=self.dtype, device=like.device)
+
+    # ---- the layer
+
+    def guess(self, x: Tensor, looking: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Outputs of the LSTM, (b, n, H) those that are read for their keys, (b, w, H) those that look, at positions
+        (b, n + w) -> (b, w, H) states `block` places further on. Keys of both are handed to `attend`."""
+        rest, h = self.decoder.carry(torch.cat((x, looking), dim=1), looking, positions, attend)
+        return rest + h
+
+    # ---- whole texts
+
+    def blocks(self, states: Tensor, following: Tensor, tokens: Tensor, blocks: Blocks) -> Tensor:
+        """Guesses behind texts, all at once: (b, t, H), (b, t) the tokens after them as they are read, (b, t) as they
+        are -> (b, count, depths, H). A block needs as many states before its end as it has places."""
+        k, device = self.config.block, tokens.device
+        ends, text = blocks.ends(device), torch.arange(blocks.length, device=device)
+        passes = -(-blocks.depths // k)
+        x, memory = self._text(self.pairs(following, states), passes > 1)
+        place = torch.arange(k, device=device)
+        own = (ends[:, None] - k + 1 + place).clamp(min=0).flatten()  # (count·k,)
+        before = (text <= ends[:, None]).repeat_interleave(k, 0)  # (count·k, t)
+        attend, beside = Masked(), same_block(blocks.count, k, device)
+        positions = torch.cat((text, own)).expand(len(tokens), -1)
+        found = [self.guess(x, x[:, own], positions, attend.look(before)).unflatten(1, (-1, k))]
+        chosen = blocks.following(tokens, 1 + (passes - 1) * k)[..., 1:]  # (b, count, ·)
+        if memory is not None:
+            memory = memory[:, ends]  # (b, count, 4, H)
+        for n in range(passes - 1):
+            assert memory is not None, "made for several passes"
+            pairs = self.pairs(chosen[..., n * k : (n + 1) * k], found[-1])
+            read, memory = self.steps(pairs, memory)  # (b, count, k, H)
+            seen = torch.cat((before, *[beside] * (n + 1)), dim=1)
+            at = (ends[:, None] + 1 + n * k + place).flatten().expand(len(tokens), -1)
+            read = read.flatten(1, 2)
+            found.append(self.guess(read[:, :0], read, at, attend.look(seen)).unflatten(1, (-1, k)))
+        return torch.cat(found, dim=2)[:, :, : blocks.depths]
+
+    def _text(self, pairs: Tensor, every: bool) -> tuple[Tensor, Tensor | None]:
+        """(b, t, 2H) -> outputs (b, t, H); every: and what is remembered after each token, (b, t, 4, H)."""
+        if not every:
+            return self.along(pairs)[0], None
+        memory, found = self.no_memory(len(pairs)), []
+        for i in range(pairs.shape[1]):
+            memory = self.step(pairs[:, i], memory)
+            found.append(memory)
+        each = torch.stack(found, dim=1)
+        return each[:, :, OUTPUT], each
+
+    def steps(self, pairs: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+        """A few tokens further: (…, k, 2H), (…, 4, H) -> outputs (…, k, H), and the memory after them."""
+        found = []
+        for j in range(pairs.shape[-2]):
+            memory = self.step(pairs[..., j, :], memory)
+            found.append(memory[..., OUTPUT, :])
+        return torch.stack(found, dim=-2), memory
+
+    def predict(self, states: Tensor, tokens: Tensor, depths: int) -> Iterator[Prediction]:
+        """Where a text has fewer states than a block has places, its guesses mean nothing."""
+        self.check_depths(depths)
+        features = self.blocks(states, later(tokens, 1), tokens, Blocks(tokens.shape[1], depths))
+        for k in range(depths):
+            yield Prediction(self.logits(features[:, :, k]), features[:, :, k])
+
+
+def _whole_precision(x: Tensor) -> torch.autocast:
+    """An LSTM adds up along a text: in training it keeps the precision of its weights."""
+    return torch.autocast("cuda" if x.is_cuda else "cpu", enabled=False)

@@ -42,6 +42,7 @@ from slipstream.targets import Target, Want, load_model, open_target
 from slipstream.targets.captured.fixed_step import BEST
 from slipstream.targets.captured.inputs import DEEPEST, Shape
 from slipstream.text import encode
+from slipstream.training.cutting import cut_out
 from slipstream.tree import TokenTree
 
 ROWS = (1, 8, 16, 32, 64, 128)
@@ -324,23 +325,9 @@ def read_prompts(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def halved(model: Any) -> Any:
-    """Every other layer of a model, the last among them."""
-    config = copy.deepcopy(model.config)
-    kept = list(range(len(model.model.layers) - 1, -1, -2))[::-1]
-    config.num_hidden_layers = len(kept)
-    if getattr(config, "layer_types", None):
-        config.layer_types = [config.layer_types[i] for i in kept]
-    small = type(model)(config).to(device=model.device, dtype=model.dtype).eval()
-    names = {f"model.layers.{old}.": f"model.layers.{new}." for new, old in enumerate(kept)}
-    state = {}
-    for name, value in model.state_dict().items():
-        start = next((old for old in names if name.startswith(old)), None)
-        if start:
-            state[names[start] + name[len(start) :]] = value
-        elif not name.startswith("model.layers."):
-            state[name] = value
-    small.load_state_dict(state)
-    small.model.rotary_emb = copy.deepcopy(model.model.rotary_emb)  # in the precision it is loaded with
+    """Every other layer of a model."""
+    small = cut_out(model, "even", model.config.num_hidden_layers // 2).to(model.dtype)
+    small.model.rotary_emb = copy.deepcopy(model.model.rotary_emb)  # in the precision that a loaded model has
     return small
 
 

@@ -12,7 +12,7 @@ import pytest
 from slipstream.errors import OptionError
 from slipstream.plan import advice, theory
 from slipstream.plan.forecast import forecast, outcome, why
-from slipstream.plan.roofline import CHIPS, LAUNCH, REACHED, Shape, chip, shape_of, step_cost
+from slipstream.plan.roofline import CHIPS, LAUNCH, REACHED, Shape, chip, drafting_on_part, shape_of, step_cost
 from slipstream.plan.survival import Survival, Tally, counted, fade, from_traces, guessed, parse_alpha
 from slipstream.plan.theory import Interval
 from slipstream.plan.words import advice as words
@@ -209,7 +209,9 @@ def test_students_quantiles():
 
 # ---- the roofline
 
+
 SEVEN = Shape(32, 4096, 32, 32, 128, 32_000, 6_607_077_376, windows=(None,) * 32)
+GROUPED = Shape(32, 4096, 32, 8, 128, 128_256, 7_504_924_672, windows=(None,) * 32)  # as Llama 3.1 with 8B parameters
 
 
 def test_a_step_by_hand():
@@ -225,6 +227,15 @@ def test_what_was_measured_on_an_h200_is_what_the_roofline_says():
     assert 1e3 * step_cost(SEVEN, CHIPS["H200"]).seconds == pytest.approx(4.05, rel=0.05)
     small = Shape(30, 576, 9, 3, 64, 49_152, 134_515_008, windows=(None,) * 30)
     assert 1e3 * step_cost(small, CHIPS["H200"]).seconds == pytest.approx(0.80, rel=0.05)
+
+
+def test_fewer_keys_pay_only_where_keys_are_most_of_a_step():
+    def gain(batch, context):
+        return drafting_on_part(GROUPED, CHIPS["H200"], batch, context, keys=512, depth=4, tokens=4.0)
+
+    assert gain(1, 512) == pytest.approx(4 / 5, abs=1e-3)  # five equal steps for four tokens
+    assert gain(1, 512) < 1 < gain(1, 131_072)
+    assert gain(2, 8192) < gain(8, 8192) < gain(32, 8192) < 4
 
 
 def test_batches_and_contexts_change_what_binds():

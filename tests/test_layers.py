@@ -16,7 +16,7 @@ LAYERS = [
     {"checks", "cluster", "colours", "compiled", "kept", "notices", "turns", "urls", "user_files", "workers"},
     {"tree", "sampling", "stopwatch", "text", "grammar"},
     {"budget", "kernels", "loading", "stats"},
-    {"targets"},
+    {"counts", "targets"},
     {"accept"},
     {"options", "request"},
     {"datastores", "heads"},

@@ -12,7 +12,8 @@ from prometheus_client.core import (
     Metric,
 )
 
-from slipstream.service import Service, Spread
+from slipstream.counts import Spread
+from slipstream.service import Service
 
 
 class Collector:

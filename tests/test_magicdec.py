@@ -206,15 +206,17 @@ def test_a_text_that_was_put_back_is_drafted_for_again(tiny):
     target = open_target(tiny("llama"))
     engine = Engine(target, make("magicdec", target, None, **ALL))
     plain = engine_texts(target, make("none", target), [Request(TEXT, 20, max_draft=8)], 1)
-    sequence = engine.start(Request(TEXT, 20, max_draft=8))
+    reading = engine.read(Request(TEXT, 20, max_draft=8))
+    engine.read_on([reading])
+    sequence = reading.sequence
     engine.step([sequence])
     engine.put_back(sequence)
     assert sequence.session.silent
-    *_, again = engine.reread(sequence)
-    while again.finish is None:
-        engine.step([again])
-    assert [again.tokens] == plain
-    assert again.stats.accepted == again.stats.nodes_verified > 8
+    engine.read_on([engine.reread(sequence)])
+    while sequence.finish is None:
+        engine.step([sequence])
+    assert [sequence.tokens] == plain
+    assert sequence.stats.accepted == sequence.stats.nodes_verified > 8
 
 
 def test_where_pages_run_out_nothing_is_drafted(long, monkeypatch):

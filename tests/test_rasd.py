@@ -466,7 +466,7 @@ def test_drawn_drafts_can_be_rejected(tiny):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"generator": "pld"}, "pld can't be a generator: name one of eagle, eagle3, medusa, mlp, model, redrafter"),
+        ({"generator": "pld"}, "pld can't be a generator: name one of dflash, eagle, eagle3, falcon, .*, redrafter"),
         ({"retrievers": "pld, eagle"}, "eagle can't be a retriever: name some of dresd, pld"),
         ({"generator": "rasd"}, "rasd can't be a generator"),
         ({"retrievers": "auto"}, "auto can't be a retriever"),

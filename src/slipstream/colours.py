@@ -19,6 +19,7 @@ COLOURS = {
     "dflash": ("#1d3639", "#0b8291"),
     "falcon": ("#ff32fe", "#a400e4"),
     "lookahead": ("#2e8b00", "#38cc07"),
+    "magicdec": ("#480048", "#786030"),
     "medusa": ("#8a8a00", "#a9a92e"),
     "mlp": ("#7a4a1e", "#b08050"),
     "prediction": ("#a32cc4", "#cf6ee8"),

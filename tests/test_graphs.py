@@ -225,6 +225,10 @@ def test_prompts_are_read_together_and_those_alike_wait_for_a_copy(tiny, monkeyp
     ended = {id(s.request): s.tokens for s in engine.run(asked)}
     assert [ended[id(request)] for request in asked] == expected
     assert pieces[:2] == [[3, 40], [1, 2, 1, 20]]
+    pieces.clear()  # of other collections nobody learns by waiting, or by not having to read
+    ended = {id(s.request): s.tokens for s in engine.run([Request([8] * 40, 6, collection=name) for name in "ab"])}
+    assert list(ended.values()) == [expected[1]] * 2
+    assert pieces[0] == [40, 40]
 
 
 def random_tree(rng, count):

@@ -240,9 +240,8 @@ class Engine:
         readings: list[Reading] = []
         try:
             while waiting and len(running) + len(readings) < self.max_batch:
-                prompt = waiting[0].tokens
-                twin = any(sequence.request.tokens == prompt for sequence in running)
-                if not self.may_join(waiting[0], readings, len(prompt) if twin else 0):
+                known = len(waiting[0].tokens) if twin_of(waiting[0], running) else 0
+                if not self.may_join(waiting[0], readings, known):
                     break
                 readings.append(self.read(waiting.popleft(), running, kept))
             while any(reading.left for reading in readings):
@@ -258,11 +257,13 @@ class Engine:
 
     def may_join(self, request: Request, readings: Collection[Reading], known: int) -> bool:
         """Whether a prompt can be read along with others, in one forward, and has nothing to gain from waiting for a
-        copy of theirs. known: tokens of it that need not be read anyway."""
+        copy of theirs; who is of another collection gets none, so must not wait. known: tokens of it that need not be
+        read anyway."""
         if not readings:
             return True
         room = self.target.chunk - sum(reading.left for reading in readings)
-        gain = max(shared(reading.text, request.tokens) for reading in readings) - known
+        mine = [reading.text for reading in readings if reading.sequence.request.collection == request.collection]
+        gain = max((shared(text, request.tokens) for text in mine), default=0) - known
         return self.target.flat and room > 0 and gain < min(WORTH, len(request.tokens))
 
     def read(
@@ -375,7 +376,7 @@ class Engine:
             slot, other = kept.slot, kept.session
             kept.slot = kept.session = None
         else:
-            twin = like or next((s for s in running if s.request.tokens == request.tokens), None)
+            twin = like or twin_of(request, running)
             if twin is None or twin.slot is None:
                 return None
             slot, other = self.target.fork(twin.slot), twin.session
@@ -461,6 +462,12 @@ class Engine:
                     self.target.close(sequence.slot)
                 else:
                     kept.slot, kept.session = sequence.slot, sequence.session
+
+
+def twin_of(request: Request, running: Iterable[Sequence]) -> Sequence | None:
+    """Who answers the same prompt, within its collection: how long a request takes must not tell what others asked."""
+    own = [s for s in running if s.request.collection == request.collection]
+    return next((s for s in own if s.request.tokens == request.tokens), None)
 
 
 def chooser(sequence: Sequence) -> Sampler | None:

@@ -195,7 +195,7 @@ def test_a_prediction_is_drafted_and_counted(client, llm):
     )  # fmt: skip
     assert answer.choices[0].message.content == expected.text
     counted = answer.usage.completion_tokens_details
-    assert counted.accepted_prediction_tokens > 20
+    assert counted.accepted_prediction_tokens > 10  # of 39; how many others draft depends on what was learnt before
     assert counted.rejected_prediction_tokens > 0
 
 

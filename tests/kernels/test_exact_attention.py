@@ -1,9 +1,8 @@
 """Exact attention: it is attention, and a row's bits follow from its own token path alone.
 
-Run as a program on a GPU it prints how long a call takes; with `sweep`, for other settings too.
+Run as a program on a GPU it prints how long a call takes.
 """
 
-import sys
 from dataclasses import dataclass
 from itertools import product
 
@@ -14,7 +13,7 @@ from device import CUDA, DEVICE, triton
 
 from slipstream.kernels import exact_attention as exact
 from slipstream.kernels.ops import gathered_attention
-from slipstream.kernels.sizes import PAGE, TILE
+from slipstream.kernels.sizes import PAGE, TILE, WIDE
 
 pytestmark = [  # the interpreter's: e^2x in a soft cap may be infinite, and rows beside the one looked at not a number
     pytest.mark.filterwarnings("ignore:overflow encountered"),
@@ -37,14 +36,14 @@ class Heads:
 
 
 PAIR, SMALL, GROUPED = Heads(2, 1, 64, 64), Heads(2, 2, 64, 64), Heads(6, 2, 64, 64)
-ODD, WIDE = Heads(3, 1, 80, 96), Heads(8, 1, 128, 128)
+ODD, LARGE = Heads(3, 1, 80, 96), Heads(8, 1, 128, 128)
 MANY = Heads(20, 1, 16, 16)  # more grouped heads than a tile has rows
 LLAMA_2, LLAMA_3, SMOL = Heads(32, 32, 128, 128), Heads(32, 8, 128, 128), Heads(9, 3, 64, 64)
 GEMMA = Heads(8, 4, 256, 256)
 
 FULL, WINDOW, NARROW, CAPPED = {}, {"window": 100}, {"window": 5}, {"soft_cap": 2.0}
 OPTIONS = [FULL, WINDOW, NARROW, CAPPED]
-KINDS = [*product([GROUPED], OPTIONS), (SMALL, FULL), (ODD, FULL), (WIDE, CAPPED), (MANY, NARROW)]
+KINDS = [*product([GROUPED], OPTIONS), (SMALL, FULL), (ODD, FULL), (LARGE, CAPPED), (MANY, NARROW)]
 if CUDA:  # each kind is compiled in every dtype, so not all combinations
     KINDS += [(LLAMA_2, FULL), (LLAMA_3, WINDOW), (SMOL, FULL), (GEMMA, {"window": 100, "soft_cap": 50.0})]
 
@@ -59,7 +58,7 @@ def attend(query, keys, values, rows, lengths, depths, paths, **options):
     tables, tiles = options.get("tables"), options.get("tiles")
     longest = keys.shape[2] if tables is None else tables.shape[1] * PAGE
     size = (b, n, heads, keys.shape[1], longest, paths.shape[2], values.shape[3])
-    room = exact.scratch(*size, DEVICE, 0 if tiles is None else len(tiles))
+    room = exact.scratch(*size, DEVICE, 0 if tiles is None else len(tiles), options.get("tile", TILE))
     room.stats.fill_(torch.nan)
     room.sums.fill_(torch.nan)
     inputs = (query, keys, values, rows, lengths, depths, paths)
@@ -249,7 +248,7 @@ def of_list(keys, values, table, texts, rows, n, groups=None, **options):
     if groups is not None:
         firsts = {s: next(i for i, row in enumerate(rows) if row[0] == s) for s, *_ in rows}
         counts = {s: sum(row[0] == s for row in rows) for s in firsts}
-        lines = [(firsts[s], k) for s in firsts for k in range(-(-counts[s] * groups // TILE))]
+        lines = [(firsts[s], k) for s in firsts for k in range(-(-counts[s] * groups // options.get("tile", TILE)))]
         tiles = torch.tensor(lines + [(-1, 0)] * (n - len(lines)), dtype=torch.int32, device=DEVICE)
     given = [torch.from_numpy(x).to(DEVICE) for x in (*integers, paths)]
     return attend(query, keys, values, *given, tables=table, tiles=tiles, **options)[0]
@@ -281,6 +280,33 @@ def test_pages_pieces_and_lists_of_rows_keep_the_bits(shared, options, dtype, mo
         if (s, p) in alone:
             same_bits(together[i], alone[s, p])
     assert not together[len(rows) :].any(), "padding gives zeros"
+
+
+@pytest.mark.parametrize(("heads", "options"), KINDS if CUDA else [(GROUPED, FULL), (LARGE, WINDOW)], ids=str)
+@pytest.mark.parametrize("n", [40, 300] if CUDA else [40])
+def test_wide_tiles_are_attention(n, heads, options):
+    dtype = torch.bfloat16 if CUDA else torch.float16
+    inputs = random_inputs(heads, [700, 33] if CUDA else [33], n, 9, dtype, seed=n)
+    narrow, wide = attend(*inputs, **options), attend(*inputs, **options, tile=WIDE)
+    if CUDA:  # the interpreter's products of 64 rows may be rounded otherwise than those of 16
+        same_bits(wide, narrow)
+    torch.testing.assert_close(wide, narrow, atol=CLOSE[dtype], rtol=CLOSE[dtype])
+
+
+@pytest.mark.skipif(not CUDA, reason="the interpreter's products of 64 rows may be rounded otherwise than those of 16")
+@pytest.mark.parametrize("shared", [1, 512])
+@pytest.mark.parametrize("options", [FULL, WINDOW], ids=str)
+@pytest.mark.parametrize("heads", [GROUPED, LLAMA_3, SMOL], ids=str)
+def test_pieces_of_prompts_in_wide_tiles_keep_the_bits(heads, options, shared, monkeypatch):
+    monkeypatch.setattr(exact, "SHARED", shared)
+    texts = [Text(heads, torch.bfloat16, end, seed=10 * i) for i, end in enumerate((4500, 700, 40))]
+    keys, values, table = in_pages(texts)
+    rows = [(0, None, p) for p in range(4200, 4500)] + [(1, None, p) for p in range(600, 700)] + [(2, 30, 39)]
+    groups = heads.query // heads.key
+    wide, narrow = (
+        of_list(keys, values, table, texts, rows, 512, groups, tile=tile, **options) for tile in (WIDE, TILE)
+    )
+    same_bits(wide, narrow)
 
 
 @pytest.mark.skipif(not CUDA, reason="minutes in the interpreter")
@@ -387,7 +413,7 @@ def microseconds(calls):
 
 
 def case(heads, context, n, dtype=torch.bfloat16):
-    """Calls of ours and of sdpa with a mask, one per layer."""
+    """Calls of ours, in narrow and in wide tiles, and of sdpa with a mask, one per layer."""
     length, deepest = context - 13, 16  # a late block that is more than half full
     capacity, h = context + 128, heads
     size = capacity * h.key * (h.d + h.dv) * 2
@@ -410,21 +436,24 @@ def case(heads, context, n, dtype=torch.bfloat16):
     query = noise(1, n, h.query, h.d, seed=1, dtype=dtype).transpose(1, 2)
     keys = torch.randn(layers, 1, h.key, capacity, h.d, dtype=dtype, device=DEVICE)
     values = torch.randn(layers, 1, h.key, capacity, h.dv, dtype=dtype, device=DEVICE)
-    room = exact.scratch(1, n, h.query, h.key, capacity, deepest, h.dv, DEVICE)
+    sizes = 1, n, h.query, h.key, capacity, deepest, h.dv, DEVICE
+    rooms = {tile: exact.scratch(*sizes, tile=tile) for tile in (TILE, WIDE)}
     scale, groups = h.d**-0.5, h.query // h.key
     added = torch.zeros(mask.shape, dtype=dtype, device=DEVICE)
     added.masked_fill_(~torch.from_numpy(mask).to(DEVICE), torch.finfo(dtype).min)
     added = added.repeat(1, 1, groups, 1)
     grouped = query.reshape(1, h.key, groups * n, h.d).contiguous()  # heads of one key head as rows
 
-    def ours(layer):
-        return lambda: exact.exact_attention(query, keys[layer], values[layer], *integers, room, scale=scale)
+    def ours(layer, tile):
+        inputs = query, keys[layer], values[layer], *integers, rooms[tile]
+        return lambda: exact.exact_attention(*inputs, scale=scale, tile=tile)
 
     def sdpa(layer):
         k, v = keys[layer, :, :, :width], values[layer, :, :, :width]
         return lambda: torch.nn.functional.scaled_dot_product_attention(grouped, k, v, attn_mask=added, scale=scale)
 
-    return [ours(layer) for layer in range(layers)], [sdpa(layer) for layer in range(layers)]
+    each = range(layers)
+    return [ours(i, TILE) for i in each], [ours(i, WIDE) for i in each], [sdpa(i) for i in each]
 
 
 class Nothing:
@@ -437,31 +466,18 @@ class Nothing:
 def speed():
     print(torch.cuda.get_device_name(), torch.__version__, "triton", triton.__version__)
     print("microseconds per call, bfloat16; partials: the first of our two launches alone")
-    print("heads     context  rows     ours partials     sdpa")
+    print("heads     context  rows   narrow partials     wide     sdpa")
     combine = exact._combine
-    for heads, context, n in product([LLAMA_2, LLAMA_3, SMOL], [512, 8192], [1, 16, 64]):
-        ours, sdpa = case(heads, context, n)
-        times = [microseconds(ours)]
+    for heads, context, n in product([LLAMA_2, LLAMA_3, SMOL], [512, 8192], [1, 16, 64, 512]):
+        narrow, wide, sdpa = case(heads, context, n)
+        times = [microseconds(narrow)]
         exact._combine = Nothing()
-        times += [microseconds(ours), microseconds(sdpa)]
+        times += [microseconds(narrow)]
         exact._combine = combine
+        times += [microseconds(wide), microseconds(sdpa)]
         label = f"{heads.query}/{heads.key}x{heads.d}"
         print(f"{label:<9} {context:7} {n:5}", *(f"{t:8.1f}" for t in times), flush=True)
 
 
-def sweep():
-    shapes = [(LLAMA_2, 512, 1), (LLAMA_2, 512, 64), (LLAMA_2, 8192, 64)]
-    names = ("TILE", "WARPS", "BLOCK", "STAGES", "OWN")
-    print(*names, ": microseconds for 32 heads x 128, context/rows 512/1, 512/64, 8192/64")
-    tiles = [(16, 1), (16, 2), (16, 4), (32, 2), (32, 4)]
-    choices = [(*tile, block, stages, 512) for tile, block, stages in product(tiles, [16, 32], [2, 3])]
-    choices += [(16, warps, 32, 2, own) for warps, own in product([1, 2], [256, 1024])]
-    for choice in choices:
-        for name, value in zip(names, choice, strict=True):
-            setattr(exact, name, value)
-        times = [microseconds(case(*shape)[0]) for shape in shapes]
-        print(*(f"{x:6}" for x in choice), ":", *(f"{t:7.1f}" for t in times), flush=True)
-
-
 if __name__ == "__main__":
-    {"speed": speed, "sweep": sweep}[sys.argv[1] if len(sys.argv) > 1 else "speed"]()
+    speed()

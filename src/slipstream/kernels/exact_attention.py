@@ -4,7 +4,8 @@ Sums in floating point depend on their order, so the order is fixed by absolute 
 blocks of BLOCK, blocks are gathered into splits. A block gives a row its partial (top score, sum of weights, weighted
 sum of values); the blocks of a split are merged from left to right, and so are the splits. What a row can't see counts
 as an exact zero wherever it appears. Neither the row's place in batch and tree, nor its neighbours, nor where in memory
-its keys lie, nor the cache's capacity has a say in any of it.
+its keys lie, nor the cache's capacity has a say in any of it. Nor has the height of a tile: tensor cores treat each row
+alike, a top score has no order, and weights are summed pair by pair.
 
 Two launches. The first makes partials. Blocks of text alone are the same for all rows of a sequence: a program reads
 them once for a tile of rows and merges whole splits. The late blocks, from the end of the text on, are read row by row
@@ -24,15 +25,15 @@ import triton  # type: ignore[import-not-found, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
 
 from slipstream.kernels.overlap import overlap, wait_turn
-from slipstream.kernels.sizes import PAGE, TILE
+from slipstream.kernels.sizes import PAGE, TILE, WIDE
 
-# These and PAGE and TILE decide the bits, so none may depend on the number of rows or sequences or on the capacity.
+# These and PAGE decide the bits, so none may depend on the number of rows or sequences or on the capacity.
 NARROW, MIDDLE = 64, 256  # a split is one page up to this page, then 4, from this one on 16: so few in long texts
 BLOCK = 32  # positions scored at once
-WARPS = 2  # of the first launch: how a row's sum of weights is cut up
-COMBINING = 1  # warps of the second launch
 
 # These decide who computes what, not the bits.
+WARPS = {TILE: 2, WIDE: 4}  # of the first launch: four take the wide products of a Hopper
+COMBINING = 1  # warps of the second launch
 STAGES = 3  # blocks on their way from memory to a program
 SHARED = 512  # about how many programs read blocks of text: more than fill a GPU, few where capacity is unused
 CHUNK = 8  # splits that the second launch has on their way at a time
@@ -68,9 +69,11 @@ class Launch:
         return self.splits + self.late
 
     @classmethod
-    def of(cls, b: int, n: int, groups: int, kv_heads: int, capacity: int, depth: int, tiles: int = 0) -> Launch:
+    def of(
+        cls, b: int, n: int, groups: int, kv_heads: int, capacity: int, depth: int, tiles: int = 0, tile: int = TILE
+    ) -> Launch:
         """capacity: positions that a sequence may have. tiles: of a table; 0: every sequence has n rows."""
-        tiles = tiles or -(-n * groups // TILE)
+        tiles = tiles or -(-n * groups // tile)
         splits = split_of(-(-capacity // PAGE) - 1) + 1
         turns = min(splits, -(-SHARED // (tiles * kv_heads * b)))
         late = (BLOCK - 2 + depth) // BLOCK + 1  # that `depth` positions can touch, wherever in a block they begin
@@ -89,9 +92,11 @@ def split_of(page: int) -> int:
     return NARROW + (page - NARROW) // 4 if page < MIDDLE else NARROW + (MIDDLE - NARROW) // 4 + (page - MIDDLE) // 16
 
 
-def partials(b: int, n: int, heads: int, kv_heads: int, capacity: int, depth: int, tiles: int = 0) -> int:
+def partials(
+    b: int, n: int, heads: int, kv_heads: int, capacity: int, depth: int, tiles: int = 0, tile: int = TILE
+) -> int:
     """How many partials n rows make."""
-    return b * n * heads * Launch.of(b, n, heads // kv_heads, kv_heads, capacity, depth, tiles).slots
+    return b * n * heads * Launch.of(b, n, heads // kv_heads, kv_heads, capacity, depth, tiles, tile).slots
 
 
 def scratch(
@@ -104,10 +109,11 @@ def scratch(
     value_dim: int,
     device: torch.device | str,
     tiles: int = 0,
+    tile: int = TILE,
 ) -> Scratch:
     """For up to n rows, and paths up to that depth. Made outside a captured graph, since a replay must find it where it
     was."""
-    shape = heads, kv_heads, capacity, depth, tiles
+    shape = heads, kv_heads, capacity, depth, tiles, tile
     return Scratch.of(max(partials(b, i, *shape) for i in range(n if tiles else 1, n + 1)), value_dim, device)
 
 
@@ -129,6 +135,7 @@ def exact_attention(
     # (·, 2) int32, if a batch's rows belong to several sequences: the first row of the tile's sequence, and which of
     # its tiles it is; a negative row: none
     tiles: torch.Tensor | None = None,
+    tile: int = TILE,  # their rows × grouped heads: TILE or WIDE
 ) -> torch.Tensor:
     """(b, n, heads, dv). The launches depend on shapes alone: a captured CUDA graph follows the integer tensors."""
     b, heads, n, d = query.shape
@@ -136,7 +143,7 @@ def exact_attention(
     groups = heads // kv_heads
     rows, lengths = (x[:, None].expand(b, n) if x.dim() == 1 else x for x in (rows, lengths))
     longest = capacity if tables is None else tables.shape[1] * PAGE
-    launch = Launch.of(b, n, groups, kv_heads, longest, paths.shape[2], 0 if tiles is None else len(tiles))
+    launch = Launch.of(b, n, groups, kv_heads, longest, paths.shape[2], 0 if tiles is None else len(tiles), tile)
     assert heads == groups * kv_heads, "key heads divide the heads among them"
     assert keys.shape == (*values.shape[:3], d), "query, keys and values fit together"
     assert query.dtype == keys.dtype == values.dtype, "query, keys and values have one dtype"
@@ -153,7 +160,7 @@ def exact_attention(
     assert scratch.stats.numel() >= b * launch.slots * n * heads * 2, "the scratch was made for a smaller shape"
 
     out = torch.empty((b, n, heads, dv), dtype=query.dtype, device=query.device)
-    span = min(TILE, groups * max(1, b * n * kv_heads // OWN))
+    span = min(tile, groups * max(1, b * n * kv_heads // OWN))
     constants = {
         "HEADS": heads,
         "DV": dv,
@@ -174,9 +181,9 @@ def exact_attention(
         *rows.stride(), depths.stride(0), *paths.stride()[:2], 0 if tables is None else tables.stride(0),
         n, launch.slots, launch.splits, launch.tiles, launch.turns, span,
         scale if soft_cap else scale * LOG2_E, soft_cap or 0.0, window or 0,
-        GROUPS=groups, DK=d, PAD_K=triton.next_power_of_2(max(d, 16)), TILE=TILE, CAP=bool(soft_cap), STAGES=STAGES,
+        GROUPS=groups, DK=d, PAD_K=triton.next_power_of_2(max(d, 16)), TILE=tile, CAP=bool(soft_cap), STAGES=STAGES,
         # Full precision and large heads need more registers than two warps have.
-        num_warps=max(4, WARPS) if query.dtype == torch.float32 or dv > 128 else WARPS,
+        num_warps=4 if query.dtype == torch.float32 or dv > 128 else WARPS[tile],
         **constants,
     )
     _combine[(heads, n, b)](
@@ -197,6 +204,17 @@ def _merge(top1, sum1, acc1, top2, sum2, acc2):  # type: ignore[no-untyped-def]
     weight1, weight2 = tl.exp2(top1 - origin), tl.exp2(top2 - origin)
     acc = tl.fma(acc1, weight1[:, None], acc2 * weight2[:, None])
     return top, tl.fma(sum1, weight1, sum2 * weight2), acc
+
+
+@triton.jit
+def _sum(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Of each row. Only two numbers are added at a time, so the order does not depend on which thread holds what."""
+    x = tl.sum(tl.reshape(x, (ROWS, 2, COLUMNS // 2)), 1)  # a thread holds these
+    x = tl.sum(tl.reshape(x, (ROWS, COLUMNS // 4, 2)), 2)  # and these
+    x = tl.sum(tl.reshape(x, (ROWS, COLUMNS // 8, 2)), 2)  # neighbours in a warp
+    x = tl.sum(tl.reshape(x, (ROWS, COLUMNS // 16, 2)), 2)
+    tl.static_assert(COLUMNS == 32)
+    return tl.sum(x, 1)  # maybe another warp's
 
 
 @triton.jit
@@ -361,7 +379,7 @@ def _partials(  # type: ignore[no-untyped-def]
                 origin = tl.where(block_top == float("-inf"), 0.0, block_top)
                 weights = tl.exp2(scores - origin[:, None])
                 block_acc = tl.dot(weights.to(v.dtype), v, input_precision="ieee")  # (TILE, PAD_V)
-                top, total, acc = _merge(top, total, acc, block_top, tl.sum(weights, 1), block_acc)
+                top, total, acc = _merge(top, total, acc, block_top, _sum(weights, TILE, BLOCK), block_acc)
                 at += onward
                 column += onward
         if MERGED:  # noqa: SIM102

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from slipstream.kernels.sizes import PAGE
+from slipstream.kernels.sizes import PAGE, TILE
 
 
 @torch.library.custom_op("slipstream::write_keys", mutates_args=("keys", "values"))
@@ -219,14 +219,15 @@ def attend(
     scale: float,
     window: int | None,
     soft_cap: float | None,
+    tile: int = TILE,
 ) -> torch.Tensor:
     """(b, n, heads, d): see `exact_attention.exact_attention`."""
     options = {"scale": scale, "window": window, "soft_cap": soft_cap, "tables": tables}
     if query.device.type == "cuda":
         from slipstream.kernels.exact_attention import Scratch, exact_attention
 
-        room = Scratch(stats, sums)
-        return exact_attention(query, keys, values, rows, lengths, depths, paths, room, tiles=tiles, **options)  # type: ignore[arg-type]
+        room, cut = Scratch(stats, sums), {"tiles": tiles, "tile": tile}
+        return exact_attention(query, keys, values, rows, lengths, depths, paths, room, **cut, **options)  # type: ignore[arg-type]
     return gathered_attention(query, keys, values, rows, lengths, depths, paths, **options)  # type: ignore[arg-type]
 
 

@@ -2,3 +2,4 @@
 
 PAGE = 128  # positions of a text that lie side by side in the cache
 TILE = 16  # rows × grouped heads of one product of attention: the height of a tensor core
+WIDE = 64  # the same where a sequence has many rows: keys are read a quarter as often

@@ -212,7 +212,9 @@ def attention_by_path(
         _tell(query, key, scale, sliding_window, softcap)
     room = under_way.scratch
     rows = i.slots, i.lengths, i.depths, i.paths, under_way.tables, under_way.tiles(query.shape[1] // key.shape[1])
-    return attend(query, key, value, *rows, room.stats, room.sums, scale, sliding_window, softcap), None
+    return attend(
+        query, key, value, *rows, room.stats, room.sums, scale, sliding_window, softcap, under_way.shape.tile
+    ), None
 
 
 def _tell(query: torch.Tensor, key: torch.Tensor, scale: float, window: int | None, soft_cap: float | None) -> None:

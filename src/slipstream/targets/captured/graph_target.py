@@ -20,7 +20,7 @@ import torch
 
 from slipstream.errors import ModelError
 from slipstream.kernels.draw import drawable, needs_history, noise_keys
-from slipstream.kernels.sizes import PAGE, TILE
+from slipstream.kernels.sizes import PAGE, TILE, WIDE
 from slipstream.sampling import Sampler
 from slipstream.stopwatch import preparing
 from slipstream.targets import watching
@@ -103,6 +103,7 @@ class GraphTarget(Target):
         self._scratch: Any = None
         self._histories: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
         self._told: dict[int, Told] = {}  # by row of the arena's table
+        self._may_be_wide = same_bits_in_wide_tiles(self.device, self.dtype)
         self._alike: dict[int, bool] = {}  # by rows
         self._sample: torch.Tensor | None = None  # logits that every shape of step should give its sample text
 
@@ -255,7 +256,7 @@ class GraphTarget(Target):
             slot.tree = tree
             if slot.pending is not None and len(slot.pending) > step.shape.reach:
                 self._settle(slot)
-        fill(step.host, self.arena.table, self.groups, slots, trees, known, text)
+        fill(step.host, self.arena.table, self.groups, slots, trees, known, text, step.shape.tile)
         self._tell(step, slots, trees, samplers, text)
         self.arena.tell()
         step(want.during if samplers else None)  # whoever decides on the host knows what follows only then
@@ -264,13 +265,15 @@ class GraphTarget(Target):
     def _shape(self, sequences: int, rows: int, depth: int, text: bool) -> Shape:
         """Of a step that is wide enough."""
         sequences = bucket(sequences, SEQUENCES)
+        many = (text or sequences == 1) and rows * min(self.groups) >= 2 * WIDE
+        tile = WIDE if many and self._may_be_wide else TILE
         tiles: tuple[int, ...] = ()
         if sequences > 1:  # at most one of a sequence is not full, and none is without a row
-            tiles = tuple(min(rows * -(-g // TILE), -(-rows * g // TILE) + sequences) for g in self.groups)
+            tiles = tuple(min(rows * -(-g // tile), -(-rows * g // tile) + sequences) for g in self.groups)
         ends = min(rows, sequences) if text and self._keeps_logits else rows
         usual = min(rows, DEEPEST)
         depth = 1 if text else usual if depth <= usual else bucket(depth, DEPTHS)
-        return Shape(sequences, rows, depth, ends, tiles)
+        return Shape(sequences, rows, depth, ends, tiles, tile)
 
     def _followed(self, samplers: Sequence[Sampler | None], count: int) -> Sequence[Sampler | None]:
         """The samplers by whose rules a step chooses; nobody's, if one of them can't be followed."""
@@ -328,7 +331,7 @@ class GraphTarget(Target):
         needed, widest = 0, max(s.value_dim for s in self._shapes)
         for layer in self._shapes:
             tiles = shape.tiles[self.groups.index(self._heads // layer.heads)] if shape.tiles else 0
-            size = self._heads, layer.heads, self.arena.longest, shape.depth, tiles
+            size = self._heads, layer.heads, self.arena.longest, shape.depth, tiles, shape.tile
             needed = max(needed, partials(1, shape.rows, *size))
         if self._scratch is None or self._scratch.stats.numel() < 2 * needed:
             self._scratch = Scratch.of(needed, widest, self.device)
@@ -390,6 +393,12 @@ def by_row(model: Any) -> bool:
     config = model.config.get_text_config()
     experts = any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
     return not experts and not is_quantised(model)
+
+
+def same_bits_in_wide_tiles(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the wide products of this GPU's tensor cores round as its narrow ones do. Tried on a Hopper; before it
+    there is one kind alone."""
+    return device.type == "cuda" and dtype != torch.float32 and torch.cuda.get_device_capability(device)[0] in (8, 9)
 
 
 def choice(samplers: Sequence[Sampler | None]) -> str:

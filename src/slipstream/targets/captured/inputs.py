@@ -29,6 +29,7 @@ class Shape:
     depth: int  # of the deepest path
     ends: int  # rows after which a token is wanted, at most
     tiles: tuple[int, ...] = ()  # by layers' number of query heads per key head, the attention's; none: one sequence
+    tile: int = TILE  # how high one of them is
 
     @property
     def reach(self) -> int:
@@ -96,6 +97,7 @@ def fill(
     trees: Sequence[TokenTree],
     known: Sequence[int],  # nodes of each tree that were computed before
     text: bool = False,  # whether the trees are chains that become text
+    tile: int = TILE,  # how high the attention's tiles are
 ) -> None:
     """The rows of all trees, and padding. What the step before accepted is moved into place by this one."""
     h, moved = host, [slot.pending or [] for slot in slots]
@@ -113,7 +115,7 @@ def fill(
     sequences = h.owners, h.moves, h.sources, h.places, h.emitted
     _put(table, *rows, *sequences, *nodes, sizes, of_slots, paths, text)
     for count, tiles in zip(groups, h.tiles, strict=False):
-        _put_tiles(tiles, sizes - of_slots[:, 3], count)
+        _put_tiles(tiles, sizes - of_slots[:, 3], count, tile)
     for slot in slots:
         slot.pending = None
 
@@ -175,11 +177,11 @@ def _put(  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _put_tiles(tiles, sizes, groups):  # type: ignore[no-untyped-def]
+def _put_tiles(tiles, sizes, groups, height):  # type: ignore[no-untyped-def]
     """See `exact_attention`. sizes: rows of each sequence."""
     tile = row = 0
     for rows in sizes:
-        for number in range((rows * groups + TILE - 1) // TILE):
+        for number in range((rows * groups + height - 1) // height):
             tiles[tile, 0], tiles[tile, 1] = row, number
             tile += 1
         row += rows

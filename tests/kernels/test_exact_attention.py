@@ -415,7 +415,7 @@ def microseconds(calls):
 def case(heads, context, n, dtype=torch.bfloat16):
     """Calls of ours, in narrow and in wide tiles, and of sdpa with a mask, one per layer."""
     length, deepest = context - 13, 16  # a late block that is more than half full
-    capacity, h = context + 128, heads
+    capacity, h = context + n + 64, heads
     size = capacity * h.key * (h.d + h.dv) * 2
     layers = max(2, min(32, 400_000_000 // size))  # more than the L2 cache holds
     rng = np.random.default_rng(0)

@@ -207,6 +207,22 @@ def _merge(top1, sum1, acc1, top2, sum2, acc2):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _take(q, k, v, see, top, total, acc, scale, cap, TILE: tl.constexpr, BLOCK: tl.constexpr, CAP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A partial of rows q (TILE, dk), and one more block: k (BLOCK, dk), v (BLOCK, dv), see (TILE, BLOCK)."""
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale  # (TILE, BLOCK)
+    if CAP:
+        # tanh x = 1 - 2 / (exp 2x + 1), which holds at both ends of the range too. 1.44… is log2 e.
+        grown = tl.exp2(scores * (2 * 1.4426950408889634 / cap))
+        scores = (1.0 - 2.0 / (grown + 1.0)) * (cap * 1.4426950408889634)
+    scores = tl.where(see, scores, float("-inf"))  # in powers of two from here on
+    block_top = tl.max(scores, 1)
+    origin = tl.where(block_top == float("-inf"), 0.0, block_top)
+    weights = tl.exp2(scores - origin[:, None])
+    block_acc = tl.dot(weights.to(v.dtype), v, input_precision="ieee")  # (TILE, PAD_V)
+    return _merge(top, total, acc, block_top, _sum(weights, TILE, BLOCK), block_acc)
+
+
+@triton.jit
 def _sum(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Of each row. Only two numbers are added at a time, so the order does not depend on which thread holds what."""
     x = tl.sum(tl.reshape(x, (ROWS, 2, COLUMNS // 2)), 1)  # a thread holds these
@@ -263,8 +279,8 @@ def _partials(  # type: ignore[no-untyped-def]
     WINDOW: tl.constexpr, MERGED: tl.constexpr, CAP: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):
     # fmt: on
-    """Shared programs, the first ones: a tile of rows × grouped heads, one key head, every turns-th split of text, one
-    block after the other; into slot `split`, or, merged, the complete splits into slot 0 and the last one into slot 1.
+    """Shared programs, the first ones: a tile of rows × grouped heads, one key head, some splits of text, one block
+    after the other; into slot `split`, or, merged, the complete splits into slot 0 and the last one into slot 1.
     Own programs, the others: one row, `span` heads, every late block, one key head after the other; into slots `splits`
     + the late block's number. A step of either is a product of the whole tile with one block of keys; rows of the tile
     that don't read this key head see nothing in it."""
@@ -307,12 +323,15 @@ def _partials(  # type: ignore[no-untyped-def]
     text_end = tl.load(lengths + first * row_row)  # of the one row; what is shared is text anyway
     end = tl.minimum(tl.where(shared, whole * BLOCK, last_position + 1), last_position + 1)  # is not read any more
 
-    first_split = _split_of(seen // PER, NARROW, MIDDLE)
-    begin_slot = tl.where(shared, first_split + turn, splits)
-    text_splits = _split_of(tl.maximum(whole - 1, 0) // PER, NARROW, MIDDLE) + 1
-    text_splits = tl.where(whole > 0, text_splits, 0)
-    end_slot = tl.where(shared, text_splits, splits + (end + BLOCK - 1) // BLOCK - whole)
-    if (begin_slot >= end_slot) | (last_position < 0):
+    # A shared program's blocks. Ranges of equal length, begun and ended where a split does.
+    begin_page, end_page = seen // PER, (whole + PER - 1) // PER
+    cut = begin_page + (end_page - begin_page) * turn // turns
+    next_cut = begin_page + (end_page - begin_page) * (turn + 1) // turns
+    cut = tl.maximum(_first_page(_split_of(cut, NARROW, MIDDLE), NARROW, MIDDLE), begin_page)
+    next_cut = tl.maximum(_first_page(_split_of(next_cut, NARROW, MIDDLE), NARROW, MIDDLE), begin_page)
+    begin_block = tl.maximum(cut * PER, seen)
+    end_block = tl.where(turn + 1 == turns, whole, tl.minimum(next_cut * PER, whole))
+    if (last_position < 0) | (shared & (begin_block >= end_block)):
         return
 
     dk, dv = tl.arange(0, PAD_K), tl.arange(0, PAD_V)
@@ -324,81 +343,94 @@ def _partials(  # type: ignore[no-untyped-def]
         values += pool_row.to(tl.int64) * v_row
     else:
         tables += pool_row.to(tl.int64) * table_row
-    paths += sequence.to(tl.int64) * path_sequence + node * path_row
-    reads = head // GROUPS  # (TILE,) the key head
-    onward = tl.where(shared, BLOCK, 0)  # from one step's positions to the next one's
+    stats += sequence.to(tl.int64) * slots * n * HEADS * 2
+    sums += sequence.to(tl.int64) * slots * n * HEADS * DV
+    pitch = n.to(tl.int64) * HEADS  # from one slot to the next
     inner = row * HEADS + head  # (TILE,)
+    stat, wide_sum = stats + inner * 2, sums + (inner[:, None] * DV + dv)
     sum_mask = valid[:, None] if DV == PAD_V else valid[:, None] & (dv < DV)
-    # A split is complete if nothing late belongs to it.
-    complete = -1
-    if MERGED:
-        late = tl.max(tl.where(valid, depth, -1), 0) >= 0
-        complete = tl.where(late, _split_of(whole // PER, NARROW, MIDDLE), text_splits)
-    all_top = tl.full((TILE,), float("-inf"), tl.float32)
-    all_total = tl.zeros((TILE,), tl.float32)
-    all_acc = tl.zeros((TILE, PAD_V), tl.float32)
+    top = tl.full((TILE,), float("-inf"), tl.float32)
+    total = tl.zeros((TILE,), tl.float32)
+    acc = tl.zeros((TILE, PAD_V), tl.float32)
 
-    for slot in range(begin_slot, end_slot, tl.where(shared, turns, 1)):
-        begin_page = tl.where(shared, tl.maximum(_first_page(slot, NARROW, MIDDLE), seen // PER), slot)
-        end_page = tl.where(
-            shared, tl.minimum(_first_page(slot + 1, NARROW, MIDDLE), (whole + PER - 1) // PER), slot + 1
-        )
-        top = tl.full((TILE,), float("-inf"), tl.float32)
-        total = tl.zeros((TILE,), tl.float32)
-        acc = tl.zeros((TILE, PAD_V), tl.float32)
-        for number in range(begin_page, end_page):
-            block = tl.where(shared, tl.maximum(number * PER, seen), whole + slot - splits)
+    if shared:
+        key, value = keys + kv_head.to(tl.int64) * k_head, values + kv_head.to(tl.int64) * v_head
+        # A split is complete if nothing late belongs to it.
+        complete = -1
+        if MERGED:
+            late = tl.max(tl.where(valid, depth, -1), 0) >= 0
+            ended = _split_of((whole - 1) // PER, NARROW, MIDDLE) + 1
+            complete = tl.where(late, _split_of(whole // PER, NARROW, MIDDLE), ended)
+        all_top, all_total, all_acc = top, total, acc
+        split = _split_of(begin_block // PER, NARROW, MIDDLE)
+        here = begin_block // PER  # where the page lies
+        if tables is not None:
+            here = tl.load(tables + begin_block // PER)
+        for block in tl.range(begin_block, end_block, num_stages=STAGES):
+            page = block // PER
+            at = block * BLOCK + tl.arange(0, BLOCK)  # (BLOCK,) positions
+            column = here * PAGE + (at - page * PAGE)
+            there = (at < end)[:, None]
+            k_mask = there if DK == PAD_K else there & (dk < DK)
+            v_mask = there if DV == PAD_V else there & (dv < DV)
+            k = tl.load(key + (column[:, None] * k_column + dk), mask=k_mask, other=0.0)  # (BLOCK, PAD_K)
+            v = tl.load(value + (column[:, None] * v_column + dv), mask=v_mask, other=0.0)  # (BLOCK, PAD_V)
+            see = at <= position[:, None]
+            if WINDOW:
+                see &= at > position[:, None] - window
+            top, total, acc = _take(q, k, v, see, top, total, acc, scale, cap, TILE, BLOCK, CAP)
+            next_page = tl.minimum(block + 1, end_block - 1) // PER
+            here = next_page
+            if tables is not None:  # a block ahead, so that nobody waits for it
+                here = tl.load(tables + next_page)
+            following = _split_of((block + 1) // PER, NARROW, MIDDLE)
+            if (following != split) | (block + 1 == end_block):
+                if MERGED & (split < complete):
+                    all_top, all_total, all_acc = _merge(all_top, all_total, all_acc, top, total, acc)
+                else:
+                    to = pitch if MERGED else split * pitch
+                    tl.store(stat + to * 2, top, mask=valid)
+                    tl.store(stat + (to * 2 + 1), total, mask=valid)
+                    tl.store(wide_sum + to * DV, acc, mask=sum_mask)
+                top = tl.full((TILE,), float("-inf"), tl.float32)
+                total = tl.zeros((TILE,), tl.float32)
+                acc = tl.zeros((TILE, PAD_V), tl.float32)
+                split = following
+        if MERGED:
+            tl.store(stat, all_top, mask=valid)
+            tl.store(stat + 1, all_total, mask=valid)
+            tl.store(wide_sum, all_acc, mask=sum_mask)
+    else:
+        paths += sequence.to(tl.int64) * path_sequence + node * path_row
+        reads = head // GROUPS  # (TILE,) the key head
+        zero = tl.zeros((), tl.int64)  # keys of a head may lie 2³¹ numbers after those of the first
+        for block in range(whole, (end + BLOCK - 1) // BLOCK):
             page = block // PER
             at = block * BLOCK + tl.arange(0, BLOCK)  # (BLOCK,) positions
             here = page
             if tables is not None:
-                here = tl.load(tables + page, mask=shared | (page * PAGE < text_end), other=0)
-            is_text = shared | (at < text_end)
+                here = tl.load(tables + page, mask=page * PAGE < text_end, other=0)
+            is_text = at < text_end
             ancestor = tl.load(paths + (at - text_end), mask=(is_text == 0) & (at < end), other=0)
             column = tl.where(is_text, here * PAGE + (at - page * PAGE), ancestor)  # (BLOCK,)
-            begin = tl.where(shared, block, begin_head // GROUPS)
-            stop = tl.where(shared, tl.minimum(page * PER + PER, whole), (end_head - 1) // GROUPS + 1)
-            for step in tl.range(begin, stop, num_stages=STAGES):
-                read = tl.where(shared, kv_head, step)
-                there = (at < end)[:, None]
-                k_mask = there if DK == PAD_K else there & (dk < DK)
-                v_mask = there if DV == PAD_V else there & (dv < DV)
-                key, value = keys + read.to(tl.int64) * k_head, values + read.to(tl.int64) * v_head
+            there = (at < end)[:, None]
+            k_mask = there if DK == PAD_K else there & (dk < DK)
+            v_mask = there if DV == PAD_V else there & (dv < DV)
+            top = tl.full((TILE,), float("-inf"), tl.float32)
+            total = tl.zeros((TILE,), tl.float32)
+            acc = tl.zeros((TILE, PAD_V), tl.float32)
+            for read in tl.range(begin_head // GROUPS, (end_head - 1) // GROUPS + 1, num_stages=STAGES):
+                key, value = keys + (zero + read) * k_head, values + (zero + read) * v_head
                 k = tl.load(key + (column[:, None] * k_column + dk), mask=k_mask, other=0.0)  # (BLOCK, PAD_K)
                 v = tl.load(value + (column[:, None] * v_column + dv), mask=v_mask, other=0.0)  # (BLOCK, PAD_V)
-                scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale  # (TILE, BLOCK)
-                if CAP:
-                    # tanh x = 1 - 2 / (exp 2x + 1), which holds at both ends of the range too. 1.44… is log2 e.
-                    grown = tl.exp2(scores * (2 * 1.4426950408889634 / cap))
-                    scores = (1.0 - 2.0 / (grown + 1.0)) * (cap * 1.4426950408889634)
                 see = (at <= position[:, None]) & (reads == read)[:, None]
                 if WINDOW:
                     see &= at > position[:, None] - window
-                scores = tl.where(see, scores, float("-inf"))  # in powers of two from here on
-                block_top = tl.max(scores, 1)
-                origin = tl.where(block_top == float("-inf"), 0.0, block_top)
-                weights = tl.exp2(scores - origin[:, None])
-                block_acc = tl.dot(weights.to(v.dtype), v, input_precision="ieee")  # (TILE, PAD_V)
-                top, total, acc = _merge(top, total, acc, block_top, _sum(weights, TILE, BLOCK), block_acc)
-                at += onward
-                column += onward
-        if MERGED:  # noqa: SIM102
-            if shared & (slot < complete):
-                all_top, all_total, all_acc = _merge(all_top, all_total, all_acc, top, total, acc)
-        if (shared == 0) | (slot >= complete):
-            to = slot
-            if MERGED:
-                to = tl.where(shared, 1, slot)
-            place = (sequence.to(tl.int64) * slots + to) * n * HEADS
-            tl.store(stats + place * 2 + inner * 2, top, mask=valid)
-            tl.store(stats + place * 2 + (inner * 2 + 1), total, mask=valid)
-            tl.store(sums + place * DV + (inner[:, None] * DV + dv), acc, mask=sum_mask)
-    if MERGED:  # noqa: SIM102
-        if shared:
-            place = sequence.to(tl.int64) * slots * n * HEADS
-            tl.store(stats + place * 2 + inner * 2, all_top, mask=valid)
-            tl.store(stats + place * 2 + (inner * 2 + 1), all_total, mask=valid)
-            tl.store(sums + place * DV + (inner[:, None] * DV + dv), all_acc, mask=sum_mask)
+                top, total, acc = _take(q, k, v, see, top, total, acc, scale, cap, TILE, BLOCK, CAP)
+            to = (splits + block - whole) * pitch
+            tl.store(stat + to * 2, top, mask=valid)
+            tl.store(stat + (to * 2 + 1), total, mask=valid)
+            tl.store(wide_sum + to * DV, acc, mask=sum_mask)
 
 
 # fmt: off

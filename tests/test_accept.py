@@ -48,34 +48,13 @@ def test_a_drawn_child_is_accepted_with_p_over_q():
 
 
 def test_what_is_left_once_a_child_was_rejected():
-    p, q = residual(torch.tensor(P), torch.tensor([0.1, 0.6, 0.2, 0.1]), 1)
+    (p, q), mass = residual(torch.tensor(np.array([P, [0.1, 0.6, 0.2, 0.1]])), 1)
     assert p.tolist() == pytest.approx([1, 0, 0, 0])
     assert q.tolist() == pytest.approx([0.25, 0, 0.5, 0.25])
-    p, q = residual(torch.tensor(P), None, 1)
+    assert mass.tolist() == pytest.approx([0.4])
+    (p,), mass = residual(torch.tensor(P)[None], 1)
     assert p.tolist() == pytest.approx([0.5 / 0.7, 0, 0.15 / 0.7, 0.05 / 0.7])
-    assert q is None
-    assert residual(torch.tensor([0.0, 1.0]), None, 1) == (None, None)
-
-
-@pytest.mark.parametrize("options", [{}, {"top_k": 9}, {"top_p": 0.8}, {"min_p": 0.1, "temperature": 0.6}], ids=str)
-@pytest.mark.parametrize("drawn", [True, False])
-@pytest.mark.parametrize("rule", [Rejection(), Lenient(lenience=0.6)], ids=lambda rule: rule.name)
-def test_tokens_chosen_after_all_nodes_at_once_are_those_of_a_walk(rule, drawn, options):
-    rng = np.random.default_rng(5)
-    parents = [-1, 0, 0, 0, 1, 1, 3, 4, 4, 4, 7]
-    tokens = [0, 3, 7, 1, 5, 2, 9, 8, 4, 6, 11]  # siblings differ
-    q = torch.from_numpy(rng.dirichlet(np.full(12, 0.4), len(parents)))
-    rows = [i if drawn and i != 1 else -1 for i in range(len(parents))]  # nobody said what the first child's are from
-    tree = TokenTree.build(tokens, parents, q=q, q_row=rows)
-    logits = torch.from_numpy(rng.normal(0, 2, (len(parents), 12))).float()
-    said = Scores(logits, {}, tree.depths)
-    for seed in range(60):
-        one = Sampler(Sampling(**{"temperature": 1.0, **options}), [0, 0], seed)
-        found, tops = rule.at_once(tree, logits, one)
-        assert tops == pytest.approx(logits.amax(1).tolist())
-        for node, depth in enumerate(tree.depths):
-            at = Sampler(one.sampling, [0] * (2 + depth), seed)
-            assert found[node] == rule.next_token(tree, node, said, at), (seed, node)
+    assert residual(torch.tensor([[0.0, 1.0]]), 1)[1].tolist() == [0], "nothing is left"
 
 
 def test_typical_accepts_what_is_plausible_and_nothing_else():

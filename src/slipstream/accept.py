@@ -12,11 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import numpy as np
 import torch
 
 from slipstream.errors import OptionError
-from slipstream.sampling import Sampler, check_choice, drawn_by_share, uniform
+from slipstream.sampling import Sampler
 
 if TYPE_CHECKING:
     from slipstream.targets.base import Scores
@@ -46,17 +45,13 @@ class Rule(ABC):
     def next_token(self, tree: TokenTree, node: int, scores: Scores, sampler: Sampler) -> int:
         """The token after `node`. If a child carries it, that child is accepted."""
 
-    def chooser(self, tree: TokenTree, scores: Scores, sampler: Sampler) -> Callable[[int], int]:
-        """`next_token` for the nodes that a walk passes. A rule may choose for all nodes beforehand."""
-        return lambda node: self.next_token(tree, node, scores, sampler)
-
 
 def verify(rule: Rule, tree: TokenTree, scores: Scores, sampler: Sampler, over: Callable[[int], bool]) -> Verdict:
     """Walk down while the rule's tokens are drafted ones. `over` is asked once per token, in order: a text that ends
     inside a draft ends exactly where plain decoding ends it."""
-    path, choose = [0], rule.chooser(tree, scores, sampler)
+    path = [0]
     while True:
-        token = choose(path[-1])
+        token = rule.next_token(tree, path[-1], scores, sampler)
         sampler.push(token)
         child = tree.child(path[-1], token)
         if over(token) or child is None:
@@ -92,68 +87,22 @@ class Rejection(Rule):
         return 1.0
 
     def next_token(self, tree: TokenTree, node: int, scores: Scores, sampler: Sampler) -> int:
+        """What each child's rejection leaves is computed before anybody knows whether it is rejected: on a GPU a
+        number that is waited for takes longer than all of it."""
         p = sampler.distribution(scores.logits(node))
-        q = drawn_from(tree, node, p)
-        for draw, child in enumerate(tree.children(node)):
-            x = int(tree.tokens[child])
-            if sampler.flip(float(p[x] if q is None else p[x] / q[x]) / self.leniency(), draw):
+        left = p[None] if (q := drawn_from(tree, node, p)) is None else torch.stack([p, q])
+        tokens = [int(tree.tokens[child]) for child in tree.children(node)]
+        chances, masses = [p.new_empty(0)], [p.new_empty(0)]
+        for x in tokens:
+            chances.append(left[:1, x] if q is None else left[:1, x] / left[1, x])
+            left, mass = residual(left, x)
+            masses.append(mass)
+        numbers = torch.cat([*chances, *masses, sampler.drawn(left[0])]).tolist()
+        for i, x in enumerate(tokens):
+            # Without mass x had all of p, and rounding alone gets here.
+            if sampler.flip(numbers[i] / self.leniency(), i) or numbers[len(tokens) + i] <= 0:
                 return x
-            left, q = residual(p, q, x)
-            if left is None:  # rounding alone gets here: x had all of p
-                return x
-            p = left
-        return sampler.draw(p)
-
-    def chooser(self, tree: TokenTree, scores: Scores, sampler: Sampler) -> Callable[[int], int]:
-        """On a GPU, if no node's logits depend on the text before it, tokens are chosen after all nodes at once: what
-        takes the time there is to ask for a number, and to wait for it."""
-        rows = scores.every()
-        if (
-            rows.device.type != "cuda"
-            or len(rows) < len(tree)
-            or sampler.sampling.greedy
-            or sampler.sampling.looks_back
-        ):
-            return super().chooser(tree, scores, sampler)
-        tokens, tops = self.at_once(tree, rows, sampler)
-
-        def choose(node: int) -> int:
-            check_choice(tops[node], sampler.position)
-            return tokens[node]
-
-        return choose
-
-    def at_once(self, tree: TokenTree, rows: torch.Tensor, sampler: Sampler) -> tuple[list[int], list[float]]:
-        """The token after each node, and its largest logit, from rows (n, V) of logits: `next_token` in step."""
-        children = [tree.children(node) for node in range(len(tree))]
-        most, deepest = max(map(len, children)), int(tree.depths.max())
-        tried = np.full((len(tree), most), -1)
-        for node, below in enumerate(children):
-            tried[node, : len(below)] = tree.tokens[below]
-        keys = [[sampler.key(stream, depth) for depth in range(deepest + 1)] for stream in ("flip", "draw")]
-        flips = np.array([[uniform(key, i) for i in range(most)] for key in keys[0]])[tree.depths] * self.leniency()
-        draws = np.array([uniform(key, 0) for key in keys[1]])[tree.depths]
-        x, flip, share = (torch.from_numpy(a).to(rows.device) for a in (tried, flips, draws[:, None]))
-
-        p = sampler.distributions(rows)
-        drawn, q = torch.zeros(len(rows), 1, dtype=torch.bool, device=rows.device), torch.zeros_like(p)
-        if tree.q is not None and tree.q_row is not None:
-            drawn = torch.from_numpy(tree.q_row >= 0).to(rows.device)[:, None]
-            q = tree.q[torch.from_numpy(np.maximum(tree.q_row, 0)).to(tree.q.device)].to(p)
-        chosen = torch.full_like(x[:, :1], -1) if most else torch.full((len(rows), 1), -1, device=rows.device)
-        for i in range(most):
-            token, open_ = x[:, i : i + 1].clamp_min(0), (x[:, i : i + 1] >= 0) & (chosen < 0)
-            chance = p.gather(1, token)
-            passed = flip[:, i : i + 1] < torch.where(drawn, chance / q.gather(1, token), chance)
-            left = torch.where(drawn, (p - q).clamp_min(0.0), p).scatter(1, token, 0.0)
-            others, mass = q.scatter(1, token, 0.0), left.sum(1, keepdim=True)
-            chosen = torch.where(open_ & (passed | (mass <= 0)), token, chosen)
-            rejected = open_ & (chosen < 0)
-            p = torch.where(rejected, left / mass, p)
-            q = torch.where(rejected, others / others.sum(1, keepdim=True).clamp_min(SMALLEST), q)
-        chosen = torch.where(chosen < 0, drawn_by_share(p, share), chosen)
-        found = torch.cat([chosen.double(), rows.amax(1, keepdim=True).double()], 1).cpu().numpy()
-        return found[:, 0].astype(int).tolist(), found[:, 1].tolist()
+        return sampler.taken(*numbers[-2:])
 
 
 def drawn_from(tree: TokenTree, node: int, p: torch.Tensor) -> torch.Tensor | None:
@@ -163,16 +112,15 @@ def drawn_from(tree: TokenTree, node: int, p: torch.Tensor) -> torch.Tensor | No
     return tree.q[int(tree.q_row[node])].to(p)
 
 
-def residual(p: torch.Tensor, q: torch.Tensor | None, x: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """What is left of p, and of q, once x was rejected; of p None: nothing is."""
-    left, others = p.clone() if q is None else (p - q).clamp_min(0.0), None
-    left[x] = 0.0
-    if q is not None:
-        others = q.clone()
-        others[x] = 0.0
-        others /= others.sum().clamp_min(SMALLEST)
-    mass = left.sum()
-    return (left / mass if mass > 0 else None), others
+def residual(p_and_q: torch.Tensor, x: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What is left of p, and of q if there is one, (1 or 2, V), once x was rejected; and the mass (1,) that p has kept:
+    if none, what is left is no distribution."""
+    left = p_and_q.clone()
+    if len(left) == 2:
+        left[0].sub_(left[1]).clamp_min_(0.0)
+    left[:, x] = 0.0
+    masses = left.sum(1)
+    return left / masses[:, None].clamp_min(SMALLEST), masses[:1]
 
 
 @dataclass(frozen=True)

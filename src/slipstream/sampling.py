@@ -61,11 +61,6 @@ class Sampling:
     def penalises(self) -> bool:
         return self.repetition_penalty != 1 or bool(self.presence_penalty or self.frequency_penalty)
 
-    @property
-    def looks_back(self) -> bool:
-        """Whether the history has a say, or anything else that is told token by token."""
-        return bool(self.penalises or self.logit_bias or self.bad_words or self.processors)
-
     @cached_property
     def plain(self) -> bool:
         """The raw logits decide alone, so a forward may pick the token without knowing the history."""
@@ -121,32 +116,29 @@ class Sampler:
             return p
         return torch.softmax(logits.double(), -1)
 
-    def distributions(self, rows: torch.Tensor) -> torch.Tensor:
-        """(n, V) the same for several rows, where nothing looks back and tokens are drawn."""
-        s, logits = self.sampling, rows.float() / self.sampling.temperature
-        if 0 < s.top_k < logits.shape[1]:
-            logits = logits.masked_fill(logits < logits.topk(s.top_k).values[:, -1:], -torch.inf)
-        if s.top_p < 1:
-            ordered, order = torch.softmax(logits, -1).sort(dim=-1, descending=True, stable=True)
-            gone = ordered.double().cumsum(-1) - ordered >= s.top_p
-            logits = logits.masked_fill(torch.zeros_like(gone).scatter(1, order, gone), -torch.inf)
-        if s.min_p > 0:
-            p = torch.softmax(logits, -1)
-            logits = logits.masked_fill(p < s.min_p * p.amax(1, keepdim=True), -torch.inf)
-        return torch.softmax(logits.double(), -1)
-
     def flip(self, probability: float, draw: int) -> bool:
         """A coin for the draw-th candidate at this position. Its noise is no token's noise."""
         return uniform(self.key("flip"), draw) < probability
 
     def draw(self, weights: torch.Tensor) -> int:
         """A token from unnormalised weights (V,): the one in which a random share of all weight is reached."""
-        check_choice(float(weights.sum()) or -np.inf, self.position)
-        return int(drawn_by_share(weights[None], uniform(self.key("draw"), 0)))
+        return self.taken(*self.drawn(weights).tolist())
 
-    def key(self, stream: str = "", ahead: int = 0) -> int:
-        """Of the noise for the token to be chosen next, or for one that many later."""
-        return noise_key(self.seed, self.sample_index, self.position + ahead, stream)
+    def drawn(self, weights: torch.Tensor) -> torch.Tensor:
+        """(2,) what `draw` decides by, still on its device: the token, and the sum of all weight."""
+        total = weights.cumsum(0)
+        # A sum in parts may grow by a rounding where nothing weighs anything: nothing is reached there.
+        reached = torch.where(weights > 0, total, -1.0)
+        token = (reached >= uniform(self.key("draw"), 0) * reached.amax()).byte().argmax()
+        return torch.stack([token.to(weights.dtype), total[-1]])
+
+    def taken(self, token: float, mass: float) -> int:
+        """The token that `drawn` names; refuses NaN, and weights that are all zero."""
+        check_choice(mass or -np.inf, self.position)
+        return int(token)
+
+    def key(self, stream: str = "") -> int:
+        return noise_key(self.seed, self.sample_index, self.position, stream)
 
     def warped(self, row: torch.Tensor) -> torch.Tensor:
         """One row (V,) after everything that `Sampling` names, ready for softmax."""
@@ -181,7 +173,7 @@ class Sampler:
     def _adjusted(self, logits: torch.Tensor) -> torch.Tensor:
         """With biases, penalties and bad words. A copy wherever anyone may write: the row is the target's own."""
         s = self.sampling
-        if not s.looks_back:
+        if not (s.logit_bias or s.penalises or s.bad_words or s.processors):
             return logits
         logits = logits.clone()
         if s.logit_bias:
@@ -219,15 +211,6 @@ def nucleus(p: torch.Tensor, mass: float) -> torch.Tensor:
     ordered, order = torch.sort(p[likely], descending=True, stable=True)
     before = ordered.double().cumsum(-1) - ordered  # a token goes when those before it already reach the mass
     return likely[order[before < mass]]
-
-
-def drawn_by_share(weights: torch.Tensor, share: torch.Tensor | float) -> torch.Tensor:
-    """(n, 1) of each row (n, V) of weights the token in which a share (n, 1) of all weight is reached."""
-    reached = weights.cumsum(1)
-    # A sum in parts may grow by a rounding where nothing weighs anything, and then end below its share.
-    beyond = (weights > 0) & (reached > share * reached[:, -1:])
-    likeliest = weights.argmax(1, keepdim=True)
-    return torch.where(beyond.any(1, keepdim=True), beyond.byte().argmax(1, keepdim=True), likeliest)
 
 
 def check_choice(logit: float, position: int) -> None:

@@ -463,7 +463,7 @@ def _combine(  # type: ignore[no-untyped-def]
     acc = tl.zeros((1, PAD_V), tl.float32)
     one = tl.arange(0, 1)
     begin = _split_of(seen // PER, NARROW, MIDDLE)
-    text_splits = tl.where(whole > 0, _split_of(tl.maximum(whole - 1, 0) // PER, NARROW, MIDDLE) + 1, 0)
+    text_splits = tl.where(whole > seen, _split_of(tl.maximum(whole - 1, 0) // PER, NARROW, MIDDLE) + 1, 0)
     complete = tl.where(depth >= 0, _split_of(whole // PER, NARROW, MIDDLE), text_splits)
     padding = depth < -1
     last = tl.where(padding, 0, complete)

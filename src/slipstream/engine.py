@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -43,6 +43,15 @@ class TokenLogprobs:
     top: dict[int, float]
 
 
+@dataclass(frozen=True)
+class Due:
+    """What a forward said about a sequence's root, before anybody has looked at it."""
+
+    tree: TokenTree
+    score: Scores
+    seconds: float  # that the forward took
+
+
 @dataclass(eq=False)
 class Sequence:
     """One request while it is being continued."""
@@ -58,6 +67,7 @@ class Sequence:
     finish: str | None = None  # why it ended: stop, length, cancelled, failed, or a reason of the request's own
     error: Exception | None = None  # what it failed with, and nobody else
     started: float = field(default_factory=perf_counter)
+    due: Due | None = None  # of the latest forward
 
     def over(self, token: int) -> bool:
         """`token` is emitted. Does the text end with it?"""
@@ -130,8 +140,10 @@ class Engine:
                         told = self._start(waiting, running, kept)
                         running += told
                     else:
-                        self.step(running)
                         told = list(running)
+                        had = [len(sequence.tokens) for sequence in told]
+                        self.step(running)
+                        told = [s for s, n in zip(told, had, strict=True) if len(s.tokens) > n or s.finish is not None]
                     for sequence in told:
                         if sequence.error is not None:
                             raise sequence.error
@@ -199,8 +211,12 @@ class Engine:
 
     def step(self, running: list[Sequence]) -> None:
         """One forward of the target for all running sequences: each gets at least one token further, or fails by
-        itself."""
+        itself. Where nobody drafts, a step looks at the tokens of the forward before, while the device is busy with the
+        next one; who has just joined gets no token then."""
         self._pause_all_but(running)
+        if any(sequence.due is not None for sequence in running):
+            self._step_ahead(running)
+            return
         clock = perf_counter()
         trees = self._propose(running)
         for sequence in running:
@@ -212,22 +228,76 @@ class Engine:
         want = Want(can.step_layers(self.drafter), rows, tuple(chooser(s) for s in running), during)
         scores = self.target.score([s.slot for s in running], trees, want)
         scored = perf_counter()
+        if self._may_run_ahead(running) and all(len(tree) == 1 for tree in trees):
+            can.measured(self.drafter, [1] * len(running), taken.seconds())
+            for sequence, tree, score in zip(running, trees, scores, strict=True):
+                sequence.due = Due(tree, score, (scored - clock) / len(running))
+            self._step_ahead(running)
+            return
         verdicts = [self._decide(*each) for each in zip(running, trees, scores, strict=True)]
         can.measured(self.drafter, [len(tree) for tree in trees], taken.seconds())
-        if len(running) > 1 and not self.target.exact_together:
-            for sequence in running:
-                sequence.stats.exact = False
+        self._tell_exactness(running)
         times = (t / len(running) for t in (drafted - clock, scored - drafted, perf_counter() - scored))
         draft_seconds, verify_seconds, host_seconds = times
         for sequence, tree, verdict in zip(running, trees, verdicts, strict=True):
             if verdict is not None:
                 self._advance(sequence, Step(tree, verdict, draft_seconds, verify_seconds, host_seconds, choice))
 
-    def _decide(self, sequence: Sequence, tree: TokenTree, score: Scores) -> Verdict | None:
+    def _may_run_ahead(self, running: list[Sequence]) -> bool:
+        """Whether the next forward can begin as soon as the tokens of the latest one are there. Nobody drafts for it,
+        and they are all that is needed."""
+        idle = can.idle(self.drafter) and not can.step_layers(self.drafter)
+        return idle and all(s.request.logprobs is None and self.target.chooses(chooser(s)) for s in running)
+
+    def _step_ahead(self, running: list[Sequence]) -> None:
+        """Begin the next forward, if all is there that it needs, and meanwhile take over what the latest one said."""
+        due = [(sequence, sequence.due) for sequence in running if sequence.due is not None]
+        for sequence, _ in due:
+            sequence.due = None
+            self.target.commit(sequence.slot, [0])
+
+        def take_over(_: object = None) -> None:
+            while due:
+                sequence, said = due.pop(0)
+                verdict = self._decide(sequence, said.tree, said.score, committed=True)
+                if verdict is not None:
+                    self._advance(sequence, Step(said.tree, verdict, 0.0, said.seconds, 0.0))
+
+        room = all(sequence.slot.length < self.target.context for sequence in running)
+        if len(due) == len(running) and room and self._may_run_ahead(running):
+            try:
+                self._score_ahead(running, [said.score.token(0, s.sampler) for s, said in due], take_over)
+            except Exception:
+                if not due:
+                    raise
+                # It could not begin. Why, shows when it begins in the usual way.
+        take_over()
+
+    def _score_ahead(self, running: list[Sequence], roots: list[int], during: Callable[[object], None]) -> None:
+        """A forward of roots alone, which somebody else looks at."""
+        clock, taken = perf_counter(), Stopwatch()
+        trees = [TokenTree.root(root) for root in roots]
+        rows = 1 + max(s.request.max_draft for s in running) if can.pads(self.drafter) else 1
+        want = Want((), rows, tuple(chooser(s) for s in running), during)
+        scores = self.target.score([s.slot for s in running], trees, want)
+        can.measured(self.drafter, [1] * len(running), taken.seconds())
+        self._tell_exactness(running)
+        seconds = (perf_counter() - clock) / len(running)
+        for sequence, tree, score in zip(running, trees, scores, strict=True):
+            if sequence.finish is None:
+                sequence.due = Due(tree, score, seconds)
+
+    def _tell_exactness(self, running: list[Sequence]) -> None:
+        if len(running) > 1 and not self.target.exact_together:
+            for sequence in running:
+                sequence.stats.exact = False
+
+    def _decide(self, sequence: Sequence, tree: TokenTree, score: Scores, *, committed: bool = False) -> Verdict | None:
         """What is accepted of a tree. What raises here, as a user's processor may, concerns this sequence alone."""
         try:
             verdict = verify(sequence.request.accept, tree, score, sequence.sampler, sequence.over)
-            self.target.commit(sequence.slot, verdict.path)
+            if not committed:
+                self.target.commit(sequence.slot, verdict.path)
             self._observe(sequence, tree, score, verdict)
         except Exception as error:
             sequence.error, sequence.finish = error, "failed"
@@ -292,6 +362,7 @@ class Engine:
 
     def put_back(self, sequence: Sequence) -> None:
         """Its keys are given up until `reread`. Nothing else is lost."""
+        sequence.due = None  # the next forward says it again
         can.pause(sequence.session)
         can.follow(sequence.session, None)
         self._latest = [other for other in self._latest if other is not sequence]

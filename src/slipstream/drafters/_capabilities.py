@@ -41,6 +41,13 @@ class Rests(Protocol):
     resting: bool  # whether it goes without those of the step that was proposed last
 
 
+class Idles(Protocol):
+    """It knows beforehand when it will propose nothing. Then the next step may begin before its sessions have observed
+    the latest one."""
+
+    idle: bool  # whether the next step is one of these
+
+
 class Generates(Protocol):
     """It has a probability for every token."""
 
@@ -193,6 +200,10 @@ def layers(drafter: Drafter | type[Drafter]) -> tuple[int, ...]:
 def step_layers(drafter: Drafter) -> tuple[int, ...]:
     """Whose states the step that was proposed last should give."""
     return () if getattr(drafter, "resting", False) else layers(drafter)
+
+
+def idle(drafter: Drafter) -> bool:
+    return getattr(drafter, "idle", False)
 
 
 def rereads(drafter: Drafter) -> int | None:

@@ -22,6 +22,7 @@ class NoDrafter(Drafter):
     """Drafts nothing: plain decoding."""
 
     Options = NoDrafterOptions
+    idle = True
 
     def __init__(self, target: Any, tokenizer: Any, options: NoDrafterOptions) -> None:
         super().__init__(target, tokenizer, options)

@@ -215,6 +215,11 @@ class Target(ABC):
             found += self.prefill(slot, piece, replace(want, samplers=want.samplers[i : i + 1]))
         return found
 
+    def chooses(self, sampler: Sampler | None) -> bool:  # noqa: ARG002
+        """Whether `score` chooses by this sampler's rules, knowing of its text what was accepted alone, and calls
+        `Want.during`."""
+        return False
+
     @abstractmethod
     def score(self, slots: Sequence[Slot], trees: Sequence[TokenTree], want: Want, known: int = 0) -> list[Scores]:
         """ONE forward for the whole batch. The first `known` nodes of each tree were scored by the call before and

@@ -275,6 +275,9 @@ class GraphTarget(Target):
         depth = 1 if text else usual if depth <= usual else bucket(depth, DEPTHS)
         return Shape(sequences, rows, depth, ends, tiles, tile)
 
+    def chooses(self, sampler: Sampler | None) -> bool:
+        return sampler is not None and drawable(sampler.sampling) and not needs_history(sampler.sampling)
+
     def _followed(self, samplers: Sequence[Sampler | None], count: int) -> Sequence[Sampler | None]:
         """The samplers by whose rules a step chooses; nobody's, if one of them can't be followed."""
         able = len(samplers) == count and all(s is not None and drawable(s.sampling) for s in samplers)

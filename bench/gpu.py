@@ -113,7 +113,7 @@ def bandwidth() -> float:
     return best
 
 
-def llama_7b() -> Any:
+def llama_7b(device: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> Any:
     config = transformers.LlamaConfig(
         hidden_size=4096,
         intermediate_size=11008,
@@ -121,10 +121,10 @@ def llama_7b() -> Any:
         num_attention_heads=32,
         vocab_size=32000,
         max_position_embeddings=16384,
-        dtype="bfloat16",
+        dtype=dtype,
     )
-    torch.set_default_dtype(torch.bfloat16)
-    with torch.device("cuda"):
+    torch.set_default_dtype(dtype)
+    with torch.device(device):
         model = transformers.LlamaForCausalLM(config)
     torch.set_default_dtype(torch.float32)
     return model.eval()

@@ -34,7 +34,7 @@ class FakeEngine:
     """Reads ten tokens at a time, writes one a step. Some requests fail where their plan says so. room: tokens that
     fit into its cache, if texts lie in pages; then several texts are read together."""
 
-    may_join = Engine.may_join
+    takes_more, may_join = Engine.takes_more, Engine.may_join
 
     def __init__(self, log, max_batch, room=None):
         self.log, self.max_batch, self.room = log, max_batch, room
@@ -147,7 +147,7 @@ def one_schedule(rng, monkeypatch):
     engine = FakeEngine(log, max_batch=rng.randint(1, 5), room=rng.choice([None, 100, 200]))
     service = Service(engine)
     service._thread = threading.current_thread()  # rounds are ours to take
-    jobs, heard, plans = {}, {}, {}
+    jobs, heard, plans, lists = {}, {}, {}, rng.choice([0, 0.5, 1])
 
     def ask(number):
         plan = rng.choice(PLANS)
@@ -156,7 +156,9 @@ def one_schedule(rng, monkeypatch):
         heard[number] = []
         deadline = clock[0] + rng.randint(1, 8) if plan == "late" else None
         priority = rng.choice([0, 0, 0, 1])
-        jobs[number] = service.submit(Job(request, heard[number].append, priority, deadline, rng.random() < 0.5))
+        streams = rng.random() < 0.5
+        offline = not streams and rng.random() < lists
+        jobs[number] = service.submit(Job(request, heard[number].append, priority, deadline, streams, offline))
 
     coming, number, rounds = rng.randint(1, 25), 0, 0
     while number < coming or service.waiting() or service.running or service.reading:
@@ -172,11 +174,14 @@ def one_schedule(rng, monkeypatch):
         before, writing = len(log), [job.request.seed for job in service.running]
         service._round()
         took = log[before:]
-        # A round is one forward that reads at most, and one step of everybody who was being answered.
+        # A round is one forward that reads at most, and one step of everybody who was being answered; of lists alone,
+        # nobody may take it before more texts are read.
         alone = any(plan == "breaks a reading" for plan in plans.values())  # then everybody's is read alone
         assert sum(what == "piece" for what, _ in took) <= (engine.max_batch if alone else 1)
         ended = {job.request.seed for job in jobs.values() if job.over}
-        assert all(("step", each) in took or each in ended or each in put_back(service) for each in writing)
+        left = [each for each in writing if each not in ended and each not in put_back(service)]
+        if any(what == "step" for what, _ in took) or not all(jobs[each].offline for each in left):
+            assert all(("step", each) in took for each in left)
         assert len(service.running) <= engine.max_batch
         clock[0] += 1.0
         rounds += 1
@@ -200,3 +205,30 @@ def one_schedule(rng, monkeypatch):
         mine = list(dict.fromkeys(number for number in begun if jobs[number].priority == priority))
         assert mine == sorted(mine)
     assert sum(service.counts.ended.values()) == len(jobs)
+
+
+def test_who_waits_for_a_forward_does_not_look_for_known_texts_in_every_round():
+    service = Service(engine := FakeEngine([], max_batch=3))
+    service._thread = threading.current_thread()
+
+    def ask(text):
+        request = Request(text, 1)
+        request.plan = ""
+        return service.submit(Job(request, lambda _: None))
+
+    for text in ([1] * 40, [2] * 40):
+        ask(text)
+        while service.busy:
+            service._round()
+    kept = [text.slot for _, text in service._kept]
+    looked, service._known = [], lambda request, known=service._known: looked.append(request) or known(request)
+    ask([3] * 60)  # six forwards
+    late = ask([1] * 50)
+    for _ in range(5):
+        service._round()
+    assert len(looked) == 1
+    service.cancel(late)
+    service._round()
+    assert [text.slot for _, text in service._kept][:2] == kept  # and what it would have used is as old as it was
+    service._forget(0)
+    assert not engine.open

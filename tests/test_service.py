@@ -14,7 +14,9 @@ from families import graphs
 from slipstream import LLM, BusyError, ModelError, OptionError, PromptError
 from slipstream.drafters import make
 from slipstream.engine import Engine
+from slipstream.errors import CacheFullError
 from slipstream.heads import HEADS
+from slipstream.kernels.sizes import PAGE
 from slipstream.request import Request
 from slipstream.sampling import Sampling
 from slipstream.service import Job, Service
@@ -287,3 +289,48 @@ def test_where_pages_are_scarce_texts_are_put_back_and_nothing_is_lost(drafter, 
     service.close()
     assert target.arena.free == target.arena.pages - 1
     assert engine._open == []
+
+
+@pytest.mark.slow
+def test_a_list_that_does_not_fit_at_once_is_answered_in_turn(tiny, monkeypatch):
+    monkeypatch.setattr("slipstream.targets.captured.arena.ELSEWHERE", 0)
+    llm, rng = LLM(tiny("llama"), drafter="suffix", max_batch=8), random.Random(1)
+    llm.target = graphs(llm.model)  # steps and pages as on a GPU
+    llm.engine = Engine(llm.target, make("suffix", llm.target), "suffix", max_batch=8)
+    prompts = [[rng.randrange(1, 60) for _ in range(rng.randint(100, 200))] for _ in range(6)]
+    expected = [alone(llm, prompt, max_new_tokens=24, temperature=0.9, seed=3) for prompt in prompts]
+    found = llm.generate(prompts, max_new_tokens=24, ignore_eos=True, temperature=0.9, seed=3)
+    assert [result.tokens for result in found] == expected
+    assert llm.service.counts.put_back > 0
+    arena = llm.target.arena
+    assert arena.free == arena.pages - 1  # nothing of a list stays
+    # What can never fit is refused for itself, and nothing of its list is left.
+    others = [llm.target.open(), llm.target.open()]
+    for other in others:
+        arena.reach(other, (arena.pages - 2) // 2 * PAGE)
+    with pytest.raises(CacheFullError):
+        llm.generate(prompts[:3], max_new_tokens=24, ignore_eos=True)
+    for other in others:
+        llm.target.close(other)
+    assert arena.free == arena.pages - 1
+    assert llm.engine._open == []
+
+
+def test_a_list_is_read_before_its_steps(llm):
+    """So that they are of as many sequences as may be, and a long list does not wait in the service."""
+    batches, waiting, step, kept = [], [], llm.engine.step, len(llm.service._kept)
+
+    def watched(running):
+        batches.append(len(running))
+        waiting.append(llm.service.waiting())
+        step(running)
+
+    llm.engine.step = watched
+    try:
+        found = llm.generate([[5, 6, i] for i in range(3, 43)], max_new_tokens=5, ignore_eos=True)
+    finally:
+        del llm.engine.step
+    assert [result.tokens for result in found[:2]] == [alone(llm, [5, 6, i], max_new_tokens=5) for i in (3, 4)]
+    assert batches[0] == llm.engine.max_batch
+    assert max(waiting) <= 2 * llm.engine.max_batch
+    assert len(llm.service._kept) == kept

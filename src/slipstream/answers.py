@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Generator, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import islice
 from queue import SimpleQueue
 from typing import Any
 
@@ -135,26 +136,36 @@ class AsyncStream:
         return result(self._running)
 
 
-def together(service: Service, requests: Sequence[Request]) -> list[Running]:
-    """All of them, with whatever else the service answers, from a thread that waits for it."""
-    updates = SimpleQueue[tuple[int, Update]]()
-    jobs, ended = list[Job](), dict[int, Running]()
-    try:
-        for i, request in enumerate(requests):
+def together(service: Service, requests: Sequence[Request], offline: bool = False) -> list[Running]:
+    """All of them, with whatever else the service answers, from a thread that waits for it. offline: all at once, and
+    nobody asks how long each takes."""
+    updates, coming = SimpleQueue[tuple[int, Update]](), enumerate(requests)
+    jobs, ended = dict[int, Job](), dict[int, Running]()
+
+    def submit(count: int) -> None:
+        for i, request in islice(coming, count):
             deliver = lambda update, i=i: updates.put((i, update))  # noqa: E731
-            jobs.append(service.submit(Job(request, deliver, streams=False)))
-        while len(ended) < len(jobs):
+            jobs[i] = service.submit(Job(request, deliver, streams=False, offline=offline))
+
+    try:
+        # Not all at once, since the service looks through those that wait; so many that nobody waits for the next.
+        submit(2 * service.engine.max_batch)
+        while jobs:
             i, update = updates.get()
+            del jobs[i]
             if update.error is not None:
                 raise update.error
             if update.sequence is None:
                 raise ModelError(CLOSED)
             ended[i] = update.sequence
+            submit(1)
     except BaseException:
-        for job in jobs:
+        for job in jobs.values():
             service.cancel(job)
+        while jobs:  # until nothing of it is left
+            del jobs[updates.get()[0]]
         raise
-    return [ended[i] for i in range(len(jobs))]
+    return [ended[i] for i in range(len(requests))]
 
 
 async def answered(service: Service, request: Request) -> Result:

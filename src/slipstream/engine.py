@@ -325,16 +325,17 @@ class Engine:
             raise
         return [reading.sequence for reading in readings]
 
+    def takes_more(self, readings: Collection[Reading]) -> bool:
+        """Whether the forward that reads these texts has rows for another."""
+        return not readings or (self.target.flat and sum(reading.left for reading in readings) < self.target.chunk)
+
     def may_join(self, request: Request, readings: Collection[Reading], known: int) -> bool:
         """Whether a prompt can be read along with others, in one forward, and has nothing to gain from waiting for a
         copy of theirs; who is of another collection gets none, so must not wait. known: tokens of it that need not be
         read anyway."""
-        if not readings:
-            return True
-        room = self.target.chunk - sum(reading.left for reading in readings)
         mine = [reading.text for reading in readings if reading.sequence.request.collection == request.collection]
         gain = max((shared(text, request.tokens) for text in mine), default=0) - known
-        return self.target.flat and room > 0 and gain < min(WORTH, len(request.tokens))
+        return self.takes_more(readings) and (not readings or gain < min(WORTH, len(request.tokens)))
 
     def read(
         self,

@@ -206,12 +206,12 @@ class LLM:
         return arranged([result(sequence) for sequence in self._answered(requests)], prompt, n)
 
     def _answered(self, requests: list[Request]) -> list[Running]:
-        """In this thread; while others are being answered, together with them."""
+        """One in this thread; several, or while others are being answered, by the service."""
         first = self._first.acquire(blocking=False)
         try:
             others = not first or (self._service is not None and self._service.busy)
-            if others and not self.engine.inside:
-                return together(self.service, requests)
+            if (others or len(requests) > 1) and not self.engine.inside:
+                return together(self.service, requests, offline=len(requests) > 1)
             ended = {id(s.request): s for s in self.engine.run(requests) if s.finish is not None}
             return [ended[id(request)] for request in requests]
         finally:

@@ -2,7 +2,7 @@
 
 Requests wait in the order of their priority, then of their arrival. In each round one forward reads a piece of the next
 prompt, or of several where the target takes them together, and all running answers go a step further: nobody who is
-answered waits for more than a piece of others' prompts.
+answered waits for more than a piece of others' prompts. Only a list that is answered as a whole first fills the batch.
 Whatever fails, fails for its own request alone.
 
 Texts stay read for a while after their answers: a request that begins like one of them, or like one that is being
@@ -19,7 +19,7 @@ import itertools
 import logging
 import threading
 from collections.abc import AsyncIterator, Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
 from time import monotonic
@@ -62,6 +62,7 @@ class Job:
     priority: int = 0  # smaller ones go first
     deadline: float | None = None  # by `monotonic`
     streams: bool = True  # whether it wants to hear of every step, or of the end alone
+    offline: bool = False  # one of a list: others' prompts may be read before its next step, and it does not stay read
     arrived: float = field(default_factory=monotonic)
     reading: Reading | None = None  # while its text is read
     sequence: Sequence | None = None  # once its prompt is read
@@ -194,6 +195,11 @@ class Service:
     # ---- the thread
 
     def _work(self) -> None:
+        device = self.engine.target.device  # a thread begins with the first GPU, whatever the model is on
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            self._rounds()
+
+    def _rounds(self) -> None:
         while True:
             with self._changed:
                 idle = not self.busy
@@ -219,8 +225,13 @@ class Service:
                     break
             if self.reading:
                 self._read()
-            if self.running:
+            if self.running and not self._fills():
                 self._step()
+
+    def _fills(self) -> bool:
+        """Whether more prompts are read before the next step, so that it is of more sequences: nobody minds."""
+        room = len(self.running) + len(self.reading) < self.engine.max_batch and not self._scarce
+        return bool(self.reading or (self._waiting and room)) and all([job.offline for job in self.running])
 
     def _begin(self) -> bool:
         """Whether somebody's text is read from now on: the next one's, if it can be read along with the others."""
@@ -228,9 +239,13 @@ class Service:
             if not self._waiting:
                 return False
             *_, job = self._waiting[0]
-        found, known = self._known(job.request)
-        if not self.engine.may_join(job.request, [other.reading for other in self.reading if other.reading], known):
+        readings = [other.reading for other in self.reading if other.reading]
+        if not self.engine.takes_more(readings):  # asked in every round; looking for known texts takes longer
             return False
+        found, known = self._known(job.request)
+        if not self.engine.may_join(job.request, readings, known):
+            return False
+        self._kept.sort(key=lambda each: each[1] is found)  # if it is kept, it is the latest used
         with self._changed:
             self._waiting.remove((job.priority, job.number, job))
             heapq.heapify(self._waiting)
@@ -384,7 +399,8 @@ class Service:
         target = self.engine.target
         paged = target.paged
         # Without pages, in lower precision, bits depend on where the reading of a long prompt began.
-        if sequence.finish not in ("cancelled", "failed") and (paged or target.dtype == torch.float32):
+        exact = paged or target.dtype == torch.float32
+        if sequence.finish not in ("cancelled", "failed") and exact and not job.offline:
             kept = Kept()
         self.engine.retire([sequence], kept)
         if kept is not None:
@@ -475,11 +491,7 @@ class Service:
                 shared = text.slot.shared(request.tokens[:-1])
                 if shared > most:
                     best, most = text, shared
-        if best is None:
-            return None, 0
-        used = [each for each in self._kept if each[1] is best]
-        self._kept = [each for each in self._kept if each[1] is not best] + used
-        return best, most
+        return best, most if best is not None else 0
 
     def _forget(self, at_most: int) -> None:
         with self.engine.turn():  # two may close it

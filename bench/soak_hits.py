@@ -1,0 +1,81 @@
+"""The part of bench/soak.py about beginnings that were read before: what they save, and what drafters make of them."""
+
+from __future__ import annotations
+
+import argparse
+import random
+from dataclasses import dataclass
+from queue import SimpleQueue
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from slipstream import LLM
+from slipstream.evaluate.workloads import builtin, read
+from slipstream.service import Job, Update
+from slipstream.targets import load_model
+from slipstream.text import encode
+from soak_lab import real, tell
+
+
+@dataclass(frozen=True)
+class Asked:
+    tokens: list[int]
+    first: float  # seconds until the first of them
+    per_step: float  # tokens, behind the first
+    found: int  # tokens of the prompt that were read before
+
+
+def ask(llm: LLM, prompt: list[int], tokens: int, collection: str) -> Asked:
+    request = llm.request(prompt, max_new_tokens=tokens, ignore_eos=True, collection=collection)
+    updates, before, clock = SimpleQueue[tuple[Update, float]](), llm.service.counts.found_tokens, perf_counter()
+    llm.service.submit(Job(request, lambda update: updates.put((update, perf_counter()))))
+    update, first = updates.get()
+    while update.finish is None:
+        update, _ = updates.get()
+    if update.error is not None or update.sequence is None:
+        raise SystemExit(f"no answer: {update.error}")
+    stats, found = update.sequence.stats, llm.service.counts.found_tokens - before
+    per_step = (stats.new_tokens - 1) / max(1, stats.steps - 1)
+    return Asked(list(update.sequence.tokens), first - clock, per_step, found)
+
+
+def hits(given: argparse.Namespace, rng: random.Random) -> dict[str, Any]:
+    """Each question about one document is asked where the document is known, and in a collection of its own, where
+    nothing is."""
+    model, tokenizer = load_model(dtype=given.dtype, device=given.device)
+    text = "\n\n".join(p.turns[0] for p in ([p for file in given.prompts for p in read(file)] or builtin()))
+    words = tokenizer(text, add_special_tokens=False)["input_ids"]
+    document = tokenizer.decode((words * (1 + given.prefix // len(words)))[: given.prefix])
+    questions = real(given.prompts, rng, 1 + max(2, int(given.questions * given.scale)))
+    prompts = [encode(f"{document}\n\n{question}", tokenizer, True) for question in questions]
+    return {name: hit_and_missed(LLM(model, tokenizer, name), prompts, given.tokens) for name in given.drafters}
+
+
+def hit_and_missed(llm: LLM, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
+    if max(map(len, prompts)) + tokens > llm.target.context:
+        raise SystemExit(f"prompts of {max(map(len, prompts))} tokens: {llm.name} reads {llm.target.context}")
+    pairs, (first_one, *prompts) = list[tuple[Asked, Asked]](), prompts
+    for _ in range(2):  # unmeasured: the document becomes known, and what is done once is done
+        ask(llm, first_one, tokens, "known")
+    for i, prompt in enumerate(prompts):
+        of = {where: ask(llm, prompt, tokens, where) for where in (["known", f"{i}"] if i % 2 else [f"{i}", "known"])}
+        pairs.append((of["known"], of[f"{i}"]))
+        tell(f"{llm.engine.name}: hit {pairs[-1][0].first:.3f} s, miss {pairs[-1][1].first:.3f} s to the first token")
+    if not all(hit.found and not miss.found for hit, miss in pairs):
+        raise SystemExit("nothing was read before: without pages, texts stay read in float32 alone")
+    per_step, first = (np.array([[getattr(a, what) for a in pair] for pair in pairs]) for what in ("per_step", "first"))
+    told = {
+        "questions": len(prompts),
+        "prompt_tokens": float(np.mean([len(prompt) for prompt in prompts])),
+        "found_tokens": float(np.mean([hit.found for hit, _ in pairs])),
+        "tokens_per_step": dict(zip(("hit", "miss"), per_step.mean(0).round(3).tolist(), strict=True)),
+        "first_token_seconds": dict(zip(("hit", "miss"), np.median(first, 0).round(4).tolist(), strict=True)),
+        "tokens_per_step_ratio": round(float(per_step[:, 0].sum() / per_step[:, 1].sum()), 4),
+        "first_token_ratio": round(float(np.median(first[:, 0] / first[:, 1])), 4),
+        "same_texts": sum(hit.tokens == miss.tokens for hit, miss in pairs),
+    }
+    tell(f"{llm.engine.name}: {told}")
+    llm.close()
+    return told

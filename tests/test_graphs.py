@@ -19,7 +19,7 @@ from slipstream.request import Request
 from slipstream.sampling import Sampler, Sampling
 from slipstream.targets import Scores, Want
 from slipstream.targets.cache import KeyValuePool, LayerShape
-from slipstream.targets.captured.graph_target import bucket
+from slipstream.targets.captured.graph_target import GraphTarget, bucket
 from slipstream.targets.captured.inputs import REACH, Shape, fill
 from slipstream.targets.captured.modules import Angles, JointPart, Norm, StandIns, Whole
 from slipstream.targets.choose import open_target
@@ -459,3 +459,62 @@ def test_a_draft_model_reads_a_level_of_all_its_texts_in_one_step(options, tiny,
     assert max(levels) == 3
     assert len(levels) < levels_alone
     assert any(len(tree) > 4 for trees in alone[1] for tree in trees)
+
+
+# ---- the host works while the device does
+
+
+@pytest.fixture
+def plain_engine(tiny):
+    target = graphs(tiny("llama"))
+    return Engine(target, make("none", target), "none", max_batch=4)
+
+
+def requests(*limits, **options):
+    return [Request([7, 8 + i, 9], max_new_tokens=limit, seed=i, **options) for i, limit in enumerate(limits)]
+
+
+def answers(engine, requests):
+    """Of a list that is answered in batches, in its order."""
+    found = {}
+    for sequence in engine.run(requests):
+        if sequence.finish is not None:
+            found[requests.index(sequence.request)] = sequence
+    return [found[i] for i in range(len(requests))]
+
+
+@pytest.mark.parametrize("options", [{}, {"sampling": Sampling(temperature=0.9, top_k=20)}], ids=str)
+def test_a_step_that_begins_before_the_last_ones_tokens_were_looked_at_changes_no_text(plain_engine, options):
+    """Texts of a batch end at different steps, by a stop token or their limit, and others join: each is what it is
+    alone, and no page stays behind."""
+    limits, free = [30, 1, 2, 17, 40, 5, 24], plain_engine.target.arena.free
+    alone = [answers(plain_engine, [request])[0].tokens for request in requests(*limits, **options)]
+    stops = [tokens[len(tokens) // 2] for tokens in alone]
+    alone = [tokens[: tokens.index(stop) + 1] for tokens, stop in zip(alone, stops, strict=True)]
+    asked = requests(*limits, **options)
+    for request, stop in zip(asked, stops, strict=True):
+        request.stop = lambda token, stop=stop: "stop" if token == stop else None
+    assert [sequence.tokens for sequence in answers(plain_engine, asked)] == alone
+    assert plain_engine.target.arena.free == free
+
+
+def test_tokens_are_taken_over_while_the_device_works(plain_engine, monkeypatch):
+    told = []  # how many tokens texts had when a forward was begun, and when it was over
+    real, running = GraphTarget.score, []
+
+    def score(self, slots, trees, want, known=0):
+        had = [len(sequence.tokens) for sequence in running]
+        scores = real(self, slots, trees, want, known)
+        told.append((had, [len(sequence.tokens) for sequence in running]))
+        return scores
+
+    monkeypatch.setattr(GraphTarget, "score", score)
+    for sequence in plain_engine.run(requests(9, 9)):
+        running += [sequence] if sequence not in running else []
+    assert sum(after > before for before, after in told) >= 6, told
+
+
+def test_a_text_with_log_probabilities_is_looked_at_at_once(plain_engine, monkeypatch):
+    monkeypatch.setattr(Engine, "_step_ahead", None)
+    (sequence,) = answers(plain_engine, requests(4, logprobs=2))
+    assert len(sequence.logprobs) == 4

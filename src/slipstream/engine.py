@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -246,39 +246,48 @@ class Engine:
     def _may_run_ahead(self, running: list[Sequence]) -> bool:
         """Whether the next forward can begin as soon as the tokens of the latest one are there. Nobody drafts for it,
         and they are all that is needed."""
-        idle = can.idle(self.drafter) and not can.step_layers(self.drafter)
-        return idle and all(s.request.logprobs is None and self.target.chooses(chooser(s)) for s in running)
+        return can.idle(self.drafter) and all(
+            s.request.logprobs is None and self.target.chooses(chooser(s)) for s in running
+        )
 
     def _step_ahead(self, running: list[Sequence]) -> None:
         """Begin the next forward, if all is there that it needs, and meanwhile take over what the latest one said."""
-        due = [(sequence, sequence.due) for sequence in running if sequence.due is not None]
-        for sequence, _ in due:
-            sequence.due = None
-            self.target.commit(sequence.slot, [0])
-
-        def take_over(_: object = None) -> None:
-            while due:
-                sequence, said = due.pop(0)
-                verdict = self._decide(sequence, said.tree, said.score, committed=True)
-                if verdict is not None:
-                    self._advance(sequence, Step(said.tree, verdict, 0.0, said.seconds, 0.0))
-
+        due = self._due(running)
         room = all(sequence.slot.length < self.target.context for sequence in running)
         if len(due) == len(running) and room and self._may_run_ahead(running):
             try:
-                self._score_ahead(running, [said.score.token(0, s.sampler) for s, said in due], take_over)
+                self._score_ahead(running, due)
             except Exception:
                 if not due:
                     raise
                 # It could not begin. Why, shows when it begins in the usual way.
-        take_over()
+        self._take_over(due)
+        if not can.idle(self.drafter):  # it will be asked, and may want to know all
+            self._take_over(self._due(running))
 
-    def _score_ahead(self, running: list[Sequence], roots: list[int], during: Callable[[object], None]) -> None:
-        """A forward of roots alone, which somebody else looks at."""
+    def _due(self, running: list[Sequence]) -> deque[tuple[Sequence, Due]]:
+        """What nobody has looked at yet. Roots become text."""
+        due = deque((sequence, sequence.due) for sequence in running if sequence.due is not None)
+        for sequence, _ in due:
+            sequence.due = None
+            self.target.commit(sequence.slot, [0])
+        return due
+
+    def _take_over(self, due: deque[tuple[Sequence, Due]]) -> None:
+        while due:
+            sequence, said = due.popleft()
+            verdict = self._decide(sequence, said.tree, said.score, committed=True)
+            if verdict is not None:
+                self._advance(sequence, Step(said.tree, verdict, 0.0, said.seconds, 0.0))
+
+    def _score_ahead(self, running: list[Sequence], due: deque[tuple[Sequence, Due]]) -> None:
+        """A forward of roots alone."""
         clock, taken = perf_counter(), Stopwatch()
-        trees = [TokenTree.root(root) for root in roots]
+        trees = [TokenTree.root(said.score.token(0, sequence.sampler)) for sequence, said in due]
         rows = 1 + max(s.request.max_draft for s in running) if can.pads(self.drafter) else 1
-        want = Want((), rows, tuple(chooser(s) for s in running), during)
+        can.rest(self.drafter)
+        samplers = tuple(chooser(sequence) for sequence in running)
+        want = Want(can.step_layers(self.drafter), rows, samplers, lambda _: self._take_over(due))
         scores = self.target.score([s.slot for s in running], trees, want)
         can.measured(self.drafter, [1] * len(running), taken.seconds())
         self._tell_exactness(running)

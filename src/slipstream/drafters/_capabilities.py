@@ -42,10 +42,13 @@ class Rests(Protocol):
 
 
 class Idles(Protocol):
-    """It knows beforehand when it will propose nothing. Then the next step may begin before its sessions have observed
-    the latest one."""
+    """It knows beforehand when it will propose nothing. Then it need not be asked, and the step may begin before its
+    sessions have observed the latest one."""
 
-    idle: bool  # whether the next step is one of these
+    idle: bool  # whether the next step is such a one
+
+    def rest(self) -> None:
+        """That step is taken."""
 
 
 class Generates(Protocol):
@@ -204,6 +207,11 @@ def step_layers(drafter: Drafter) -> tuple[int, ...]:
 
 def idle(drafter: Drafter) -> bool:
     return getattr(drafter, "idle", False)
+
+
+def rest(drafter: Any) -> None:
+    if hasattr(drafter, "rest"):
+        drafter.rest()
 
 
 def rereads(drafter: Drafter) -> int | None:

@@ -54,7 +54,7 @@ def rehearse(target: Target, pilot: Pilot, parts: Mapping[str, Drafter], layers:
             taken, budget = Stopwatch(), limit.upto(source.most)
             (found,) = parts[source.drafter].propose([sessions[source.drafter]], [root], [budget])
             if not (source.head and target.ahead):  # there drafts overlap with steps, and take less than this one
-                pilot.took({source: taken.seconds()})
+                source.took(taken.seconds())
             trees.append(limit.limit(found.tree))
         whole = fuse(trees)
         whole.check(target.vocabulary, root)
@@ -86,7 +86,7 @@ def rehearse(target: Target, pilot: Pilot, parts: Mapping[str, Drafter], layers:
         session.observe(Seen([root], slot.length, hidden))
         token, taken = score.token(0, sampler), Stopwatch()
         part.propose([session], [token], [limit])
-        pilot.took({source: taken.seconds()})
+        source.took(taken.seconds())
         return token
 
     for source in able:

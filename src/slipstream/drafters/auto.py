@@ -7,7 +7,7 @@ from typing import Any
 
 from slipstream.budget.costs import Costs
 from slipstream.drafters._parts import AutoOptions, make_parts, paths
-from slipstream.drafters._piloted import PilotedDrafter
+from slipstream.drafters._piloted import PilotedDrafter, PilotedSession
 from slipstream.drafters._rehearsal import rehearse
 from slipstream.drafters.base import Drafter, DraftSession
 from slipstream.errors import OptionError
@@ -46,7 +46,7 @@ class AutoDrafter(PilotedDrafter):
         if request.prediction:  # given to be used
             names.add("prediction")
             self.pilot.renew("prediction")
-        return self.session({name: part.begin(request) for name, part in self.parts.items() if name in names})
+        return PilotedSession(self, {name: part.begin(request) for name, part in self.parts.items() if name in names})
 
     def ended(self, request: Request, tokens: Sequence[int]) -> None:
         super().ended(request, tokens)

@@ -44,7 +44,7 @@ import slipstream
 from gpu import settled, tell
 from slipstream import LLM
 from slipstream.budget.costs import Costs
-from slipstream.budget.pilot import TRIAL, Pilot, Text, TypicalTime
+from slipstream.budget.pilot import TRIAL, Draft, Pilot, Text, TypicalTime
 from slipstream.drafters import _capabilities as can
 from slipstream.drafters._head import own_head
 from slipstream.errors import DrafterError
@@ -75,8 +75,8 @@ def overhead(given: argparse.Namespace) -> dict[str, Any]:
     parts: dict[str, Callable[[], Any]] = {
         "settle": lambda: (costs.observe(8, 1, 1.1e-3), state.see(1.5)),
         "label": lambda: pilot.learn(whole, next(texts)),
-        "choose": lambda: pilot.choose([state], [fuse(drafts)], [63], sources),
-        "and judge": lambda: (pilot.choose([state], [fuse(drafts)], [63], sources), pilot.judge()),
+        "choose": lambda: pilot.choose([Draft(state, fuse(drafts), 63)], sources),
+        "and judge": lambda: (pilot.choose([Draft(state, fuse(drafts), 63)], sources), pilot.judge()),
     }
     told = {name: round(microseconds(part), 1) for name, part in parts.items()}
     told["all"] = round(sum(told.values()) - told["choose"], 1)  # whose time is in the next

@@ -173,7 +173,7 @@ def priors(given: argparse.Namespace) -> None:
             for place, tree in enumerate(drafts_of(text, name)):
                 calibration = Calibration([name])
                 calibration.bins[:] = 0.0
-                calibration.learn(tree, np.zeros(1, np.int64), text.answer[place + 1 :])
+                calibration.learn(tree, text.answer[place + 1 :])
                 found = calibration.bins[0]
                 seen[i] += found[..., 1]
                 right[i] += found[..., 0] * found[..., 1]

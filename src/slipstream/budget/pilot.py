@@ -15,10 +15,9 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cache
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -27,7 +26,7 @@ from numpy.typing import NDArray
 
 from slipstream.budget.calibration import NEWEST, Calibration
 from slipstream.budget.costs import WILD, Costs
-from slipstream.budget.worth import best_nodes, rank, rank_without
+from slipstream.budget.worth import best_nodes, rank
 from slipstream.tree import TokenTree
 
 LEVELS = 5  # of tokens that are expected already: less than 1.4, 2, 2.8, 4, more
@@ -71,10 +70,6 @@ class Source:
     looks: list[int] = field(default_factory=lambda: [0] * LEVELS)  # that this rests on
     due: list[int] = field(default_factory=lambda: [0] * LEVELS)  # steps of the pilot at which it is tried again
     level: int = 0  # where it could be asked last
-
-    def __str__(self) -> str:
-        gains = " ".join(f"{gain:.2f}" if looks else "-" for gain, looks in zip(self.gains, self.looks, strict=True))
-        return f"{self.name:12} {self.drafting.times} drafts of {self.drafting.seconds * 1e3:.3f} ms, gains {gains}"
 
     @property
     def known(self) -> bool:
@@ -127,6 +122,18 @@ class Text:
         return min(1.0, (CREDIT + self.came) / (CREDIT + self.promised))
 
 
+@dataclass(eq=False)
+class Draft:
+    """What was proposed about a text, for one step."""
+
+    text: Text
+    tree: TokenTree  # of all sources
+    limit: int  # nodes of it that may be verified
+
+    def __post_init__(self) -> None:
+        self.share = self.text.share  # as long as this step is judged
+
+
 class Choice(NamedTuple):
     """What was decided about a step, and what was expected of it. Numbers are of all its sequences together."""
 
@@ -136,10 +143,6 @@ class Choice(NamedTuple):
     tokens: float  # expected
     rate: float  # expected tokens per second
     plain: float  # those of plain decoding
-
-
-# One sequence's: what was proposed, nodes of it that may be verified, share of what it promises that will come.
-Draft = tuple[TokenTree, int, float]
 
 
 class Pilot:
@@ -159,12 +162,10 @@ class Pilot:
         self.steps = 0  # that there were, with drafts or without
         self.last: Choice | None = None
         self._by_batch = dict[int, dict[str, Source]]()
-        # Whose calibrations the columns of a tree are, by their names.
-        self._numbers = cache(lambda names: np.array([self.drafters.index(name) for name in names], np.int64))
         self._trial: Source | None = None  # the head that is tried,
         self._left = 0  # and the drafts that are left of that
         # Until `judge` has time: who was asked about what, the best rate, and seconds of the step.
-        self._unjudged: tuple[list[Source], list[Draft], float, float] | None = None
+        self._unjudged: tuple[list[Source], Sequence[Draft], float, float] | None = None
 
     def sources(self, batch: int = 1) -> dict[str, Source]:
         """Those of about so many sequences: what a draft takes and gains depends on how many there are."""
@@ -180,23 +181,31 @@ class Pilot:
     # ---- before a step
 
     def asks(
-        self, names: Container[str], batch: int, expected: Callable[[], float], unstarted: Container[str] = ()
+        self, names: Container[str], drafts: Sequence[Draft], unstarted: Container[str] = ()
     ) -> Iterator[Source]:
-        """Whom to ask now of these drafters, one after the other. expected: tokens per sequence from what was drafted
-        so far, as `expects` tells it. unstarted: whose draft could have been started before, and was not."""
+        """Whom to ask now of these drafters, one after the other. drafts: one per sequence, to which is added what each
+        of them says. unstarted: whose draft could have been started before, and was not."""
         self.judge()
         self.steps += 1
-        there = [s for s in self.sources(batch).values() if s.drafter in names]
+        there = [s for s in self.sources(len(drafts)).values() if s.drafter in names]
         for source in sorted([s for s in there if not s.head], key=lambda s: s.drafting.seconds):
-            source.level = _level(expected())
+            source.level = self._level(drafts)
             if self._due(source) or source.gain() > 0:
                 yield source
         if heads := [s for s in there if s.head]:
-            level = _level(expected())
+            level = self._level(drafts)
             for head in heads:
                 head.level = level
-            if (chosen := self._best_head(heads, unstarted, self.costs.seconds(1, batch))) is not None:
+            if (chosen := self._best_head(heads, unstarted, self.costs.seconds(1, len(drafts)))) is not None:
                 yield chosen
+
+    def _level(self, drafts: Sequence[Draft]) -> int:
+        """By tokens per sequence that are expected of these drafts, as far as they are worth verifying."""
+        if max([len(draft.tree) for draft in drafts]) == 1:
+            return 0
+        expected, _ = self._together(self._rank(drafts)[0])
+        nodes, _ = best_nodes(expected, self.costs.upto(len(expected), len(drafts)), 0.0, 0.0)
+        return min(LEVELS - 1, int(2 * math.log2(expected[nodes] / len(drafts))))
 
     def _due(self, source: Source) -> bool:
         return self.steps >= source.due[source.level]
@@ -216,38 +225,23 @@ class Pilot:
             return chosen
         return best if best.gain() > 0 else None
 
-    def expects(self, texts: Sequence[Text], trees: Sequence[TokenTree], limits: Sequence[int]) -> float:
-        """Tokens per sequence, from these drafts as far as they are worth verifying."""
-        if max([len(tree) for tree in trees]) == 1:
-            return 1.0
-        (expected,) = self._without([-1], _drafts(texts, trees, limits))  # nobody
-        nodes, _ = best_nodes(expected, self.costs.upto(len(expected), len(trees)), 0.0, 0.0)
-        return float(expected[nodes]) / len(trees)
-
-    def choose(
-        self, texts: Sequence[Text], trees: Sequence[TokenTree], limits: Sequence[int], asked: Iterable[Source]
-    ) -> list[TokenTree]:
-        """What of these drafts, one per text, is worth verifying; at most `limits` nodes of each."""
-        batch, sources, drafts = len(trees), list(asked), _drafts(texts, trees, limits)
+    def choose(self, drafts: Sequence[Draft], asked: Iterable[Source]) -> list[TokenTree]:
+        """What of these drafts is worth verifying. asked: who has a part in them."""
+        batch, sources = len(drafts), list(asked)
         spent, plain = self._spent(sources, batch), batch / self.costs.seconds(1, batch)
-        worth, ranked = _nothing(drafts), []  # expected tokens of each, with 0, 1, … nodes
-        for (tree, limit, share), mine in zip(drafts, worth, strict=True):
-            columns, bins = self._numbers(tree.sources), self.calibration.bins
-            ranked.append(rank(tree.parents, tree.raw, columns, bins, -1, limit, self.trees, share, mine))
+        worth, ranked = self._rank(drafts)
         expected, owners = self._together(worth)
         seconds = self.costs.upto(len(expected), batch)
         most, best = best_nodes(expected, seconds, spent, plain)
         widths = [most] * batch if owners is None else np.bincount(owners[:most], minlength=batch).tolist()
         kept = []
-        for text, (tree, _, share), (nodes, score), width, mine in zip(
-            texts, drafts, ranked, widths, worth, strict=True
-        ):
-            kept.append(tree.take(nodes[: width + 1], score))
-            text.promise = (float(mine[width]) - 1) / share
+        for i, (draft, (nodes, score)) in enumerate(zip(drafts, ranked, strict=True)):
+            kept.append(draft.tree.take(nodes[: widths[i] + 1], score))
+            draft.text.promise = (float(worth[i, widths[i]]) - 1) / draft.share
         tokens, taken = float(expected[most]), spent + float(seconds[most])
-        resting = not most and min([share for _, _, share in drafts]) < 1 / 2
-        names, nodes = tuple([s.name for s in sources]), sum(map(len, kept)) - batch
-        self.last = Choice(names, resting, nodes, tokens, tokens / taken, plain)
+        resting = not most and min([draft.share for draft in drafts]) < 1 / 2
+        names, verified = tuple([s.name for s in sources]), sum(map(len, kept)) - batch
+        self.last = Choice(names, resting, verified, tokens, tokens / taken, plain)
         self._unjudged = sources, drafts, best, taken
         return kept
 
@@ -268,23 +262,23 @@ class Pilot:
         (sources, drafts, rate, taken), self._unjudged = self._unjudged, None
         batch, group = len(drafts), self.sources(len(drafts)).values()
         step = self.costs.seconds(1, batch)
-        without = [batch / step] * len(sources)
-        if len(sources) > 1:
-            expected = self._without([s.number for s in sources], drafts)
-            seconds = self.costs.upto(len(expected[0]), batch)
-            spent = [self._spent([s for s in sources if s is not source], batch) for source in sources]
-            without = [best_nodes(e, seconds, s, 0.0)[1] for e, s in zip(expected, spent, strict=True)]
-        for source, other in zip(sources, without, strict=True):
+        for source in sources:
             # One that learns from nodes beside its drafts finds nothing at first: it may lose a few steps before.
-            tried = not source.beside or source.drafting.times * self._beside([source], batch) >= TRIAL * step
-            if source.known and tried:
-                gain = rate / other - 1
-                source.learn(gain)
-                rivals = [s.gains[source.level] for s in group if s.head and s is not source] if source.head else []
-                lost = taken * (1 - (1 + gain) / (1 + max([0.0, *rivals])))
-                if source.began or source is self._trial:
-                    lost += source.beginning
-                source.due[source.level] = self.steps + max(0, round(lost / step * len(group) / EXPLORING))
+            investing = source.drafting.times * self._beside(source.beside, batch) < TRIAL * step
+            if not source.known or (source.beside and investing):
+                continue
+            without = batch / step
+            if others := [s for s in sources if s is not source]:
+                expected, _ = self._together(self._rank(drafts, source.number)[0])
+                spent = self._spent(others, batch)
+                _, without = best_nodes(expected, self.costs.upto(len(expected), batch), spent, 0.0)
+            gain = rate / without - 1
+            source.learn(gain)
+            rivals = [s.gains[source.level] for s in group if s.head and s is not source] if source.head else []
+            lost = taken * (1 - (1 + gain) / (1 + max([0.0, *rivals])))
+            if source.began or source is self._trial:
+                lost += source.beginning
+            source.due[source.level] = self.steps + max(0, round(lost / step * len(group) / EXPLORING))
 
     # ---- after it
 
@@ -292,7 +286,7 @@ class Pilot:
         """The text after the tree's root went on with these tokens, see `Calibration.learn`. tree: everything that was
         proposed."""
         self.judge()
-        return self.calibration.learn(tree, self._numbers(tree.sources), followed, known)
+        return self.calibration.learn(tree, followed, known)
 
     # ---- from one process to the next
 
@@ -328,20 +322,23 @@ class Pilot:
 
     def _spent(self, sources: Collection[Source], batch: int) -> float:
         """Seconds that drafts of these sources take, nodes beside them, and what is done with drafts."""
-        return sum([s.drafting.seconds for s in sources]) + batch * self.fusing.seconds + self._beside(sources, batch)
+        drafting = sum([s.drafting.seconds for s in sources]) + batch * self.fusing.seconds
+        return drafting + self._beside(sum([s.beside for s in sources]), batch)
 
-    def _beside(self, sources: Collection[Source], batch: int) -> float:
-        """Seconds that nodes beside their drafts take."""
-        rows = sum([s.beside for s in sources])
+    def _beside(self, rows: int, batch: int) -> float:
+        """Seconds that so many nodes beside drafts take."""
         return self.costs.seconds(1 + rows, batch) - self.costs.seconds(1, batch) if rows else 0.0
 
-    def _without(self, sources: Sequence[int], drafts: Sequence[Draft]) -> list[NDArray[np.float64]]:
-        """For each source: tokens of all sequences with 0, 1, … nodes, if it had proposed nothing."""
-        numbers, bins, worth = np.array(sources, np.int64), self.calibration.bins, _nothing(drafts, len(sources))
-        for (tree, limit, share), mine in zip(drafts, worth, strict=True):
-            columns = self._numbers(tree.sources)
-            rank_without(mine, numbers, tree.parents, tree.raw, columns, bins, limit, self.trees, share)
-        return [self._together(worth[:, i])[0] for i in range(len(sources))]
+    def _rank(self, drafts: Sequence[Draft], without: int = -1) -> tuple[NDArray[np.float64], list[Any]]:
+        """Tokens that each draft gives with 0, 1, … nodes if a source had proposed nothing, and its nodes in that order
+        with the scores of all."""
+        worth = np.empty((len(drafts), 1 + max([min(draft.limit, len(draft.tree) - 1) for draft in drafts])))
+        ranked, bins = [], self.calibration.bins
+        for draft, mine in zip(drafts, worth, strict=True):
+            tree, limit, share = draft.tree, draft.limit, draft.share
+            columns = self.calibration.columns(tree.sources)
+            ranked.append(rank(tree.parents, tree.raw, columns, bins, without, limit, self.trees, share, mine))
+        return worth, ranked
 
     def _together(self, worth: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.int64] | None]:
         """From the tokens of each sequence with 0, 1, … nodes of its own: those of all with 0, 1, … nodes, and whose
@@ -354,17 +351,3 @@ class Pilot:
         order = np.argsort(-gains, axis=None, kind="stable")
         tokens = len(worth) + np.concatenate([[0.0], np.cumsum(gains.ravel()[order])])
         return tokens, order // max(1, gains.shape[1])
-
-
-def _level(expected: float) -> int:
-    return min(LEVELS - 1, int(2 * math.log2(max(1.0, expected))))
-
-
-def _drafts(texts: Sequence[Text], trees: Sequence[TokenTree], limits: Sequence[int]) -> list[Draft]:
-    whole = zip(texts, trees, limits, strict=True)
-    return [(tree, min(limit, len(tree) - 1), text.share) for text, tree, limit in whole]
-
-
-def _nothing(drafts: Sequence[Draft], *shape: int) -> NDArray[np.float64]:
-    """(drafts, …, as many numbers of nodes as the largest may have)"""
-    return np.zeros((len(drafts), *shape, 1 + max([limit for _, limit, _ in drafts])))

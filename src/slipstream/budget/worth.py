@@ -12,8 +12,8 @@ from slipstream.compiled import compiled
 def rank(parents, raw, columns, bins, without, limit, trees, share, expected):  # type: ignore[no-untyped-def]
     """The root and the nodes that may be verified, the most valuable first, and every node's score. columns: which
     source each column of raw is. without: a source that does not count. limit: nodes at most. trees: whether branches
-    can be verified; else the best chain counts. share: of what is promised, that is expected to come. expected: the
-    tokens that come with 0, 1, … nodes are added to it."""
+    can be verified; else the best chain counts. share: of what is promised, that is expected to come. expected: filled
+    with the tokens that come with 0, 1, … nodes."""
     score, value = _values(parents, raw, columns, bins, without, trees)
     nodes, worthy = np.zeros(len(parents), np.int64), 1
     for node in range(1, len(nodes)):  # by insertion: they are few, and nearly in order
@@ -27,16 +27,8 @@ def rank(parents, raw, columns, bins, without, limit, trees, share, expected):  
     for count in range(len(expected)):
         if 0 < count < len(nodes):
             tokens += share * value[nodes[count]]
-        expected[count] += tokens
+        expected[count] = tokens
     return nodes, score
-
-
-@compiled
-def rank_without(expected, asked, parents, raw, columns, bins, limit, trees, share):  # type: ignore[no-untyped-def]
-    """Add to each row of expected (sources, width) what a draft gives with 0, 1, … nodes if one of the asked sources
-    had proposed nothing."""
-    for row in range(len(asked)):
-        rank(parents, raw, columns, bins, asked[row], limit, trees, share, expected[row])
 
 
 @compiled

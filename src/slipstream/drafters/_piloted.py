@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 from slipstream.budget import Budget
 from slipstream.budget.calibration import NEWEST
 from slipstream.budget.costs import Costs
-from slipstream.budget.pilot import Choice, Pilot, Source, Text
+from slipstream.budget.pilot import Choice, Draft, Pilot, Source, Text
 from slipstream.drafters import _capabilities as can
 from slipstream.drafters._joint import JointDrafter, JointSession
 from slipstream.drafters.base import DraftSession, Proposal, Seen
@@ -81,15 +81,16 @@ class PilotedDrafter(JointDrafter):
             self._look_back()
             for session, root in zip(mine, roots, strict=True):
                 session.label(root)
-        texts, limits = [session.text for session in mine], [budget.nodes for budget in budgets]
-        trees = [TokenTree.root(root) for root in roots]
-        able = [session.able() if limit else set() for session, limit in zip(mine, limits, strict=True)]
+        drafts = [
+            Draft(session.text, TokenTree.root(root), budget.nodes)
+            for session, root, budget in zip(mine, roots, budgets, strict=True)
+        ]
+        able = [session.able() if budget.nodes else set() for session, budget in zip(mine, budgets, strict=True)]
         names = set().union(*able)
         unstarted = {name for name, part in mine[0].parts.items() if can.unstarted(part)} if mine[0].ahead else set()
         taken: dict[Source, float] = {}
         beside: list[TokenTree | None] = [None] * len(mine)
-        expected = lambda: self.pilot.expects(texts, trees, limits) if taken else 1.0  # noqa: E731
-        for source in self.pilot.asks(names, len(mine), expected, unstarted):
+        for source in self.pilot.asks(names, drafts, unstarted):
             who = [i for i, parts in enumerate(able) if source.drafter in parts]
             asking = Stopwatch()
             first = any([mine[i].show(source.drafter) for i in who])
@@ -102,19 +103,20 @@ class PilotedDrafter(JointDrafter):
             source.took(taken[source], first or source.drafter in unstarted)
             source.beside = max([len(each.beside) - 1 for each in found if each.beside is not None], default=0)
             for i, proposal in zip(who, found, strict=True):
-                draft = proposal.tree.cut(budgets[i].depth)
-                if len(draft) > 1:
-                    trees[i] = fuse([trees[i], draft]) if len(trees[i]) > 1 else draft
+                tree, new = drafts[i].tree, proposal.tree.cut(budgets[i].depth)
+                if len(new) > 1:
+                    drafts[i].tree = fuse([tree, new]) if len(tree) > 1 else new
                 beside[i] = proposal.beside or beside[i]
         for session in mine:
             session.ahead = False
         if not taken:
             self._rest, self._resting = self.pilot.decline(names, len(mine)), list(sessions)
-            return [Proposal(tree) for tree in trees]
+            return [Proposal(draft.tree) for draft in drafts]
         rows = max([source.beside for source in taken])
-        kept = self.pilot.choose(texts, trees, [max(0, limit - rows) for limit in limits], taken)
-        for session, tree in zip(mine, trees, strict=True):
-            session.proposed(tree)
+        for session, draft in zip(mine, drafts, strict=True):
+            draft.limit = max(0, draft.limit - rows)
+            session.proposed(draft.tree)
+        kept = self.pilot.choose(drafts, taken)
         self.pilot.fusing.see((whole.seconds() - sum(taken.values())) / len(mine))
         return [Proposal(tree, beside=window) for tree, window in zip(kept, beside, strict=True)]
 

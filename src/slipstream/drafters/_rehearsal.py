@@ -13,7 +13,7 @@ import torch
 
 from slipstream.budget import Budget
 from slipstream.budget.costs import Costs
-from slipstream.budget.pilot import TRIAL, Pilot, Source, Text
+from slipstream.budget.pilot import TRIAL, Draft, Pilot, Source, Text
 from slipstream.drafters import _capabilities as can
 from slipstream.drafters.base import Drafter, Hidden, Seen
 from slipstream.request import Request
@@ -59,7 +59,7 @@ def rehearse(target: Target, pilot: Pilot, parts: Mapping[str, Drafter], layers:
         whole = fuse(trees)
         whole.check(target.vocabulary, root)
         whole.proposed([0])
-        trial.choose([Text()], [whole], [limit.nodes], trial.sources().values())
+        trial.choose([Draft(Text(), whole, limit.nodes)], trial.sources().values())
         trial.judge()
         trial.learn(whole, words)
 

@@ -41,7 +41,7 @@ import torch
 import transformers
 
 import slipstream
-from gpu import settled, tell
+from gpu import known_of, settled, tell
 from slipstream import LLM
 from slipstream.budget.costs import Costs
 from slipstream.budget.pilot import TRIAL, Draft, Pilot, Text, TypicalTime
@@ -74,7 +74,7 @@ def overhead(given: argparse.Namespace) -> dict[str, Any]:
     texts = cycle([tree.tokens[tree.path_to(len(tree) - 1)[1:]].tolist() for tree in drafts])  # each is right at times
     parts: dict[str, Callable[[], Any]] = {
         "settle": lambda: (costs.observe(8, 1, 1.1e-3), state.see(1.5)),
-        "label": lambda: pilot.learn(whole, next(texts)),
+        "label": lambda: pilot.calibration.learn(whole, next(texts)),
         "choose": lambda: pilot.choose([Draft(state, fuse(drafts), 63)], sources),
         "and judge": lambda: (pilot.choose([Draft(state, fuse(drafts), 63)], sources), pilot.judge()),
     }
@@ -204,7 +204,7 @@ def live(given: argparse.Namespace) -> dict[str, Any]:
         shown = "  ".join(f"{n} {r[0]:.3f} ({r[1]:.3f}-{r[2]:.3f})" for n, r in told[category].items())
         tell(f"{category:24} {rows.sum():3} prompts  {shown}")
     for source in llms["auto"].engine.drafter.pilot.sources().values():
-        tell(f"      {source}")
+        tell(f"      {known_of(source)}")
     tell(f"captures took {captures:.2f} s")
     slower = [c for c, found in told.items() if found["auto"][2] < 1]
     return {
@@ -321,7 +321,7 @@ def batches(given: argparse.Namespace) -> dict[str, Any]:
                 f"a plain one is taken to be {plain * 1e3:.3f}"
             )
         for source in llms["auto"].engine.drafter.pilot.sources(size).values():
-            tell(f"      {source}")
+            tell(f"      {known_of(source)}")
     return told
 
 

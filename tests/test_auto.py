@@ -190,8 +190,9 @@ def test_drafts_are_judged_by_what_followed_their_roots(captured, steps, tiny, m
     llm = LLM(model, drafter="auto", drafters="pld,suffix")
     if captured:
         llm.engine.target = llm.engine.drafter.target = graphs(model)
-    pilot, told, learn, observed = llm.engine.drafter.pilot, [], llm.engine.drafter.pilot.learn, []
-    monkeypatch.setattr(pilot, "learn", lambda *what: told.append(what) or learn(*what))
+    pilot, told, observed = llm.engine.drafter.pilot, [], []
+    learn = pilot.calibration.learn
+    monkeypatch.setattr(pilot.calibration, "learn", lambda *what: told.append(what) or learn(*what))
     monkeypatch.setattr(pilot.costs, "observe", lambda *what: observed.append(what))
     result = llm.generate(REPEATING, max_new_tokens=120)
     text = [*REPEATING, *result.tokens]
@@ -334,7 +335,7 @@ def test_requests_of_a_batch_choose_each_for_itself(steps, tiny):
     sessions = [drafter.begin(Request(REPEATING, 20, drafters=(name,))) for name in ("pld", "suffix")]
     for session in sessions:
         session.observe(Seen(REPEATING, 0))
-    sessions[0].ahead = True
+    drafter._ahead = sessions[0]
     found = drafter.propose(sessions, [5, 5], [Budget(8, 8)] * 2)
     assert [proposal.tree.sources for proposal in found] == [("pld",), ("suffix",)]
 

@@ -96,7 +96,8 @@ def step(pilot, state, tree, asked, text, limit=16):
     accepted = node = 0
     while (child := kept.child(node, text[accepted])) is not None:
         node, accepted = child, accepted + 1
-    pilot.learn(tree, text)  # as the text that follows will show, whatever was verified
+    pilot.judge()
+    pilot.calibration.learn(tree, text)  # as the text that follows will show, whatever was verified
     state.see(accepted)
     return kept, accepted
 
@@ -258,8 +259,8 @@ def test_a_batch_shares_its_rows_where_they_gain_most():
     """The step is as wide as the better draft deserves, and the worse one may use what is paid for anyway."""
     pilot = Pilot(Costs({rows: ms / 1e3 for rows, ms in CURVES["bfloat16"].items()}), ["a"])
     for _ in range(300):  # high scores are right, low ones wrong
-        pilot.learn(chain(range(1, 9), 0.95), list(range(1, 9)))
-        pilot.learn(chain([1], 0.05), [9])
+        pilot.calibration.learn(chain(range(1, 9), 0.95), list(range(1, 9)))
+        pilot.calibration.learn(chain([1], 0.05), [9])
     good, bad = chain(range(1, 9), 0.95), chain(range(1, 9), 0.05)
     one, other = choose(pilot, [Text(), Text()], [good, bad], [16, 16], known(pilot, {"a": 0.0}, 2))
     assert len(one) == 9
@@ -274,8 +275,8 @@ def test_rows_of_a_list_go_to_whoever_gains_most():
     costs = Costs({1: 0.010, 8: 0.0102, 16: 0.0110, 64: 0.0200}, flat=True)
     pilot = Pilot(costs, ["a"])
     for _ in range(300):
-        pilot.learn(chain(range(1, 9), 0.95), list(range(1, 9)))
-        pilot.learn(chain([1], 0.05), [9])
+        pilot.calibration.learn(chain(range(1, 9), 0.95), list(range(1, 9)))
+        pilot.calibration.learn(chain([1], 0.05), [9])
     good, bad = chain(range(1, 9), 0.95), chain(range(1, 9), 0.05)
     kept = choose(pilot, [Text()] * 3, [good, bad, good], [16] * 3, known(pilot, {"a": 0.0}, 3))
     assert [len(tree) for tree in kept] == [9, 1, 9]
@@ -381,22 +382,22 @@ def test_nodes_count_only_where_their_parents_were_right():
 def test_a_draft_is_labelled_as_far_as_the_text_goes():
     """In pieces or at once, the same is learnt; and it ends as soon as the text has left the draft."""
     tree = TokenTree.build([0, 1, 2, 3, 9], [-1, 0, 1, 2, 0], source="a", raw=[1, 0.5, 0.5, 0.5, 0.1])
-    once, twice = Pilot(Costs({1: 1.0}), ["a"]), Pilot(Costs({1: 1.0}), ["a"])
+    once, twice = Calibration(["a"]), Calibration(["a"])
     assert not once.learn(tree, [1, 2, 3, 4])
     assert twice.learn(tree, [1])
     assert twice.learn(tree, [1, 2], 1)
     assert not twice.learn(tree, [1, 2, 3], 2)
-    assert np.array_equal(once.calibration.bins, twice.calibration.bins)
+    assert np.array_equal(once.bins, twice.bins)
     assert not twice.learn(tree, [7])
 
 
 def test_a_new_kind_of_text_is_followed_within_a_paragraph():
     pilot, draft, place = Pilot(Costs({1: 1.0, 8: 1.1}), ["a"]), chain([1]), (0, 0, int(0.9 * BINS), 0)
     for _ in range(400):  # texts that say nothing of what is drafted
-        pilot.learn(draft, [2])
+        pilot.calibration.learn(draft, [2])
     assert pilot.calibration.bins[place] < 0.01
     for _ in range(round(1 / NEWEST)):  # one that always does
-        pilot.learn(draft, [1])
+        pilot.calibration.learn(draft, [1])
     assert pilot.calibration.bins[place] > 0.6
 
 
@@ -590,7 +591,7 @@ def test_what_is_done_with_drafts_counts_for_whoever_is_asked_alone():
     pilot.fusing = TypicalTime(TRIAL, 0.5)
     right, wrong, text = chain([1]), chain([2], 0.9, "b"), Text()
     for _ in range(100):
-        pilot.learn(fuse([right, wrong]), [1])
+        pilot.calibration.learn(fuse([right, wrong]), [1])
     a, b = known(pilot, {"a": 0.0, "b": 0.0})
     choose(pilot, [text], [right], [8], [a])
     assert pilot.last.rate == pytest.approx(pilot.last.tokens / (0.5 + pilot.costs.seconds(2)))

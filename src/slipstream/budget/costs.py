@@ -47,11 +47,8 @@ class Costs:
         return np.maximum(alone + (batch - 1) * more, alone / WILD)
 
     def observe(self, rows: int, batch: int, seconds: float) -> None:
-        """A step of that shape took so long.
-
-        What was measured once may have been so on a busier machine, and most numbers of rows are rarely seen. So a step
-        of one sequence also says how fast the machine is at others, the more the less these were seen of late.
-        """
+        """A step of that shape took so long. One of a single sequence also says how fast the machine is at other
+        numbers of rows, the more the less these were seen of late: it may have been busy when they were measured."""
         expected = self.seconds(rows, batch)
         off = min(WILD, max(1 / WILD, seconds / expected)) - 1
         if batch == 1:

@@ -1,14 +1,11 @@
 """Pilot: who is asked for drafts, and how much of them is verified, so that tokens per second are as many as can be.
 
 A node is worth the probability that it and its ancestors are right, which `Calibration` knows; a step costs what
-`Costs` says. The tree takes its most valuable nodes as long as expected tokens per second rise, none at all if need be.
+`Costs` says. The most valuable nodes are verified as long as expected tokens per second rise, none at all if need be.
 
 Sources are asked from the cheapest to the dearest, each if it gains something over a step without it; of trained heads,
 which say much the same, the best one. What a source gains depends on how much is expected already, so it is known by
 level of that. One that gains nothing is only tried, as often as a small share of all time pays for.
-
-Never slower: decisions are by expectation, and what a text's drafts promise is believed as far as promises about it
-came true (`Text.share`). Times are typical ones (`TypicalTime`), so that one outlier changes little.
 """
 
 from __future__ import annotations
@@ -60,8 +57,8 @@ class Source:
     name: str
     drafter: str
     number: int  # of its calibration, which all ways share
-    most: int = sys.maxsize  # nodes that it is asked for
-    head: bool = False  # of these one is asked at most
+    most: int  # nodes that it is asked for
+    head: bool  # of these one is asked at most
     beside: int = 0  # nodes that it wanted verified besides its last draft
     began: bool = False  # whether that had to begin with the texts, or late
     drafting: TypicalTime = field(default_factory=TypicalTime)  # of a draft for all sequences,
@@ -78,7 +75,7 @@ class Source:
     @property
     def beginning(self) -> float:
         """Seconds that a draft takes besides if it has to begin."""
-        return max(0.0, self.starting.seconds - self.drafting.seconds) if self.starting.times else 0.0
+        return max(0.0, self.starting.seconds - self.drafting.seconds)
 
     def took(self, seconds: float, began: bool = False) -> None:
         """A draft took so long. began: it had to read the texts first, which is rare, or was not started before."""
@@ -117,8 +114,7 @@ class Text:
 
     @property
     def share(self) -> float:
-        """Of the next promise, that is to be expected. A text that gave more than was promised is not believed to go on
-        so."""
+        """Of the next promise, that is to be expected: no more than all, even if more came than was promised."""
         return min(1.0, (CREDIT + self.came) / (CREDIT + self.promised))
 
 
@@ -173,16 +169,14 @@ class Pilot:
         if found is None:
             found = self._by_batch[batch.bit_length()] = {}
             for i, name in enumerate(self.drafters):
-                for most in self.heads.get(name, ()):
-                    found[f"{name}:{most}"] = Source(f"{name}:{most}", name, i, most, True)
-                found[name] = Source(name, name, i, head=name in self.heads)
+                for most in (*self.heads.get(name, ()), sys.maxsize):
+                    way = name if most == sys.maxsize else f"{name}:{most}"
+                    found[way] = Source(way, name, i, most, name in self.heads)
         return found
 
     # ---- before a step
 
-    def asks(
-        self, names: Container[str], drafts: Sequence[Draft], unstarted: Container[str] = ()
-    ) -> Iterator[Source]:
+    def asks(self, names: Container[str], drafts: Sequence[Draft], unstarted: Container[str] = ()) -> Iterator[Source]:
         """Whom to ask now of these drafters, one after the other. drafts: one per sequence, to which is added what each
         of them says. unstarted: whose draft could have been started before, and was not."""
         self.judge()
@@ -255,8 +249,8 @@ class Pilot:
 
     def judge(self) -> None:
         """What the drafters that were asked about the last step gained, against the step without them. That can wait
-        until the step runs, but not until more is known. Each is tried again when what it lost, against the best that
-        could be asked instead, is little of all time."""
+        until the step runs, but not until calibration or costs learn more. Each is tried again when what it lost,
+        against the best that could be asked instead, is little of all time."""
         if self._unjudged is None:
             return
         (sources, drafts, rate, taken), self._unjudged = self._unjudged, None
@@ -280,14 +274,6 @@ class Pilot:
                 lost += source.beginning
             source.due[source.level] = self.steps + max(0, round(lost / step * len(group) / EXPLORING))
 
-    # ---- after it
-
-    def learn(self, tree: TokenTree, followed: Sequence[int], known: int = 0) -> bool:
-        """The text after the tree's root went on with these tokens, see `Calibration.learn`. tree: everything that was
-        proposed."""
-        self.judge()
-        return self.calibration.learn(tree, followed, known)
-
     # ---- from one process to the next
 
     def known(self) -> dict[str, Any]:
@@ -307,11 +293,11 @@ class Pilot:
                 if bins.shape == self.calibration.bins[i].shape:
                     self.calibration.bins[i] = bins
             for size, group in known["sources"].items():
+                mine = self.sources(1 << int(size) - 1)
                 for name, (seconds, gains, looks) in group.items():
-                    source = self.sources(1 << int(size) - 1).get(name)
-                    if source is not None and len(gains) == len(looks) == LEVELS:
-                        source.drafting = TypicalTime(TRIAL, seconds)
-                        source.gains, source.looks = list(gains), list(looks)
+                    if name in mine and len(gains) == len(looks) == LEVELS:
+                        mine[name].drafting = TypicalTime(TRIAL, seconds)
+                        mine[name].gains, mine[name].looks = list(gains), list(looks)
 
     def renew(self, name: str) -> None:
         """Ask this drafter again, whatever it gained before."""

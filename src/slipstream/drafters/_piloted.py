@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -28,33 +27,27 @@ if TYPE_CHECKING:
 class PilotedDrafter(JointDrafter):
     """What to ask whom, and what of it to verify, is up to a `Pilot`."""
 
-    def __init__(self, target: Any, tokenizer: Any, options: Any) -> None:
+    def __init__(self, target: Any, tokenizer: Any, options: Any, costs: Costs) -> None:
         super().__init__(target, tokenizer, options)
         heads = {name: can.sizes(part) for name, part in self.parts.items() if can.generates(part)}
-        self.pilot = Pilot(self.costs(), list(self.parts), target.trees, heads)
+        self.pilot = Pilot(costs, list(self.parts), target.trees, heads)
         # Rows, batch and seconds of steps that nobody has learnt from yet; of a long rest the last ones say enough.
         self._steps = deque[tuple[int, int, float]](maxlen=round(1 / NEWEST))
-        self._rest = 0  # plain steps to come,
+        self.resting = 0  # plain steps to come, in which nobody is asked,
         self._resting = list[DraftSession]()  # of these sequences
-
-    @abstractmethod
-    def costs(self) -> Costs:
-        """What steps of the target take."""
+        self._ahead: DraftSession | None = None  # whose drafts could be started while the last step ran
 
     def begin(self, request: Request) -> DraftSession:
         return PilotedSession(self, {name: part.begin(request) for name, part in self.parts.items()})
 
     def learn(self, tree: TokenTree, followed: Sequence[int], known: int) -> bool:
-        return self.pilot.learn(tree, followed, known)
+        self.pilot.judge()
+        return self.pilot.calibration.learn(tree, followed, known)
 
     @property
     def choice(self) -> Choice | None:
         """What was decided about the step that was proposed last."""
         return self.pilot.last
-
-    @property
-    def resting(self) -> bool:
-        return self._rest > 0
 
     def measured(self, rows: Sequence[int], seconds: float) -> None:
         batch = len(rows)
@@ -62,8 +55,7 @@ class PilotedDrafter(JointDrafter):
 
     def draft_ahead(self, session: DraftSession, step: FixedStep) -> None:
         """Those that were asked about this step will probably be asked about the next."""
-        mine = cast(PilotedSession, session)
-        mine.ahead = True
+        self._ahead, mine = session, cast(PilotedSession, session)
         for name in mine.latest:
             can.draft_ahead(self.parts[name], mine.parts[name], step)
         self._look_back()  # while the device works
@@ -72,12 +64,13 @@ class PilotedDrafter(JointDrafter):
     def propose(
         self, sessions: Sequence[DraftSession], roots: Sequence[int], budgets: Sequence[Budget]
     ) -> list[Proposal]:
-        if self._rest and sessions == self._resting:
-            self._rest -= 1
+        if self.resting and sessions == self._resting:
+            self.resting -= 1
             self.pilot.steps += 1
             return [Proposal(TokenTree.root(root)) for root in roots]
         whole, mine = Stopwatch(), cast(Sequence[PilotedSession], sessions)
-        if len(mine) > 1 or not mine[0].ahead:  # nobody had time for it
+        ahead, self._ahead, self.resting = list(sessions) == [self._ahead], None, 0
+        if not ahead:  # nobody had time for it
             self._look_back()
             for session, root in zip(mine, roots, strict=True):
                 session.label(root)
@@ -85,9 +78,12 @@ class PilotedDrafter(JointDrafter):
             Draft(session.text, TokenTree.root(root), budget.nodes)
             for session, root, budget in zip(mine, roots, budgets, strict=True)
         ]
-        able = [session.able() if budget.nodes else set() for session, budget in zip(mine, budgets, strict=True)]
+        able = [  # by sequence: parts that may have something to say
+            {name for name, part in session.parts.items() if budget.nodes and not can.silent(part)}
+            for session, budget in zip(mine, budgets, strict=True)
+        ]
         names = set().union(*able)
-        unstarted = {name for name, part in mine[0].parts.items() if can.unstarted(part)} if mine[0].ahead else set()
+        unstarted = {name for name, part in mine[0].parts.items() if ahead and can.unstarted(part)}
         taken: dict[Source, float] = {}
         beside: list[TokenTree | None] = [None] * len(mine)
         for source in self.pilot.asks(names, drafts, unstarted):
@@ -107,10 +103,8 @@ class PilotedDrafter(JointDrafter):
                 if len(new) > 1:
                     drafts[i].tree = fuse([tree, new]) if len(tree) > 1 else new
                 beside[i] = proposal.beside or beside[i]
-        for session in mine:
-            session.ahead = False
         if not taken:
-            self._rest, self._resting = self.pilot.decline(names, len(mine)), list(sessions)
+            self.resting, self._resting = self.pilot.decline(names, len(mine)), list(sessions)
             return [Proposal(draft.tree) for draft in drafts]
         rows = max([source.beside for source in taken])
         for session, draft in zip(mine, drafts, strict=True):
@@ -137,7 +131,6 @@ class PilotedSession(JointSession):
         self.text = Text()
         self.asked: set[str] = set()  # parts, for the step that comes
         self.latest: set[str] = set()  # and for the one under way
-        self.ahead = False  # whether drafts could be started while it runs
         self._last: Seen | None = None  # the latest step's tokens and states
         self._shown: dict[str, int] = {}  # by part: tokens since the first root that it was shown
 
@@ -149,10 +142,6 @@ class PilotedSession(JointSession):
         self.text.see(len(seen.tokens) - 1)
         self._emitted += seen.tokens
         self._last = seen
-
-    def able(self) -> set[str]:
-        """Parts that may have something to say."""
-        return {name for name, part in self.parts.items() if not can.silent(part)}
 
     def show(self, name: str) -> bool:
         """It is asked: what it has not seen of the text. The states of all but the last step are gone; without them it

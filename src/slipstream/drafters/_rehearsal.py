@@ -61,7 +61,7 @@ def rehearse(target: Target, pilot: Pilot, parts: Mapping[str, Drafter], layers:
         whole.proposed([0])
         trial.choose([Draft(Text(), whole, limit.nodes)], trial.sources().values())
         trial.judge()
-        trial.learn(whole, words)
+        trial.calibration.learn(whole, words)
 
     def start_all(step: FixedStep) -> None:
         for name in pilot.heads:

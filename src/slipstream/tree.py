@@ -221,11 +221,7 @@ class TokenTree:
     def take(self, nodes: NDArray[np.int64], score: Floats) -> TokenTree:
         """These nodes in this order, the root first and parents before their children, with their places in `score` for
         theirs. q goes, as in `prune`."""
-        place = np.empty(len(self.tokens), np.int32)
-        place[nodes] = np.arange(len(nodes), dtype=np.int32)
-        parents = place[self.parents[nodes]]
-        parents[0] = -1
-        return TokenTree(self.tokens[nodes], parents, self.raw[nodes], score[nodes], self.sources)
+        return TokenTree(*_taken(self.tokens, self.parents, self.raw, score, nodes), self.sources)
 
     def with_score(self, score: Floats) -> TokenTree:
         return replace(self, score=score)
@@ -346,6 +342,23 @@ def _connected(parents, keep):  # type: ignore[no-untyped-def]
     for i in range(1, len(parents)):
         kept[i] = kept[i] and kept[parents[i]]
     return kept
+
+
+@compiled
+def _taken(tokens, parents, raw, score, nodes):  # type: ignore[no-untyped-def]
+    """Tokens, parents, raw scores and scores of some nodes, in their order."""
+    n = len(nodes)
+    new_tokens, new_parents = np.empty(n, np.int32), np.empty(n, np.int32)
+    new_raw, new_score = np.empty((n, raw.shape[1]), np.float32), np.empty(n, np.float32)
+    place = np.empty(len(parents), np.int32)
+    for k in range(n):
+        node = nodes[k]
+        place[node] = k
+        new_tokens[k], new_score[k] = tokens[node], score[node]
+        new_parents[k] = place[parents[node]] if k else -1
+        for column in range(raw.shape[1]):
+            new_raw[k, column] = raw[node, column]
+    return new_tokens, new_parents, new_raw, new_score
 
 
 @compiled

@@ -31,7 +31,7 @@ class Costs:
 
     def seconds(self, rows: int, batch: int = 1) -> float:
         """Of a step of `batch` sequences that verifies rows - 1 nodes: of each, or, flat, in all."""
-        return float(self.upto(rows, batch)[rows - 1])
+        return float((self._table if batch == 1 and rows <= len(self._table) else self.upto(rows, batch))[rows - 1])
 
     def upto(self, rows: int, batch: int = 1) -> NDArray[np.float64]:
         """(rows,) of steps that verify 0, 1, … nodes."""

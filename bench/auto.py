@@ -41,10 +41,10 @@ import torch
 import transformers
 
 import slipstream
-from gpu import settled, tell
+from gpu import known_of, settled, tell
 from slipstream import LLM
 from slipstream.budget.costs import Costs
-from slipstream.budget.pilot import Pilot, Text
+from slipstream.budget.pilot import TRIAL, Draft, Pilot, Text, TypicalTime
 from slipstream.drafters import _capabilities as can
 from slipstream.drafters._head import own_head
 from slipstream.errors import DrafterError
@@ -68,13 +68,15 @@ def overhead(given: argparse.Namespace) -> dict[str, Any]:
     costs = Costs({1: 1.1e-3, 8: 1.15e-3, 16: 1.25e-3, 32: 1.3e-3, 64: 1.5e-3}, padded=True)
     pilot = Pilot(costs, ["one", "other"])
     drafts, state = [random_tree(rng, "one"), random_tree(rng, "other")], Text()
-    whole, seconds = fuse(drafts), dict.fromkeys(pilot.sources().values(), 1e-5)
+    whole, sources = fuse(drafts), list(pilot.sources().values())
+    for source in sources:
+        source.drafting = TypicalTime(TRIAL, 1e-5)
     texts = cycle([tree.tokens[tree.path_to(len(tree) - 1)[1:]].tolist() for tree in drafts])  # each is right at times
     parts: dict[str, Callable[[], Any]] = {
-        "settle": lambda: (costs.observe(8, 1, 1.1e-3), state.see(2.0, 1.5)),
-        "label": lambda: pilot.learn(whole, next(texts)),
-        "choose": lambda: (pilot.took(seconds), pilot.choose([state], [fuse(drafts)], [63], seconds)),
-        "and judge": lambda: (pilot.choose([state], [fuse(drafts)], [63], seconds), pilot.judge()),
+        "settle": lambda: (costs.observe(8, 1, 1.1e-3), state.see(1.5)),
+        "label": lambda: pilot.calibration.learn(whole, next(texts)),
+        "choose": lambda: pilot.choose([Draft(state, fuse(drafts), 63)], sources),
+        "and judge": lambda: (pilot.choose([Draft(state, fuse(drafts), 63)], sources), pilot.judge()),
     }
     told = {name: round(microseconds(part), 1) for name, part in parts.items()}
     told["all"] = round(sum(told.values()) - told["choose"], 1)  # whose time is in the next
@@ -202,7 +204,7 @@ def live(given: argparse.Namespace) -> dict[str, Any]:
         shown = "  ".join(f"{n} {r[0]:.3f} ({r[1]:.3f}-{r[2]:.3f})" for n, r in told[category].items())
         tell(f"{category:24} {rows.sum():3} prompts  {shown}")
     for source in llms["auto"].engine.drafter.pilot.sources().values():
-        tell(f"      {source}")
+        tell(f"      {known_of(source)}")
     tell(f"captures took {captures:.2f} s")
     slower = [c for c, found in told.items() if found["auto"][2] < 1]
     return {
@@ -319,7 +321,7 @@ def batches(given: argparse.Namespace) -> dict[str, Any]:
                 f"a plain one is taken to be {plain * 1e3:.3f}"
             )
         for source in llms["auto"].engine.drafter.pilot.sources(size).values():
-            tell(f"      {source}")
+            tell(f"      {known_of(source)}")
     return told
 
 

@@ -24,7 +24,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from gpu import tell
+from gpu import known_of, tell
 from slipstream import LLM, drafters, engine, stopwatch
 from slipstream.budget import Budget
 from slipstream.budget import calibration as calibration_module
@@ -173,7 +173,7 @@ def priors(given: argparse.Namespace) -> None:
             for place, tree in enumerate(drafts_of(text, name)):
                 calibration = Calibration([name])
                 calibration.bins[:] = 0.0
-                calibration.learn(tree, np.zeros(1, np.int64), text.answer[place + 1 :])
+                calibration.learn(tree, text.answer[place + 1 :])
                 found = calibration.bins[0]
                 seen[i] += found[..., 1]
                 right[i] += found[..., 0] * found[..., 1]
@@ -367,7 +367,7 @@ def play(given: argparse.Namespace) -> dict[str, Any]:
                 report.setdefault(label, {})[name] = shown(name, taken["none"], taken[name], texts)
             if name == "auto":
                 for source in runner.drafter.pilot.sources().values():  # type: ignore[attr-defined]
-                    tell(f"      {source}")
+                    tell(f"      {known_of(source)}")
     return report
 
 

@@ -34,6 +34,7 @@ import torch
 import transformers
 
 from slipstream import LLM
+from slipstream.budget.pilot import Source
 from slipstream.evaluate.workloads import builtin, read, select
 from slipstream.kernels.sizes import PAGE
 from slipstream.sampling import Sampler, Sampling
@@ -52,6 +53,13 @@ GREEDY = Sampler(Sampling(), [])
 
 def tell(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
+
+
+def known_of(source: Source) -> str:
+    """What `auto` knows of a source, for `tell`."""
+    gains = " ".join(f"{gain:.2f}" if looks else "-" for gain, looks in zip(source.gains, source.looks, strict=True))
+    drafting = source.drafting
+    return f"{source.name:12} {drafting.times} drafts of {drafting.seconds * 1e3:.3f} ms, gains {gains}"
 
 
 def settled(run: Callable[[], Any]) -> tuple[Any, float]:

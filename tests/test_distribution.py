@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -15,7 +16,7 @@ from slipstream.accept import Match, Rejection, verify
 from slipstream.evaluate.replay import TextTarget
 from slipstream.sampling import Sampler, Sampling
 from slipstream.targets import Scores, Want
-from slipstream.tree import TokenTree, fuse
+from slipstream.tree import TokenTree, _connected, fuse
 
 V = 4
 
@@ -188,7 +189,10 @@ def test_keeping_q_after_pruning_would_be_wrong():
     """The classic way to lose losslessness, so that the test above is known to see it."""
     law, q_law = random_law(1), random_law(2, support=(V, 2))
     truth = completed({(): 1.0}, law, 3)
-    trees = [(t._take(t.tokens != 2, keep_q=True), w) for t, w in drawn_trees((0, 0), q_law)]
+    trees = []
+    for tree, weight in drawn_trees((0, 0), q_law):
+        kept = _connected(tree.parents, tree.tokens != 2)
+        trees.append((replace(tree.prune(kept), q=tree.q, q_row=tree.q_row[kept]), weight))
     joint, _ = joint_over_drafts(Rejection(), trees, law)
     assert total_variation(joint, truth) > 1e-3
 

@@ -61,13 +61,13 @@ def test_top_k_keeps_the_best_paths_and_stays_connected():
     assert tree.top_k(99) is tree
 
 
-def test_the_first_nodes_of_a_tree_are_a_tree():
+def test_nodes_can_be_taken_in_another_order():
     tree = TokenTree.build([7, 1, 2, 3], [-1, 0, 0, 2], source="a", raw=[np.nan, 0.5, 0.4, 0.3])
-    some = tree.first(2)
-    assert (some.tokens.tolist(), some.parents.tolist(), some.sources) == ([7, 1, 2], [-1, 0, 0], ("a",))
-    assert some.raw[1:, 0].tolist() == some.score[1:].tolist() == pytest.approx([0.5, 0.4])
-    assert tree.first(3) is tree
-    assert len(tree.first(0)) == 1
+    some = tree.take(np.array([0, 2, 3, 1]), np.array([1.0, 0.1, 0.2, 0.3], np.float32))
+    assert (some.tokens.tolist(), some.parents.tolist(), some.sources) == ([7, 2, 3, 1], [-1, 0, 1, 0], ("a",))
+    assert some.raw[1:, 0].tolist() == pytest.approx([0.4, 0.3, 0.5])
+    assert some.score.tolist() == pytest.approx([1.0, 0.2, 0.3, 0.1])
+    assert len(tree.take(np.array([0]), tree.score)) == 1
 
 
 def test_prune_takes_descendants_along():
@@ -83,7 +83,7 @@ def test_cut_keeps_q_and_prune_drops_it():
     assert tree.cut(1).q is q
     assert tree.cut(1).q_row.tolist() == [0, 1]
     assert tree.prune(np.ones(3, bool)).q is None
-    for some in (tree.top_k(1), tree.top_k(2), tree.first(1), tree.first(2)):
+    for some in (tree.top_k(1), tree.top_k(2), tree.take(np.arange(2), tree.score)):
         assert some.q is None
 
 

@@ -183,14 +183,9 @@ class TokenTree:
         """Drop what lies deeper than `depth`. It looks at no token, so q stays valid."""
         if len(self.tokens) - 1 <= depth or self.depth <= depth:
             return self
-        return self._take(self.depths <= depth, keep_q=True)
-
-    def first(self, nodes: int) -> TokenTree:
-        """The root and the first so many drafted nodes. q goes, as in `prune`."""
-        if nodes >= len(self.tokens) - 1 and self.q is None:
-            return self
-        end = nodes + 1
-        return TokenTree(self.tokens[:end], self.parents[:end], self.raw[:end], self.score[:end], self.sources)
+        nodes = np.flatnonzero(self.depths <= depth)
+        kept = self.take(nodes, self.score)
+        return kept if self.q_row is None else replace(kept, q=self.q, q_row=self.q_row[nodes])
 
     def prune(self, keep: Bools) -> TokenTree:
         """Keep the marked nodes, but none whose ancestor goes. The root always stays.
@@ -198,7 +193,7 @@ class TokenTree:
         Choosing by token or score changes what the remaining children are draws of, so q goes: from here on they
         count as certain.
         """
-        return self._take(_connected(self.parents, np.asarray(keep, np.bool_)))
+        return self.take(np.flatnonzero(_connected(self.parents, np.asarray(keep, np.bool_))), self.score)
 
     def top_k(self, k: int) -> TokenTree:
         """The k drafted nodes with the best path value; earlier nodes win ties, so parents come before children.
@@ -223,20 +218,10 @@ class TokenTree:
         keep[path] = True
         return self.prune(keep)
 
-    def _take(self, keep: Bools, keep_q: bool = False) -> TokenTree:
-        keep = keep.copy()
-        keep[0] = True
-        number = np.cumsum(keep, dtype=np.int32) - np.int32(1)
-        parents = self.parents[keep]
-        return TokenTree(
-            tokens=self.tokens[keep],
-            parents=np.where(parents < 0, np.int32(-1), number[parents]),
-            raw=self.raw[keep],
-            score=self.score[keep],
-            sources=self.sources,
-            q=self.q if keep_q else None,
-            q_row=self.q_row[keep] if keep_q and self.q_row is not None else None,
-        )
+    def take(self, nodes: NDArray[np.int64], score: Floats) -> TokenTree:
+        """These nodes in this order, the root first and parents before their children, with their places in `score` for
+        theirs. q goes, as in `prune`."""
+        return TokenTree(*_taken(self.tokens, self.parents, self.raw, score, nodes), self.sources)
 
     def with_score(self, score: Floats) -> TokenTree:
         return replace(self, score=score)
@@ -357,6 +342,23 @@ def _connected(parents, keep):  # type: ignore[no-untyped-def]
     for i in range(1, len(parents)):
         kept[i] = kept[i] and kept[parents[i]]
     return kept
+
+
+@compiled
+def _taken(tokens, parents, raw, score, nodes):  # type: ignore[no-untyped-def]
+    """Tokens, parents, raw scores and scores of some nodes, in their order."""
+    n = len(nodes)
+    new_tokens, new_parents = np.empty(n, np.int32), np.empty(n, np.int32)
+    new_raw, new_score = np.empty((n, raw.shape[1]), np.float32), np.empty(n, np.float32)
+    place = np.empty(len(parents), np.int32)
+    for k in range(n):
+        node = nodes[k]
+        place[node] = k
+        new_tokens[k], new_score[k] = tokens[node], score[node]
+        new_parents[k] = place[parents[node]] if k else -1
+        for column in range(raw.shape[1]):
+            new_raw[k, column] = raw[node, column]
+    return new_tokens, new_parents, new_raw, new_score
 
 
 @compiled

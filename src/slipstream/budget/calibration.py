@@ -2,10 +2,8 @@
 
 A source's raw score of a node, its own belief between 0 and 1, and the node's depth fall into a bin; a bin knows how
 often such nodes were right, given that their parents were. So a share of matches, a head's softmax and a similarity
-become comparable. Every proposed node is labelled by the text that followed, verified or not.
-
-What is believed at first is shipped (`priors.json`), and counts as a few labels. Old labels count ever less: what a
-source was worth on another kind of text is forgotten.
+become comparable. Every proposed node is labelled by the text that followed, verified or not; what is believed at first
+is shipped (`priors.json`).
 """
 
 from __future__ import annotations
@@ -16,7 +14,6 @@ from functools import cache
 from importlib.resources import files
 
 import numpy as np
-from numpy.typing import NDArray
 
 from slipstream.compiled import compiled
 from slipstream.tree import TokenTree
@@ -29,13 +26,6 @@ PRIOR = 6.0  # labels that the prior counts as
 NEWEST = 1 / 64
 
 
-@cache
-def shipped() -> dict[str, list[list[float]]]:
-    """By drafter: (DEPTHS, BINS) how often it was right, on the texts of bench/budget.py."""
-    found: dict[str, list[list[float]]] = json.loads(files(__package__).joinpath("priors.json").read_text())
-    return found
-
-
 class Calibration:
     """Of several sources."""
 
@@ -43,15 +33,19 @@ class Calibration:
         """sources: by name, each with its shipped prior; one that has none is believed what it says."""
         self.bins = np.full((len(sources), DEPTHS, BINS, 2), PRIOR)  # how often right, labels that this rests on
         self.bins[..., 0] = (np.arange(BINS) + 0.5) / BINS
+        # By drafter: (DEPTHS, BINS) how often it was right, on the texts of bench/budget.py.
+        shipped = json.loads(files(__package__).joinpath("priors.json").read_text())
         for i, name in enumerate(sources):
-            if name in shipped():
-                self.bins[i, ..., 0] = shipped()[name]
+            if name in shipped:
+                self.bins[i, ..., 0] = shipped[name]
+        # Which of them the columns of a tree are, by its names.
+        self.columns = cache(lambda names: np.array([sources.index(name) for name in names], np.int64))
 
-    def learn(self, tree: TokenTree, sources: NDArray[np.int64], followed: Sequence[int], known: int = 0) -> bool:
+    def learn(self, tree: TokenTree, followed: Sequence[int], known: int = 0) -> bool:
         """The text after the tree's root went on with these tokens, the first `known` of which it was told before.
-        sources: by column of the tree's. Returns whether more of the text would say more about it."""
-        text = np.array(followed, np.int32)
-        return bool(_label(tree.parents, tree.tokens, tree.raw, sources, text, known, self.bins))
+        Returns whether more of the text would say more about it."""
+        columns, text = self.columns(tree.sources), np.array(followed, np.int32)
+        return bool(_label(tree.parents, tree.tokens, tree.raw, columns, text, known, self.bins))
 
 
 @compiled

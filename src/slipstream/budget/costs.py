@@ -25,8 +25,8 @@ class Costs:
         self._curve = np.array([seconds[int(r)] for r in self._rows])
         self._table = np.empty(int(self._rows[-1]))  # the same for every number of rows
         self._seen = np.zeros(len(self._rows))  # how often each number of rows was, of late
-        self._more = np.zeros(2)  # seconds that each further sequence takes, in plain steps and in those that verify
-        self._batches = np.zeros(2)  # and how many such steps were seen
+        # Of plain steps, and of those that verify: seconds that each further sequence takes, and how many were seen.
+        self._more, self._batches = np.zeros((2, 2))
         _between(self._rows, self._curve, self._table, padded)
 
     def seconds(self, rows: int, batch: int = 1) -> float:
@@ -41,22 +41,19 @@ class Costs:
             _between(self._rows, self._curve, self._table, self.padded)
         if batch == 1:
             return self._table[:rows]
-        alone = self._table[batch - 1 : every] if self.flat else self._table[batch - 1 : every : batch]
-        more = np.full(rows, self._more[1])
-        more[0] = self._more[0]
+        alone = self._table[batch - 1 : every : 1 if self.flat else batch]
+        more = np.where(np.arange(rows) > 0, self._more[1], self._more[0])
         # Further sequences may take less than nothing: as many rows of one text had been overrated.
         return np.maximum(alone + (batch - 1) * more, alone / WILD)
 
     def observe(self, rows: int, batch: int, seconds: float) -> None:
-        """A step of that shape took so long.
-
-        What was measured once may have been so on a busier machine, and most numbers of rows are rarely seen. So a step
-        of one sequence also says how fast the machine is at others, the more the less these were seen of late.
-        """
+        """A step of that shape took so long. One of a single sequence also says how fast the machine is at other
+        numbers of rows, the more the less these were seen of late: it may have been busy when they were measured."""
         expected = self.seconds(rows, batch)
         off = min(WILD, max(1 / WILD, seconds / expected)) - 1
         if batch == 1:
-            _follow(self._rows, self._curve, self._table, self._seen, rows, self.padded, off)
+            _follow(self._rows, self._curve, self._seen, rows, self.padded, off)
+            _between(self._rows, self._curve, self._table, self.padded)
             return
         kind = int(rows > 1)
         self._more[kind] += max(NEWEST, 1 / (1 + self._batches[kind])) * off * expected / (batch - 1)
@@ -83,7 +80,7 @@ def _between(known, curve, table, padded):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _follow(known, curve, table, seen, rows, padded, off):  # type: ignore[no-untyped-def]
+def _follow(known, curve, seen, rows, padded, off):  # type: ignore[no-untyped-def]
     """A step took more than expected, by a share of that. seen: how often each known number of rows was of late."""
     here = len(known) - 1  # which of them the step says most about
     for i in range(here - 1, -1, -1):
@@ -92,7 +89,5 @@ def _follow(known, curve, table, seen, rows, padded, off):  # type: ignore[no-un
     weight = NEWEST if off > 0 else max(NEWEST, 1 / (2 + seen[here]))
     for i in range(len(known)):
         curve[i] *= 1 + weight * off / (1 if i == here else 1 + seen[i])
-    for i in range(len(seen)):
         seen[i] *= 1 - NEWEST
     seen[here] += 1
-    _between(known, curve, table, padded)

@@ -1,24 +1,20 @@
 """Pilot: who is asked for drafts, and how much of them is verified, so that tokens per second are as many as can be.
 
 A node is worth the probability that it and its ancestors are right, which `Calibration` knows; a step costs what
-`Costs` says. The tree takes its most valuable nodes as long as expected tokens per second rise, none at all if need be.
+`Costs` says. The most valuable nodes are verified as long as expected tokens per second rise, none at all if need be.
 
 Sources are asked from the cheapest to the dearest, each if it gains something over a step without it; of trained heads,
 which say much the same, the best one. What a source gains depends on how much is expected already, so it is known by
 level of that. One that gains nothing is only tried, as often as a small share of all time pays for.
-
-Never slower: decisions are by expectation, and what a text's drafts promise is believed as far as promises about it
-came true (`Text.share`). Times are typical ones (`TypicalTime`), so that one outlier changes little.
 """
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cache
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -27,13 +23,16 @@ from numpy.typing import NDArray
 
 from slipstream.budget.calibration import NEWEST, Calibration
 from slipstream.budget.costs import WILD, Costs
-from slipstream.budget.worth import add_without, best_nodes, best_rate, rank
+from slipstream.budget.worth import best_nodes, rank
 from slipstream.tree import TokenTree
 
 LEVELS = 5  # of tokens that are expected already: less than 1.4, 2, 2.8, 4, more
 TRIAL = 4  # drafts by which it is known what one takes: the first ones load code, or begin late
 EXPLORING = 0.01  # of all time, that trying sources may lose
 CREDIT = 3.0  # tokens that every text is taken to have promised and given before it begins
+# Of what a text's drafts promised and gave, by every step that verifies nothing of them: else a text that began badly
+# would never be tried again. A hostile one costs 3% of the time with that; more than 5% if it is forgiven as NEWEST.
+FORGIVEN = 1 / 320
 
 
 @dataclass
@@ -58,19 +57,16 @@ class Source:
     name: str
     drafter: str
     number: int  # of its calibration, which all ways share
-    most: int = sys.maxsize  # nodes that it is asked for
-    head: bool = False  # of these one is asked at most
+    most: int  # nodes that it is asked for
+    head: bool  # of these one is asked at most
     beside: int = 0  # nodes that it wanted verified besides its last draft
+    began: bool = False  # whether that had to begin with the texts, or late
     drafting: TypicalTime = field(default_factory=TypicalTime)  # of a draft for all sequences,
-    starting: TypicalTime = field(default_factory=TypicalTime)  # and of one that has to begin with their texts
+    starting: TypicalTime = field(default_factory=TypicalTime)  # and of one that has to begin
     gains: list[float] = field(default_factory=lambda: [0.0] * LEVELS)  # of the rate, by asking it
     looks: list[int] = field(default_factory=lambda: [0] * LEVELS)  # that this rests on
-    waits: list[int] = field(default_factory=lambda: [0] * LEVELS)  # steps before it is tried again
+    due: list[int] = field(default_factory=lambda: [0] * LEVELS)  # steps of the pilot at which it is tried again
     level: int = 0  # where it could be asked last
-
-    def __str__(self) -> str:
-        gains = " ".join(f"{gain:.2f}" if looks else "-" for gain, looks in zip(self.gains, self.looks, strict=True))
-        return f"{self.name:12} {self.drafting.times} drafts of {self.drafting.seconds * 1e3:.3f} ms, gains {gains}"
 
     @property
     def known(self) -> bool:
@@ -78,22 +74,21 @@ class Source:
 
     @property
     def beginning(self) -> float:
-        """Seconds that a draft takes besides if it has to begin with the texts, or now."""
-        return max(0.0, self.starting.seconds - self.drafting.seconds) if self.starting.times else 0.0
+        """Seconds that a draft takes besides if it has to begin."""
+        return max(0.0, self.starting.seconds - self.drafting.seconds)
+
+    def took(self, seconds: float, began: bool = False) -> None:
+        """A draft took so long. began: it had to read the texts first, which is rare, or was not started before."""
+        self.began = began
+        if began:
+            self.starting.see(seconds)
+        if not (began and self.known):
+            self.drafting.see(seconds)
 
     def gain(self) -> float:
         """At its level: as it was seen there, or where others expect a little less or more."""
-        if self.looks[self.level]:
-            return self.gains[self.level]
         nearest = (*range(self.level, -1, -1), *range(self.level + 1, LEVELS))
         return next((self.gains[level] for level in nearest if self.looks[level]), 0.0)
-
-    def due(self, level: int) -> bool:
-        """Whether it is to be tried at this level."""
-        self.level = level
-        if self.waits[level]:
-            self.waits[level] -= 1
-        return not self.waits[level]
 
     def learn(self, gain: float) -> None:
         """It was asked at its level, and gained so much."""
@@ -108,17 +103,31 @@ class Text:
 
     promised: float = 0.0  # tokens beyond plain decoding's, of late
     came: float = 0.0
+    promise: float = 0.0  # of the step under way
 
-    def see(self, promised: float, came: float) -> None:
-        """Of one step that verified something."""
-        self.promised += promised - NEWEST * self.promised
-        self.came += came - NEWEST * self.came
+    def see(self, came: float) -> None:
+        """So many tokens beyond one came of that."""
+        fading = NEWEST if self.promise else FORGIVEN
+        self.promised += self.promise - fading * self.promised
+        self.came += (came if self.promise else 0.0) - fading * self.came
+        self.promise = 0.0
 
     @property
     def share(self) -> float:
-        """Of the next promise, that is to be expected. A text that gave more than was promised is not believed to go on
-        so."""
+        """Of the next promise, that is to be expected: no more than all, even if more came than was promised."""
         return min(1.0, (CREDIT + self.came) / (CREDIT + self.promised))
+
+
+@dataclass(eq=False)
+class Draft:
+    """What was proposed about a text, for one step."""
+
+    text: Text
+    tree: TokenTree  # of all sources
+    limit: int  # nodes of it that may be verified
+
+    def __post_init__(self) -> None:
+        self.share = self.text.share  # as long as this step is judged
 
 
 class Choice(NamedTuple):
@@ -130,10 +139,6 @@ class Choice(NamedTuple):
     tokens: float  # expected
     rate: float  # expected tokens per second
     plain: float  # those of plain decoding
-
-
-# One sequence's: what was proposed, nodes of it that may be verified, share of what it promises that will come.
-Draft = tuple[TokenTree, int, float]
 
 
 class Pilot:
@@ -150,15 +155,13 @@ class Pilot:
         self.costs, self.trees, self.drafters, self.heads = costs, trees, list(drafters), heads
         self.calibration = Calibration(self.drafters)
         self.fusing = TypicalTime()  # what is done with a sequence's drafts: fusing, choosing, learning
+        self.steps = 0  # that there were, with drafts or without
+        self.last: Choice | None = None
         self._by_batch = dict[int, dict[str, Source]]()
-        # Whose calibrations the columns of a tree are, by their names.
-        self._numbers = cache(lambda names: np.array([self.drafters.index(name) for name in names], np.int64))
         self._trial: Source | None = None  # the head that is tried,
         self._left = 0  # and the drafts that are left of that
-        # Until `judge` has time: who was asked about what, the best rate, seconds of the step and of each to begin.
-        self._unjudged: tuple[list[Source], list[Draft], float, float, list[float]] | None = None
-        self.promised: list[float] = []  # tokens beyond one, of each sequence's chosen tree
-        self.last: Choice | None = None
+        # Until `judge` has time: who was asked about what, the best rate, and seconds of the step.
+        self._unjudged: tuple[list[Source], Sequence[Draft], float, float] | None = None
 
     def sources(self, batch: int = 1) -> dict[str, Source]:
         """Those of about so many sequences: what a draft takes and gains depends on how many there are."""
@@ -166,32 +169,42 @@ class Pilot:
         if found is None:
             found = self._by_batch[batch.bit_length()] = {}
             for i, name in enumerate(self.drafters):
-                for most in self.heads.get(name, ()):
-                    found[f"{name}:{most}"] = Source(f"{name}:{most}", name, i, most, True)
-                found[name] = Source(name, name, i, head=name in self.heads)
+                for most in (*self.heads.get(name, ()), sys.maxsize):
+                    way = name if most == sys.maxsize else f"{name}:{most}"
+                    found[way] = Source(way, name, i, most, name in self.heads)
         return found
 
     # ---- before a step
 
-    def asks(
-        self, names: Container[str], batch: int, expected: Callable[[], float], unstarted: Container[str] = ()
-    ) -> Iterator[Source]:
-        """Whom to ask now of these drafters, one after the other. expected: tokens per sequence from what was drafted
-        so far, as `expects` tells it. unstarted: whose draft could have been started before, and was not."""
+    def asks(self, names: Container[str], drafts: Sequence[Draft], unstarted: Container[str] = ()) -> Iterator[Source]:
+        """Whom to ask now of these drafters, one after the other. drafts: one per sequence, to which is added what each
+        of them says. unstarted: whose draft could have been started before, and was not."""
         self.judge()
-        there = [s for s in self.sources(batch).values() if s.drafter in names]
+        self.steps += 1
+        there = [s for s in self.sources(len(drafts)).values() if s.drafter in names]
         for source in sorted([s for s in there if not s.head], key=lambda s: s.drafting.seconds):
-            if source.due(_level(expected())) or source.gain() > 0:
+            source.level = self._level(drafts)
+            if self._due(source) or source.gain() > 0:
                 yield source
         if heads := [s for s in there if s.head]:
-            level = _level(expected())
-            chosen = self._best_head(heads, [s for s in heads if s.due(level)], unstarted, self.costs.seconds(1, batch))
-            if chosen is not None:
+            level = self._level(drafts)
+            for head in heads:
+                head.level = level
+            if (chosen := self._best_head(heads, unstarted, self.costs.seconds(1, len(drafts)))) is not None:
                 yield chosen
 
-    def _best_head(
-        self, heads: list[Source], due: list[Source], unstarted: Container[str], step: float
-    ) -> Source | None:
+    def _level(self, drafts: Sequence[Draft]) -> int:
+        """By tokens per sequence that are expected of these drafts, as far as they are worth verifying."""
+        if max([len(draft.tree) for draft in drafts]) == 1:
+            return 0
+        expected, _ = self._together(self._rank(drafts)[0])
+        nodes, _ = best_nodes(expected, self.costs.upto(len(expected), len(drafts)), 0.0, 0.0)
+        return min(LEVELS - 1, int(2 * math.log2(expected[nodes] / len(drafts))))
+
+    def _due(self, source: Source) -> bool:
+        return self.steps >= source.due[source.level]
+
+    def _best_head(self, heads: list[Source], unstarted: Container[str], step: float) -> Source | None:
         """A head gives way to another only if that gains more than it takes to begin."""
         if self._left and self._trial in heads:
             self._left -= 1
@@ -199,103 +212,67 @@ class Pilot:
         self._trial = None
         gains = [s.gain() - (s.beginning / step if s.drafter in unstarted else 0.0) for s in heads]
         best = heads[gains.index(max(gains))]
-        if due := [s for s in due if s is not best or s.gain() <= 0]:
+        if due := [s for s in heads if self._due(s) and (s is not best or s.gain() <= 0)]:
             chosen = min(due, key=lambda s: s.drafting.times)
             if not chosen.known or chosen.drafter in unstarted:
                 self._trial, self._left = chosen, TRIAL - 1
             return chosen
         return best if best.gain() > 0 else None
 
-    def expects(self, texts: Sequence[Text], trees: Sequence[TokenTree], limits: Sequence[int]) -> float:
-        """Tokens per sequence, from these drafts as far as they are worth verifying."""
-        if max([len(tree) for tree in trees]) == 1:
-            return 1.0
-        (expected,) = self._without([-1], _drafts(texts, trees, limits))  # nobody
-        nodes, _ = best_nodes(expected, self.costs.upto(len(expected), len(trees)), 0.0, 0.0)
-        return float(expected[nodes]) / len(trees)
-
-    def took(self, seconds: Mapping[Source, float], unstarted: Container[str] = ()) -> None:
-        """Drafts took so long. unstarted: drafters that had to begin now, or to read the text first, which is rare."""
-        for source, taken in seconds.items():
-            begins = source.drafter in unstarted
-            if begins:
-                source.starting.see(taken)
-            if not (begins and source.known):
-                source.drafting.see(taken)
-
-    def choose(
-        self,
-        texts: Sequence[Text],
-        trees: Sequence[TokenTree],
-        limits: Sequence[int],
-        asked: Iterable[Source],
-        unstarted: Container[str] = (),
-    ) -> list[TokenTree]:
-        """What of these drafts, one per text, is worth verifying; at most `limits` nodes of each."""
-        batch, sources, drafts = len(trees), list(asked), _drafts(texts, trees, limits)
+    def choose(self, drafts: Sequence[Draft], asked: Iterable[Source]) -> list[TokenTree]:
+        """What of these drafts is worth verifying. asked: who has a part in them."""
+        batch, sources = len(drafts), list(asked)
         spent, plain = self._spent(sources, batch), batch / self.costs.seconds(1, batch)
-        worth = np.zeros((batch, _width(drafts)))  # expected tokens of each, with 0, 1, … nodes
-        ranked = [self._rank(draft, mine) for draft, mine in zip(drafts, worth, strict=True)]
+        worth, ranked = self._rank(drafts)
         expected, owners = self._together(worth)
         seconds = self.costs.upto(len(expected), batch)
         most, best = best_nodes(expected, seconds, spent, plain)
-        tokens, taken = float(expected[most]), spent + float(seconds[most])
         widths = [most] * batch if owners is None else np.bincount(owners[:most], minlength=batch).tolist()
-        kept = [tree.first(width) for tree, width in zip(ranked, widths, strict=True)]
-        self.promised = [(float(worth[i, widths[i]]) - 1) / share for i, (_, _, share) in enumerate(drafts)]
-        resting = not most and min([share for _, _, share in drafts]) < 1 / 2
-        names, nodes = tuple([s.name for s in sources]), sum(map(len, kept)) - batch
-        self.last = Choice(names, resting, nodes, tokens, tokens / taken, plain)
-        begun = [s.beginning if s.drafter in unstarted or s is self._trial else 0.0 for s in sources]
-        self._unjudged = sources, drafts, best, taken, begun
+        kept = []
+        for i, (draft, (nodes, score)) in enumerate(zip(drafts, ranked, strict=True)):
+            kept.append(draft.tree.take(nodes[: widths[i] + 1], score))
+            draft.text.promise = (float(worth[i, widths[i]]) - 1) / draft.share
+        tokens, taken = float(expected[most]), spent + float(seconds[most])
+        resting = not most and min([draft.share for draft in drafts]) < 1 / 2
+        names, verified = tuple([s.name for s in sources]), sum(map(len, kept)) - batch
+        self.last = Choice(names, resting, verified, tokens, tokens / taken, plain)
+        self._unjudged = sources, drafts, best, taken
         return kept
 
     def decline(self, names: Container[str], batch: int) -> int:
         """None of these drafters was asked: the step will be a plain one. Returns for how many more steps that will be
-        so: `rested` is to be told how many there were."""
+        so; they count as `steps`."""
         plain = batch / self.costs.seconds(1, batch)
         self.last = Choice((), False, 0, batch, plain, plain)
-        waits = [s.waits[0] for s in self.sources(batch).values() if s.drafter in names]
-        return max(0, min(waits, default=0) - 1)
-
-    def rested(self, steps: int, batch: int) -> None:
-        """There were so many plain steps without a question."""
-        if steps:
-            for source in self.sources(batch).values():
-                source.waits[0] = max(0, source.waits[0] - steps)
+        due = [s.due[0] for s in self.sources(batch).values() if s.drafter in names]
+        return max(0, min(due, default=0) - self.steps - 1)
 
     def judge(self) -> None:
         """What the drafters that were asked about the last step gained, against the step without them. That can wait
-        until the step runs, but not until more is known. Each is tried again when what it lost, against the best that
-        could be asked instead, is little of all time."""
+        until the step runs, but not until calibration or costs learn more. Each is tried again when what it lost,
+        against the best that could be asked instead, is little of all time."""
         if self._unjudged is None:
             return
-        (sources, drafts, rate, taken, begun), self._unjudged = self._unjudged, None
+        (sources, drafts, rate, taken), self._unjudged = self._unjudged, None
         batch, group = len(drafts), self.sources(len(drafts)).values()
         step = self.costs.seconds(1, batch)
-        without = [batch / step] * len(sources)
-        if len(sources) > 1:
-            expected = self._without([s.number for s in sources], drafts)
-            seconds = self.costs.upto(len(expected[0]), batch)
-            spent = [self._spent([s for s in sources if s is not source], batch) for source in sources]
-            without = [best_rate(e, seconds, s) for e, s in zip(expected, spent, strict=True)]
-        for source, other, beginning in zip(sources, without, begun, strict=True):
+        for source in sources:
             # One that learns from nodes beside its drafts finds nothing at first: it may lose a few steps before.
-            tried = not source.beside or source.drafting.times * self._beside([source], batch) >= TRIAL * step
-            if source.known and tried:
-                gain = rate / other - 1
-                source.learn(gain)
-                rivals = [s.gains[source.level] for s in group if s.head and s is not source] if source.head else []
-                lost = beginning + taken * (1 - (1 + gain) / (1 + max([0.0, *rivals])))
-                source.waits[source.level] = max(0, round(lost / step * len(group) / EXPLORING))
-
-    # ---- after it
-
-    def learn(self, tree: TokenTree, followed: Sequence[int], known: int = 0) -> bool:
-        """The text after the tree's root went on with these tokens, see `Calibration.learn`. tree: everything that was
-        proposed."""
-        self.judge()
-        return self.calibration.learn(tree, self._numbers(tree.sources), followed, known)
+            investing = source.drafting.times * self._beside(source.beside, batch) < TRIAL * step
+            if not source.known or (source.beside and investing):
+                continue
+            without = batch / step
+            if others := [s for s in sources if s is not source]:
+                expected, _ = self._together(self._rank(drafts, source.number)[0])
+                spent = self._spent(others, batch)
+                _, without = best_nodes(expected, self.costs.upto(len(expected), batch), spent, 0.0)
+            gain = rate / without - 1
+            source.learn(gain)
+            rivals = [s.gains[source.level] for s in group if s.head and s is not source] if source.head else []
+            lost = taken * (1 - (1 + gain) / (1 + max([0.0, *rivals])))
+            if source.began or source is self._trial:
+                lost += source.beginning
+            source.due[source.level] = self.steps + max(0, round(lost / step * len(group) / EXPLORING))
 
     # ---- from one process to the next
 
@@ -316,43 +293,38 @@ class Pilot:
                 if bins.shape == self.calibration.bins[i].shape:
                     self.calibration.bins[i] = bins
             for size, group in known["sources"].items():
+                mine = self.sources(1 << int(size) - 1)
                 for name, (seconds, gains, looks) in group.items():
-                    source = self.sources(1 << int(size) - 1).get(name)
-                    if source is not None and len(gains) == len(looks) == LEVELS:
-                        source.drafting = TypicalTime(TRIAL, seconds)
-                        source.gains, source.looks = list(gains), list(looks)
+                    if name in mine and len(gains) == len(looks) == LEVELS:
+                        mine[name].drafting = TypicalTime(TRIAL, seconds)
+                        mine[name].gains, mine[name].looks = list(gains), list(looks)
 
     def renew(self, name: str) -> None:
         """Ask this drafter again, whatever it gained before."""
         for group in self._by_batch.values():
-            group[name].looks, group[name].waits = [0] * LEVELS, [0] * LEVELS
+            group[name].looks, group[name].due = [0] * LEVELS, [0] * LEVELS
 
     # ---- within
 
     def _spent(self, sources: Collection[Source], batch: int) -> float:
         """Seconds that drafts of these sources take, nodes beside them, and what is done with drafts."""
-        return sum([s.drafting.seconds for s in sources]) + batch * self.fusing.seconds + self._beside(sources, batch)
+        drafting = sum([s.drafting.seconds for s in sources]) + batch * self.fusing.seconds
+        return drafting + self._beside(sum([s.beside for s in sources]), batch)
 
-    def _beside(self, sources: Collection[Source], batch: int) -> float:
-        """Seconds that nodes beside their drafts take."""
-        rows = sum([s.beside for s in sources])
+    def _beside(self, rows: int, batch: int) -> float:
+        """Seconds that so many nodes beside drafts take."""
         return self.costs.seconds(1 + rows, batch) - self.costs.seconds(1, batch) if rows else 0.0
 
-    def _rank(self, draft: Draft, expected: NDArray[np.float64]) -> TokenTree:
-        """Its most valuable nodes first. expected: what comes with 0, 1, … of them is added to that."""
-        tree, limit, share = draft
-        columns, bins = self._numbers(tree.sources), self.calibration.bins
-        found = rank(tree.tokens, tree.parents, tree.raw, columns, bins, limit, self.trees, share, expected)
-        return TokenTree(found[0], found[1], found[2], found[3], tree.sources)
-
-    def _without(self, sources: Sequence[int], drafts: Sequence[Draft]) -> list[NDArray[np.float64]]:
-        """For each source: tokens of all sequences with 0, 1, … nodes, if it had proposed nothing."""
-        numbers, bins = np.array(sources, np.int64), self.calibration.bins
-        worth = np.zeros((len(drafts), len(sources), _width(drafts)))
-        for (tree, limit, share), mine in zip(drafts, worth, strict=True):
-            columns = self._numbers(tree.sources)
-            add_without(mine, numbers, tree.parents, tree.raw, columns, bins, limit, self.trees, share)
-        return [self._together(worth[:, i])[0] for i in range(len(sources))]
+    def _rank(self, drafts: Sequence[Draft], without: int = -1) -> tuple[NDArray[np.float64], list[Any]]:
+        """Tokens that each draft gives with 0, 1, … nodes if a source had proposed nothing, and its nodes in that order
+        with the scores of all."""
+        worth = np.empty((len(drafts), 1 + max([min(draft.limit, len(draft.tree) - 1) for draft in drafts])))
+        ranked, bins = [], self.calibration.bins
+        for draft, mine in zip(drafts, worth, strict=True):
+            tree, limit, share = draft.tree, draft.limit, draft.share
+            columns = self.calibration.columns(tree.sources)
+            ranked.append(rank(tree.parents, tree.raw, columns, bins, without, limit, self.trees, share, mine))
+        return worth, ranked
 
     def _together(self, worth: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.int64] | None]:
         """From the tokens of each sequence with 0, 1, … nodes of its own: those of all with 0, 1, … nodes, and whose
@@ -365,16 +337,3 @@ class Pilot:
         order = np.argsort(-gains, axis=None, kind="stable")
         tokens = len(worth) + np.concatenate([[0.0], np.cumsum(gains.ravel()[order])])
         return tokens, order // max(1, gains.shape[1])
-
-
-def _level(expected: float) -> int:
-    return min(LEVELS - 1, int(2 * math.log2(max(1.0, expected))))
-
-
-def _drafts(texts: Sequence[Text], trees: Sequence[TokenTree], limits: Sequence[int]) -> list[Draft]:
-    return [(tree, limit, text.share) for text, tree, limit in zip(texts, trees, limits, strict=True)]
-
-
-def _width(drafts: Sequence[Draft]) -> int:
-    """Rows of the widest step that may come of them."""
-    return max([min(len(tree), limit + 1) for tree, limit, _ in drafts])

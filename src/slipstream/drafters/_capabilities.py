@@ -38,7 +38,7 @@ class ReadsStates(Protocol):
 class Rests(Protocol):
     """It asks for states of some steps only."""
 
-    resting: bool  # whether it goes without those of the step that was proposed last
+    resting: int  # whether it goes without those of the step that was proposed last, and of how many more
 
 
 class Idles(Protocol):

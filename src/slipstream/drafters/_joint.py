@@ -119,23 +119,19 @@ class JointSession(DraftSession):
         if len(tree) > 1:
             self._open.append((tree, len(self._emitted), 0))
 
-    def label(self, root: int) -> None:
-        """Judge drafts by the text, which `root` comes next in: of a long one that is right, something is known at
-        once."""
+    def label(self, *coming: int) -> None:
+        """Judge drafts by the text, and by the root that comes next in it where that is known: of a long draft that is
+        right, something is known at once."""
         self.begun = True
-        if self._open:
-            self._label([root])
-
-    def close(self) -> None:
-        self._label([])
-        self._open = []
-        for part in self.parts.values():
-            part.close()
-
-    def _label(self, coming: list[int]) -> None:
         still = []
         for tree, place, known in self._open:
             followed = [*self._emitted[place:], *coming][1:]  # nothing, if the tree is about the coming root
-            if not followed or self.drafter.learn(tree, followed, known):
-                still.append((tree, place, len(followed)))
+            if len(followed) <= known or self.drafter.learn(tree, followed, known):
+                still.append((tree, place, max(known, len(followed))))
         self._open = still
+
+    def close(self) -> None:
+        self.label()
+        self._open = []
+        for part in self.parts.values():
+            part.close()

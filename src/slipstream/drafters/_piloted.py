@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 from slipstream.budget import Budget
+from slipstream.budget.calibration import NEWEST
 from slipstream.budget.costs import Costs
-from slipstream.budget.pilot import Choice, Pilot, Source, Text
+from slipstream.budget.pilot import Choice, Draft, Pilot, Source, Text
 from slipstream.drafters import _capabilities as can
 from slipstream.drafters._joint import JointDrafter, JointSession
 from slipstream.drafters.base import DraftSession, Proposal, Seen
@@ -26,119 +27,98 @@ if TYPE_CHECKING:
 class PilotedDrafter(JointDrafter):
     """What to ask whom, and what of it to verify, is up to a `Pilot`."""
 
-    def __init__(self, target: Any, tokenizer: Any, options: Any) -> None:
+    def __init__(self, target: Any, tokenizer: Any, options: Any, costs: Costs) -> None:
         super().__init__(target, tokenizer, options)
         heads = {name: can.sizes(part) for name, part in self.parts.items() if can.generates(part)}
-        self.pilot = Pilot(self.costs(), list(self.parts), target.trees, heads)
-        self._step: tuple[int, int, float] | None = None  # rows, batch, seconds of the step that was verified last
-        self._unlearnt: tuple[Sequence[PilotedSession], Sequence[int]] | None = None  # whose texts say more of drafts
-        self._rest = self._rested = self._batch = 0  # plain steps to come, those that were, and of how many sequences
-
-    @abstractmethod
-    def costs(self) -> Costs:
-        """What steps of the target take."""
+        self.pilot = Pilot(costs, list(self.parts), target.trees, heads)
+        # Rows, batch and seconds of steps that nobody has learnt from yet; of a long rest the last ones say enough.
+        self._steps = deque[tuple[int, int, float]](maxlen=round(1 / NEWEST))
+        self.resting = 0  # plain steps to come, in which nobody is asked,
+        self._resting = list[DraftSession]()  # of these sequences
+        self._ahead: DraftSession | None = None  # whose drafts could be started while the last step ran
 
     def begin(self, request: Request) -> DraftSession:
-        return self.session({name: part.begin(request) for name, part in self.parts.items()})
-
-    def session(self, parts: dict[str, DraftSession]) -> PilotedSession:
-        """Of a new sequence, which these parts draft for. Nobody knows yet whether that pays, so nobody rests."""
-        self._rest = 0
-        return PilotedSession(self, parts)
+        return PilotedSession(self, {name: part.begin(request) for name, part in self.parts.items()})
 
     def learn(self, tree: TokenTree, followed: Sequence[int], known: int) -> bool:
-        return self.pilot.learn(tree, followed, known)
+        self.pilot.judge()
+        return self.pilot.calibration.learn(tree, followed, known)
 
     @property
     def choice(self) -> Choice | None:
         """What was decided about the step that was proposed last."""
         return self.pilot.last
 
-    @property
-    def resting(self) -> bool:
-        return self._rest > 0
-
     def measured(self, rows: Sequence[int], seconds: float) -> None:
         batch = len(rows)
-        step = sum(rows) - batch + 1 if self.pilot.costs.flat else max(rows), batch, seconds
-        if self._rested:
-            self.pilot.costs.observe(*step)
-        else:
-            self._step = step
+        self._steps.append((sum(rows) - batch + 1 if self.pilot.costs.flat else max(rows), batch, seconds))
 
     def draft_ahead(self, session: DraftSession, step: FixedStep) -> None:
         """Those that were asked about this step will probably be asked about the next."""
-        mine = cast(PilotedSession, session)
-        mine.ahead = True
-        for source in mine.latest:
-            can.draft_ahead(self.parts[source.drafter], mine.parts[source.drafter], step)
+        self._ahead, mine = session, cast(PilotedSession, session)
+        for name in mine.latest:
+            can.draft_ahead(self.parts[name], mine.parts[name], step)
         self._look_back()  # while the device works
+        mine.label()
 
     def propose(
         self, sessions: Sequence[DraftSession], roots: Sequence[int], budgets: Sequence[Budget]
     ) -> list[Proposal]:
-        mine = cast(Sequence[PilotedSession], sessions)
-        if self._rest and len(mine) == self._batch and all([session.begun for session in mine]):
-            self._rest, self._rested = self._rest - 1, self._rested + 1
+        if self.resting and sessions == self._resting:
+            self.resting -= 1
+            self.pilot.steps += 1
             return [Proposal(TokenTree.root(root)) for root in roots]
-        whole = Stopwatch()
-        self.pilot.rested(self._rested, self._batch)
-        self._rest, self._rested, self._batch = 0, 0, len(mine)
-        if self._unlearnt is not None:  # nobody had time for it
+        whole, mine = Stopwatch(), cast(Sequence[PilotedSession], sessions)
+        ahead, self._ahead, self.resting = list(sessions) == [self._ahead], None, 0
+        if not ahead:  # nobody had time for it
             self._look_back()
-        self._unlearnt = mine, roots
-        if len(mine) > 1 or not self.target.ahead:
-            self._look_back()
-        texts, limits = [session.text for session in mine], [budget.nodes for budget in budgets]
-        trees = [TokenTree.root(root) for root in roots]
-        able = [session.able() if limit else set() for session, limit in zip(mine, limits, strict=True)]
+            for session, root in zip(mine, roots, strict=True):
+                session.label(root)
+        drafts = [
+            Draft(session.text, TokenTree.root(root), budget.nodes)
+            for session, root, budget in zip(mine, roots, budgets, strict=True)
+        ]
+        able = [  # by sequence: parts that may have something to say
+            {name for name, part in session.parts.items() if budget.nodes and not can.silent(part)}
+            for session, budget in zip(mine, budgets, strict=True)
+        ]
         names = set().union(*able)
-        unstarted = {name for name, part in mine[0].parts.items() if can.unstarted(part)} if mine[0].ahead else set()
+        unstarted = {name for name, part in mine[0].parts.items() if ahead and can.unstarted(part)}
         taken: dict[Source, float] = {}
         beside: list[TokenTree | None] = [None] * len(mine)
-        expected = lambda: self.pilot.expects(texts, trees, limits) if taken else 1.0  # noqa: E731
-        for source in self.pilot.asks(names, len(mine), expected, unstarted):
+        for source in self.pilot.asks(names, drafts, unstarted):
             who = [i for i, parts in enumerate(able) if source.drafter in parts]
             asking = Stopwatch()
-            if any([mine[i].show(source) for i in who]):
-                unstarted.add(source.drafter)
+            first = any([mine[i].show(source.drafter) for i in who])
             found = self.parts[source.drafter].propose(
                 [mine[i].parts[source.drafter] for i in who],
                 [roots[i] for i in who],
                 [budgets[i].upto(source.most) for i in who],
             )
             taken[source] = asking.seconds()
+            source.took(taken[source], first or source.drafter in unstarted)
             source.beside = max([len(each.beside) - 1 for each in found if each.beside is not None], default=0)
             for i, proposal in zip(who, found, strict=True):
-                draft = proposal.tree.cut(budgets[i].depth)
-                if len(draft) > 1:
-                    trees[i] = fuse([trees[i], draft]) if len(trees[i]) > 1 else draft
+                tree, new = drafts[i].tree, proposal.tree.cut(budgets[i].depth)
+                if len(new) > 1:
+                    drafts[i].tree = fuse([tree, new]) if len(tree) > 1 else new
                 beside[i] = proposal.beside or beside[i]
-        for session in mine:
-            session.begun, session.ahead, session.promised = True, False, 0.0
         if not taken:
-            self._rest = self.pilot.decline(names, len(mine))
-            return [Proposal(tree) for tree in trees]
-        self.pilot.took(taken, unstarted)
+            self.resting, self._resting = self.pilot.decline(names, len(mine)), list(sessions)
+            return [Proposal(draft.tree) for draft in drafts]
         rows = max([source.beside for source in taken])
-        limits = [max(0, limit - rows) for limit in limits]
-        kept = self.pilot.choose(texts, trees, limits, taken, unstarted)
-        for session, tree, promised in zip(mine, trees, self.pilot.promised, strict=True):
-            session.promised = promised
-            session.proposed(tree)
+        for session, draft in zip(mine, drafts, strict=True):
+            draft.limit = max(0, draft.limit - rows)
+            session.proposed(draft.tree)
+        kept = self.pilot.choose(drafts, taken)
         self.pilot.fusing.see((whole.seconds() - sum(taken.values())) / len(mine))
         return [Proposal(tree, beside=window) for tree, window in zip(kept, beside, strict=True)]
 
     def _look_back(self) -> None:
-        """What the drafters of a step gained, what the one before cost, and what the text says about drafts."""
+        """What the drafters of a step gained, and what steps before it cost."""
         self.pilot.judge()
-        if self._step is not None:
-            self.pilot.costs.observe(*self._step)
-            self._step = None
-        if self._unlearnt is not None:
-            (sessions, roots), self._unlearnt = self._unlearnt, None
-            for session, root in zip(sessions, roots, strict=True):
-                session.label(root)
+        while self._steps:
+            self.pilot.costs.observe(*self._steps.popleft())
 
 
 class PilotedSession(JointSession):
@@ -149,34 +129,26 @@ class PilotedSession(JointSession):
     def __init__(self, drafter: PilotedDrafter, parts: dict[str, DraftSession]) -> None:
         super().__init__(drafter, parts)
         self.text = Text()
-        self.asked: set[Source] = set()  # for the step that comes
-        self.latest: set[Source] = set()  # and for the one under way
-        self.ahead = False  # whether drafts could be started while it runs
-        self.promised = 0.0  # tokens that the step's tree is expected to give beyond one
+        self.asked: set[str] = set()  # parts, for the step that comes
+        self.latest: set[str] = set()  # and for the one under way
         self._last: Seen | None = None  # the latest step's tokens and states
-        self._shown: dict[str, int] = {}  # by drafter: tokens since the first root that it was shown
+        self._shown: dict[str, int] = {}  # by part: tokens since the first root that it was shown
 
     def observe(self, seen: Seen) -> None:
         """The prompt is for every part, the rest for those that are asked."""
         if not self.begun:
             super().observe(seen)
             return
-        if self.promised:
-            self.text.see(self.promised, len(seen.tokens) - 1)
+        self.text.see(len(seen.tokens) - 1)
         self._emitted += seen.tokens
         self._last = seen
 
-    def able(self) -> set[str]:
-        """Parts that may have something to say."""
-        return {name for name, part in self.parts.items() if not can.silent(part)}
-
-    def show(self, source: Source) -> bool:
-        """It is asked: what its drafter has not seen of the text. The states of all but the last step are gone; without
-        them it knows less, but hardly guesses worse. Returns whether it is asked about this text for the first time."""
-        name, last = source.drafter, self._last
-        first, new = name not in self._shown, self._emitted[self._shown.get(name, 0) :]
+    def show(self, name: str) -> bool:
+        """It is asked: what it has not seen of the text. The states of all but the last step are gone; without them it
+        knows less, but hardly guesses worse. Returns whether it is asked about this text for the first time."""
+        first, new, last = name not in self._shown, self._emitted[self._shown.get(name, 0) :], self._last
         self._shown[name] = len(self._emitted)
-        self.asked.add(source)
+        self.asked.add(name)
         if new and last is not None:
             part, layers = self.parts[name], can.layers(self.drafter.parts[name])
             missed = len(new) - len(last.tokens) if layers else len(new)
@@ -187,16 +159,15 @@ class PilotedSession(JointSession):
         return first
 
     def choices(self, tree: TokenTree, chosen: Callable[[Sequence[int]], NDArray[Any]]) -> None:
-        for source in self.latest:
-            can.choices(self.parts[source.drafter], tree, chosen)
+        for name in self.latest:
+            can.choices(self.parts[name], tree, chosen)
 
     def keep(self) -> None:
         if not self.asked and not self.latest:  # as in large batches, where every microsecond counts for each
             return
-        asked = {source.drafter for source in self.asked}
-        for name in asked:
+        for name in self.asked:
             can.keep(self.parts[name])
-        for name in {source.drafter for source in self.latest} - asked:
+        for name in self.latest - self.asked:
             can.skip(self.parts[name])
         self.latest, self.asked = self.asked, set()
 

@@ -13,7 +13,7 @@ import torch
 
 from slipstream.budget import Budget
 from slipstream.budget.costs import Costs
-from slipstream.budget.pilot import TRIAL, Pilot, Source, Text
+from slipstream.budget.pilot import TRIAL, Draft, Pilot, Source, Text
 from slipstream.drafters import _capabilities as can
 from slipstream.drafters.base import Drafter, Hidden, Seen
 from slipstream.request import Request
@@ -54,14 +54,14 @@ def rehearse(target: Target, pilot: Pilot, parts: Mapping[str, Drafter], layers:
             taken, budget = Stopwatch(), limit.upto(source.most)
             (found,) = parts[source.drafter].propose([sessions[source.drafter]], [root], [budget])
             if not (source.head and target.ahead):  # there drafts overlap with steps, and take less than this one
-                pilot.took({source: taken.seconds()})
+                source.took(taken.seconds())
             trees.append(limit.limit(found.tree))
         whole = fuse(trees)
         whole.check(target.vocabulary, root)
         whole.proposed([0])
-        trial.choose([Text()], [whole], [limit.nodes], trial.sources().values())
+        trial.choose([Draft(Text(), whole, limit.nodes)], trial.sources().values())
         trial.judge()
-        trial.learn(whole, words)
+        trial.calibration.learn(whole, words)
 
     def start_all(step: FixedStep) -> None:
         for name in pilot.heads:
@@ -86,7 +86,7 @@ def rehearse(target: Target, pilot: Pilot, parts: Mapping[str, Drafter], layers:
         session.observe(Seen([root], slot.length, hidden))
         token, taken = score.token(0, sampler), Stopwatch()
         part.propose([session], [token], [limit])
-        pilot.took({source: taken.seconds()})
+        source.took(taken.seconds())
         return token
 
     for source in able:

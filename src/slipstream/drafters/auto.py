@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from slipstream.budget.costs import Costs
 from slipstream.drafters._parts import AutoOptions, make_parts, paths
-from slipstream.drafters._piloted import PilotedDrafter
+from slipstream.drafters._piloted import PilotedDrafter, PilotedSession
 from slipstream.drafters._rehearsal import rehearse
 from slipstream.drafters.base import Drafter, DraftSession
 from slipstream.errors import OptionError
@@ -23,7 +22,7 @@ class AutoDrafter(PilotedDrafter):
     takes = ("prediction", "drafters")
 
     def __init__(self, target: Any, tokenizer: Any, options: AutoOptions) -> None:
-        super().__init__(target, tokenizer, options)
+        super().__init__(target, tokenizer, options, costs_of(target))
         self._answers = 0
         if getattr(target, "model", None) is not None:  # a recording has nothing to say to a text of no meaning
             self._key = " | ".join([described(target), *self.parts, *paths(options)])
@@ -32,9 +31,6 @@ class AutoDrafter(PilotedDrafter):
 
     def make_parts(self) -> dict[str, Drafter]:
         return make_parts(self)
-
-    def costs(self) -> Costs:
-        return costs_of(self.target)
 
     def begin(self, request: Request) -> DraftSession:
         names = set(self.parts) if request.drafters is None else set(request.drafters)
@@ -46,7 +42,7 @@ class AutoDrafter(PilotedDrafter):
         if request.prediction:  # given to be used
             names.add("prediction")
             self.pilot.renew("prediction")
-        return self.session({name: part.begin(request) for name, part in self.parts.items() if name in names})
+        return PilotedSession(self, {name: part.begin(request) for name, part in self.parts.items() if name in names})
 
     def ended(self, request: Request, tokens: Sequence[int]) -> None:
         super().ended(request, tokens)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
-from numpy.typing import NDArray
 
 from slipstream import drafters as registry
 from slipstream.budget import Budget
@@ -93,7 +92,7 @@ class RasdDrafter(JointDrafter):
         return parts | {name: self.make_part(name, found) for name in o.names()}
 
     def learn(self, tree: TokenTree, followed: Sequence[int], known: int) -> bool:
-        return self.calibration.learn(tree, self._columns(tree), followed, known)
+        return self.calibration.learn(tree, followed, known)
 
     def draft_ahead(self, session: DraftSession, step: FixedStep) -> None:
         """The generator is always asked; what else is drafted from needs the host."""
@@ -162,11 +161,8 @@ class RasdDrafter(JointDrafter):
 
     def _believed(self, tree: TokenTree) -> TokenTree:
         """With scores that can be compared: how often what each source said turned out right."""
-        return tree.with_score(_beliefs(tree.depths, tree.raw, self._columns(tree), self.calibration.bins))
-
-    def _columns(self, tree: TokenTree) -> NDArray[np.int64]:
-        """Whose the tree's raw scores are."""
-        return np.array([self.names.index(name) for name in tree.sources], np.int64)
+        columns, bins = self.calibration.columns(tree.sources), self.calibration.bins
+        return tree.with_score(_beliefs(tree.depths, tree.raw, columns, bins))
 
 
 def beginning_with(first: Sequence[int], tree: TokenTree) -> TokenTree:

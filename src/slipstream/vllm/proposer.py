@@ -58,9 +58,6 @@ class Retrieval(PilotedDrafter):
             parts[rest.source] = rest
         return parts
 
-    def costs(self) -> Costs:
-        return Costs({1: 1.0}, flat=True)  # until they are known
-
 
 class Proposer:
     """Chains for vLLM, of as many tokens as pay, none where nothing does."""
@@ -79,7 +76,8 @@ class Proposer:
 
     def _prepare(self) -> None:
         """Nothing known yet."""
-        self.drafter = Retrieval(Served(self.vocabulary), None, self.options)
+        unknown = Costs({1: 1.0}, flat=True)  # until steps were measured
+        self.drafter = Retrieval(Served(self.vocabulary), None, self.options, unknown)
         self.answers = EarlierAnswers(token_type(self.vocabulary), self.options.shared)
         self.drafter.attach(self.answers)
         self.texts, self.steps = KnownTexts(), StepCosts(self.longest)

@@ -221,7 +221,8 @@ class TokenTree:
     def take(self, nodes: NDArray[np.int64], score: Floats) -> TokenTree:
         """These nodes in this order, the root first and parents before their children, with their places in `score` for
         theirs. q goes, as in `prune`."""
-        return TokenTree(*_taken(self.tokens, self.parents, self.raw, score, nodes), self.sources)
+        tokens, parents, raw, kept = _taken(self.tokens, self.parents, self.raw, score, nodes)
+        return TokenTree(tokens, parents, raw, kept, self.sources)
 
     def with_score(self, score: Floats) -> TokenTree:
         return replace(self, score=score)

@@ -49,6 +49,14 @@ class PilotedDrafter(JointDrafter):
         """What was decided about the step that was proposed last."""
         return self.pilot.last
 
+    @property
+    def idle(self) -> bool:
+        return self.resting > 0
+
+    def rest(self) -> None:
+        self.resting -= 1
+        self.pilot.steps += 1
+
     def measured(self, rows: Sequence[int], seconds: float) -> None:
         batch = len(rows)
         self._steps.append((sum(rows) - batch + 1 if self.pilot.costs.flat else max(rows), batch, seconds))
@@ -65,8 +73,7 @@ class PilotedDrafter(JointDrafter):
         self, sessions: Sequence[DraftSession], roots: Sequence[int], budgets: Sequence[Budget]
     ) -> list[Proposal]:
         if self.resting and sessions == self._resting:
-            self.resting -= 1
-            self.pilot.steps += 1
+            self.rest()
             return [Proposal(TokenTree.root(root)) for root in roots]
         whole, mine = Stopwatch(), cast(Sequence[PilotedSession], sessions)
         ahead, self._ahead, self.resting = list(sessions) == [self._ahead], None, 0

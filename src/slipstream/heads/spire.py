@@ -30,6 +30,7 @@ from slipstream.heads.vocabulary import VocabularyHead, check_draft_ids
 from slipstream.targets.states import layers_name
 from slipstream.targets.trees import unwrapped
 
+FEW = 4  # tokens on which layers are compared: within any sliding window
 SHARE = 4  # a quarter of the target's layers, as published: 2 of 8, and 20 of 80 where it is extrapolated
 
 
@@ -178,11 +179,11 @@ class Spire(VocabularyHead):
     def _distance(self, model: Any) -> float:
         """How far its last states are from the target's, if its layers are given what the target's are given."""
         whole, first = unwrapped(model), self.lender.layers - self.config.num_hidden_layers
-        ids = torch.arange(8, device=self.norm.weight.device)[None] % self.lender.vocab_size
+        ids = torch.arange(FEW, device=self.norm.weight.device)[None] % self.lender.vocab_size
         hidden = whole.base_model(input_ids=ids, use_cache=False, output_hidden_states=True).hidden_states
-        causal = torch.ones(8, 8, dtype=torch.bool, device=ids.device).tril()
+        causal = torch.ones(FEW, FEW, dtype=torch.bool, device=ids.device).tril()
         attends = [Masked().look(causal) for _ in self.decoders]
-        _, mine = self.step(hidden[first].to(self.dtype), None, torch.arange(8, device=ids.device)[None], attends)
+        _, mine = self.step(hidden[first].to(self.dtype), None, torch.arange(FEW, device=ids.device)[None], attends)
         its = hidden[self.lender.layers].to(self.dtype)
         return float((mine - its).norm() / its.norm())
 

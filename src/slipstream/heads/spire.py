@@ -224,7 +224,7 @@ class Spire(VocabularyHead):
         if not self.config.feedback:
             return None
         shares = self.feedback_weights.float().softmax(-1).to(streams[0].dtype)  # (n, n + 1)
-        return (torch.stack(list(streams), dim=-1)[..., None, :] * shares).sum(-1).unbind(-1)
+        return (shares @ torch.stack(list(streams), dim=-2)).unbind(-2)
 
     # ---- whole texts
 

@@ -1,6 +1,7 @@
 """spire: what the head says is computed a second time here, token by token; which tokens it sees; its files; its model.
 
-That drafters give what the head says, whatever the order in which a text is shown, is in test_eagle.py.
+That drafters give what the head says, whatever the order in which a text is shown, is in test_eagle.py; that training
+raises what is accepted, in test_training.py.
 """
 
 import json
@@ -232,6 +233,15 @@ def test_texts_stay_as_they_are_beyond_the_window(tiny):
         if how.get("accept") != "rejection":  # which draws other tokens of the same distribution
             assert [r.tokens for r in found] == [r.tokens for r in expected]
         assert all(len(r.tokens) <= 20 for r in found)
+
+
+def test_auto_asks_it_like_any_other_head(tiny, tmp_path):
+    target = tiny("llama")
+    save_head(HEADS["spire"].fresh(target, window=5), tmp_path)
+    auto, plain = LLM(target, drafter="auto", heads=str(tmp_path)), LLM(target, drafter="none")
+    found, expected = (llm.generate(TEXT, max_new_tokens=20) for llm in (auto, plain))
+    assert found.tokens == expected.tokens
+    assert [part.kind for part in auto.engine.drafter.parts.values() if hasattr(part, "kind")] == ["spire"]
 
 
 # ---- what it learns

@@ -113,7 +113,9 @@ def test_from_a_model_to_a_registered_head(target, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("short")
-@pytest.mark.parametrize(("kind", "sizes"), [("dflash", {"block": 4, "bias": 4, "confidence": True}), ("falcon", {}), ("spire", {})])
+@pytest.mark.parametrize(
+    ("kind", "sizes"), [("dflash", {"block": 4, "bias": 4, "confidence": True}), ("falcon", {}), ("spire", {})]
+)
 def test_heads_that_guess_in_blocks(kind, sizes, target, tmp_path):
     done = tune(*target, tmp_path / "t", TuneSettings(minutes=0.02, head=kind, max_new_tokens=12, sizes=sizes))
     assert done.accuracy

@@ -29,7 +29,7 @@ from slipstream.sampling import Sampling, gumbel, noise_key
 LAYERS = 6
 ALL = Budget(1000, 1000)
 EAGLES = ("eagle", "eagle3")
-KINDS = (*EAGLES, "falcon", "dflash", "dspark")
+KINDS = (*EAGLES, "falcon", "dflash", "dspark", "spire")
 NAMES = {"dspark": "dflash"}
 FEW = {"draft_ids": range(1, VOCABULARY, 3)}
 SIZES = {
@@ -37,6 +37,7 @@ SIZES = {
     "eagle3": FEW,
     "falcon": {"block": 2},
     "dflash": {"block": 7},
+    "spire": {"layers": 2, "window": 3, "sinks": 2},
     "dspark": {"block": 6, "bias": 5, "markov_type": "rnn", **FEW},
 }
 
@@ -449,6 +450,7 @@ def test_attention_by_path_sees_the_same(kind, monkeypatch):
         "falcon": [(2, 2, 1), (2, 6, 2)],  # of two tokens a pass; three chains go on
         "dflash": [(2, 7, 7)] * 2,  # places that see each other, in two layers
         "dspark": [(2, 6, 6)] * 2,
+        "spire": [(2, 1, 1)] * 2 + [(2, 3, 2)] * 2 + [(2, 3, 3)] * 2 + [(2, 3, 4)] * 2,  # the root is on the path
     }.get(kind, [(2, 1, 1), (2, 3, 1), (2, 3, 2), (2, 3, 3)])
 
 
@@ -640,7 +642,7 @@ def test_draws_change_no_text_and_pass_for_the_targets_own(kind):
         assert sum(result.stats.accepted for result in results) > 30
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "dflash", "dspark"])
+@pytest.mark.parametrize("kind", ["eagle3", "dflash", "dspark", "spire"])
 def test_a_session_goes_on_from_anothers_keys_in_all_layers(kind):
     drafter = make(kind, depth=3, width=2, nodes=6)
     other = begin(drafter, 0, 14)

@@ -262,7 +262,7 @@ def test_a_step_knows_how_far_its_tree_will_be_accepted(room, tiny):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.8}], ids=["greedy", "drawn"])
-@pytest.mark.parametrize("kind", ["redrafter", "eagle3", "medusa", "falcon", "dflash"])
+@pytest.mark.parametrize("kind", ["redrafter", "eagle3", "medusa", "falcon", "dflash", "spire"])
 def test_a_draft_that_was_started_behind_its_step_is_the_one_made_after_it(kind, options, tiny, monkeypatch):
     model = tiny("llama")
     target, head = graphs(model), HEADS[kind].fresh(model)

@@ -606,7 +606,8 @@ def test_steps_need_no_values(kind):
     """On the meta device whatever looks at a value fails: nothing here waits for a GPU or depends on data."""
     with torch.device("meta"):
         model = target(family="llama").__class__(target().config)
-        head, h, token = HEADS[kind].fresh(model), torch.empty(2, 3, H), torch.empty(2, 3, dtype=torch.long)
+        untaken = {"pruned": False} if kind == "spire" else {}  # what is cut is compared with its target
+        head, h, token = HEADS[kind].fresh(model, **untaken), torch.empty(2, 3, H), torch.empty(2, 3, dtype=torch.long)
         if kind == "medusa":
             shape = head.heads(h[:, 0]).shape
             assert shape == (2, 5, V)
@@ -616,15 +617,19 @@ def test_steps_need_no_values(kind):
             state = head.advance(state, token, *depth)
             shape = (head.logits(h, state) if kind == "redrafter" else head.logits(state, 1)).shape
             assert shape == (2, 3, V)
-        elif kind in ("falcon", "dflash"):
+        elif kind in ("falcon", "dflash", "spire"):
             attend = lambda q, k, v: q[:, :, -3:].transpose(1, 2)  # noqa: E731, ARG005
             if kind == "falcon":
                 x, _ = head.steps(head.pairs(token, h), head.no_memory(2))
                 found = head.guess(x, x, torch.cat((token, token), 1), attend)
+            elif kind == "spire":
+                memory = head.read(torch.cat([h] * len(head.layers(7)), dim=-1))
+                streams, found = head.step(h, memory, torch.cat((token, token), 1), [attend] * len(memory))
+                head.remember(head.left(streams), token, [attend] * len(memory))
             else:
                 features = head.read(torch.cat([h] * len(head.layers(7)), dim=-1))
                 found = head.fill(token, features, torch.cat((token, token), 1), [attend] * 2)
-            assert head.logits(found).shape == (2, 3, V)
+            assert (head.output if kind == "spire" else head.logits)(found).shape == (2, 3, V)
         else:
             features = head.read(torch.cat([h] * len(head.layers(7)), dim=-1))
             attend = lambda q, k, v: q.transpose(1, 2)  # noqa: E731, ARG005
@@ -741,7 +746,7 @@ def test_the_same_seed_makes_the_same_head(kind):
     two, other = HEADS[kind].fresh(target(), seed=4), HEADS[kind].fresh(target(), seed=5)
     same = {name: torch.equal(t, other.state_dict()[name]) for name, t in one.state_dict().items()}
     assert all(torch.equal(t, two.state_dict()[name]) for name, t in one.state_dict().items())
-    assert kind == "medusa" or not all(same.values())  # it starts as its target, whatever the seed
+    assert kind in ("medusa", "spire") or not all(same.values())  # it starts as its target, whatever the seed
 
 
 # ---- files

@@ -230,7 +230,9 @@ def defined_loss(head, model, texts, weights, depths, first, stride):
                     p = out.logits[0, at - 1][ids].softmax(-1)
                     label = torch.zeros(len(ids))
                     label[ids.tolist().index(text[at])] = 1
-                    loss = -recipe.tokens * ((p if weights.soft else label) * log_q).sum()
+                    labels = weights.labels
+                    loss = -labels.entropy * ((p if labels.soft else label) * log_q).sum()
+                    loss = recipe.tokens * (loss + labels.apart * (log_q.exp() - p).abs().sum())
                     if recipe.top:
                         best = p.argsort(descending=True)[: recipe.top]
                         loss = loss - (p[best] * log_q[best]).sum()
@@ -242,24 +244,26 @@ def defined_loss(head, model, texts, weights, depths, first, stride):
 
 
 @pytest.mark.parametrize(
-    ("kind", "soft", "hass", "sizes"),
+    ("kind", "labels", "hass", "sizes"),
     [
-        ("medusa", True, False, {"heads": 3}),
-        ("medusa", False, False, {"heads": 2, "tied": True}),
-        ("redrafter", True, False, {}),
-        ("redrafter", False, False, {"rnn": False, "exit_dim": 48}),
-        ("mlp", True, False, {"inner_dim": 16}),
-        ("eagle", True, False, {}),
-        ("eagle", False, False, {}),
-        ("eagle", True, True, {}),
-        ("eagle3", True, False, {"draft_ids": range(3, 50)}),
-        ("eagle3", False, False, {"draft_ids": range(3, 50), "tied": False}),
-        ("falcon", True, False, {"block": 3}),
-        ("dflash", True, False, {"draft_ids": range(3, 50), "block": 4}),
-        ("dflash", False, False, {"block": 6, "bias": 3, "markov_type": "gated"}),
+        ("medusa", "distill", False, {"heads": 3}),
+        ("medusa", "hard", False, {"heads": 2, "tied": True}),
+        ("redrafter", "distill", False, {}),
+        ("redrafter", "hard", False, {"rnn": False, "exit_dim": 48}),
+        ("mlp", "distill", False, {"inner_dim": 16}),
+        ("eagle", "distill", False, {}),
+        ("eagle", "hard", False, {}),
+        ("eagle", "distill", True, {}),
+        ("eagle3", "distill", False, {"draft_ids": range(3, 50)}),
+        ("eagle3", "hard", False, {"draft_ids": range(3, 50), "tied": False}),
+        ("falcon", "distill", False, {"block": 3}),
+        ("dflash", "distill", False, {"draft_ids": range(3, 50), "block": 4}),
+        ("dflash", "hard", False, {"block": 6, "bias": 3, "markov_type": "gated"}),
+        ("spire", "overlap", False, {"layers": 1, "window": 3}),
+        ("spire", "tv", False, {"pruned": False, "window": 0, "feedback": False, "activations": False}),
     ],
 )
-def test_gradients_in_pieces_are_those_of_the_defined_loss(tiny, monkeypatch, kind, soft, hass, sizes):
+def test_gradients_in_pieces_are_those_of_the_defined_loss(tiny, monkeypatch, kind, labels, hass, sizes):
     model = tiny("llama")
     head = HEADS[kind].fresh(model, **sizes).double()
     model = model.double()
@@ -276,10 +280,10 @@ def test_gradients_in_pieces_are_those_of_the_defined_loss(tiny, monkeypatch, ki
         own = [(t, made.counted[a:b].tolist()) for t, a, b in zip(texts, made.starts, made.starts[1:], strict=False)]
         recipe = recipes.find(kind, hass)
         depths = recipe.depths or head.taught
-        weights = Weights(recipe, 0.7, soft)
+        weights = Weights(recipe, 0.7, losses.LABELS[labels])
 
         # Blocks: behind which positions there are some, the first and how many lie between two.
-        where = {"falcon": (2, 3), "dflash": (0, min(4, depths))}.get(kind, (0, 1))
+        where = {"falcon": (2, 3), "dflash": (0, min(4, depths)), "spire": (0, 4)}.get(kind, (0, 1))
         expected = defined_loss(head, model, own, weights, depths, *where)
         expected.backward()
         wanted = {name: p.grad for name, p in head.named_parameters()}
@@ -365,7 +369,7 @@ def test_mistakes_are_counted_where_tokens_count(tiny):
 # ---- learning
 
 # The positions behind which blocks of five guesses are measured: the first, and how many lie between two.
-MEASURED = {"falcon": (1, 6), "dflash": (0, 4)}
+MEASURED = {"falcon": (1, 6), "dflash": (0, 4), "spire": (0, 5)}
 
 
 @pytest.mark.slow
@@ -382,6 +386,7 @@ MEASURED = {"falcon": (1, 6), "dflash": (0, 4)}
         (Lesson("falcon"), 60, {"block": 2}),
         (Lesson("dflash"), 50, {"draft_vocab": 60}),
         (Lesson("dflash", labels="tv"), 60, {"bias": 8, "confidence": True}),
+        (Lesson("spire"), 40, {"layers": 2, "window": 8}),
     ],
     ids=lambda value: value.head if isinstance(value, Lesson) else "",
 )
@@ -392,7 +397,7 @@ def test_heads_learn_and_what_is_saved_is_what_was_measured(walker, walks, tmp_p
     log = read_log(tmp_path / "head" / "log.jsonl")
     curve = [line["loss"] for line in log if "loss" in line]
     assert len(curve) == steps // 10
-    assert curve[-1] < curve[0] / (2 if lesson.labels == "distill" else 1.5)
+    assert curve[-1] < curve[0] / (2 if lesson.labels is None else 1.5)
     assert log[-1]["accuracy"] == done.accuracy
 
     head = load_head(tmp_path / "head", walker)

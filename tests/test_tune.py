@@ -113,7 +113,9 @@ def test_from_a_model_to_a_registered_head(target, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("short")
-@pytest.mark.parametrize(("kind", "sizes"), [("dflash", {"block": 4, "bias": 4, "confidence": True}), ("falcon", {})])
+@pytest.mark.parametrize(
+    ("kind", "sizes"), [("dflash", {"block": 4, "bias": 4, "confidence": True}), ("falcon", {}), ("spire", {})]
+)
 def test_heads_that_guess_in_blocks(kind, sizes, target, tmp_path):
     done = tune(*target, tmp_path / "t", TuneSettings(minutes=0.02, head=kind, max_new_tokens=12, sizes=sizes))
     assert done.accuracy
@@ -124,7 +126,7 @@ def test_heads_that_guess_in_blocks(kind, sizes, target, tmp_path):
     assert head.kind == kind
     if sizes:
         assert (head.config.block_size, head.config.markov_rank, head.config.confidence) == (4, 4, True)
-    with pytest.raises(OptionError, match="has no --heads: its sizes are --block"):
+    with pytest.raises(OptionError, match="has no --heads: its sizes are --"):
         TuneSettings(head=kind, sizes={"heads": 3})
 
 

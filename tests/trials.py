@@ -14,6 +14,7 @@ import torch
 from slipstream.datastores.dense.build import EmbedSettings, embed
 from slipstream.datastores.durable.store import Document, Store
 from slipstream.drafters.magicdec import tells_attention
+from slipstream.errors import ModelError
 from slipstream.heads import HEADS
 from slipstream.targets import open_target
 
@@ -59,9 +60,23 @@ def trials(name: str, model: Any) -> list[Options]:
                 {"drafter_path": HEADS["dflash"].fresh(model, block=4)},
                 {"drafter_path": spark, "mode": "sample", "width": 3},
             ]
+        case "spire":  # a few tokens of the text, and all that the ablation leaves out
+            return [
+                {"drafter_path": cut_head(model, window=3), "width": 3},
+                {"drafter_path": HEADS["spire"].fresh(model, pruned=False, window=0, feedback=False, activations=False)}
+                | {"mode": "sample", "depth": 3, "width": 2},
+            ]
         case name if name in HEADS:  # untrained; where the request is greedy, it drafts as in the other mode
             return [{"drafter_path": HEADS[name].fresh(model), "mode": "sample"}]
     return [{}]
+
+
+def cut_head(model: Any, **sizes: Any) -> Any:
+    """A spire head of the model's own layers, or of random ones where its layers are no Llama's."""
+    try:
+        return HEADS["spire"].fresh(model, **sizes)
+    except ModelError:
+        return HEADS["spire"].fresh(model, pruned=False, **sizes)
 
 
 def blurred(model: Any) -> Any:

@@ -25,6 +25,7 @@ COLOURS = {
     "prediction": ("#a32cc4", "#cf6ee8"),
     "rasd": ("#1e6b2f", "#5a9e4f"),
     "redrafter": ("#3b2a9e", "#8377ea"),
+    "spire": ("#f2b6a0", "#5c2a1c"),
     "hf": ("#5b6b7f", "#9aa7b8"),
     "hf-pld": ("#b59a6a", "#e2d3ac"),
     "hf-assisted": ("#8f6f95", "#8f6fa0"),

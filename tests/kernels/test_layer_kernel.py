@@ -246,6 +246,40 @@ def test_drafts_are_those_of_the_modules_in_double_precision(name):
 
 @torch.inference_mode()
 @pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("sizes", [{}, {"window": 0, "feedback": False}], ids=["few keys", "all keys, no feedback"])
+def test_drafts_of_the_targets_last_layers(sizes):
+    """Three sequences whose texts go beyond the window: read, then what waits, of uneven length, then two depths."""
+    pair = two_drafters("spire", {"layers": 2, "window": 3, **sizes}, {}, {"depth": 3, "width": 3})
+    read = noise(3, 7, 64, seed=5)
+    given = torch.tensor([[1, 4, 2, 0, 7, 8], [3, 4, 3, 8, 7, 6], [2, 4, 1, 0, 0, 5]])
+    seen = []
+    for drafter in pair:
+        device, dtype = drafter.device, drafter.head.dtype
+        for _ in range(3):
+            drafter.cache.open()
+        drafter._make_room(3, 7)
+        places = torch.arange(4, dtype=torch.int32, device=device)[None]
+        for row in (1, 2, 3):
+            where = torch.tensor([row], dtype=torch.int32, device=device)
+            states = read[row - 1 :][:1, :4].to(device, dtype)
+            drafter.remember(SimpleNamespace(length=0), places, states, where, places)
+        with StandIns(drafter.head).in_place():
+            carry = drafter.start(given.to(device), read[:, 4:].to(device, dtype))
+            found = [carry.normed, drafter.logits(carry, 0)]
+            for depth, chain in enumerate(([[0, 0, 0]] * 3, [[2, 0, 0], [0, 1, 2], [1, 1, 1]]), 1):
+                tokens = numbers(VOCABULARY, 3, 3, seed=depth).to(device)
+                carry = drafter.advance(carry, torch.tensor(chain, device=device), tokens, depth)
+                found += [carry.normed, drafter.logits(carry, depth)]
+        assert carry.used == 1 + 6
+        seen.append(found)
+    for half, double in zip(*seen, strict=True):
+        assert half.dtype == DTYPE
+        loud = float(double.abs().max())
+        close(half / loud, double / loud, rtol=0, atol=0.05 if CUDA else 0.02)
+
+
+@torch.inference_mode()
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("rnn", [True, False])
 @pytest.mark.parametrize("exit_dim", [32, 40, 64])
 def test_beams_of_a_recurrent_head(exit_dim, rnn):

@@ -173,6 +173,20 @@ Block = Annotated[int | None, typer.Option(help="Places of dflash's block (8), o
 Bias = Annotated[
     int | None, typer.Option(help="dflash: the rank of a bias by the token before, as DSpark has it: 256.")
 ]
+Window = Annotated[int | None, typer.Option(help="spire: the latest tokens of the text that it sees (64); 0: all.")]
+Sinks = Annotated[int | None, typer.Option(help="spire: the first tokens of the text, which it sees too (1).")]
+Feedback = Annotated[
+    bool | None,
+    typer.Option("--feedback/--no-feedback", help="spire: drafted tokens leave a mixture of all their streams."),
+]
+Activations = Annotated[
+    bool | None,
+    typer.Option("--activations/--no-activations", help="spire: it sees the target's states, or embeddings alone."),
+]
+Pruned = Annotated[
+    bool | None,
+    typer.Option("--pruned/--no-pruned", help="spire: it begins with the target's last layers, or random ones."),
+]
 Confidence = Annotated[
     bool | None, typer.Option("--confidence", help="dflash: it also learns how often it is right, as DSpark does.")
 ]

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 # Options that belong to heads alone, and to draft models alone.
 OF_HEADS = (
     *("heads", "inner_dim", "draft_vocab", "tied", "start", "no_rnn", "hass", "labels", "depths", "decay"),
-    *("block", "bias", "confidence"),
+    *("block", "bias", "confidence", "window", "sinks", "feedback", "activations", "pruned"),
 )
 OF_MODELS = ("draft", "cut", "divergence", "beta", "on_policy", "force")
 PANEL = "Of `train model` alone"
@@ -36,7 +36,7 @@ def train(
         str,
         typer.Argument(
             metavar="HEAD",
-            help="medusa, redrafter, mlp, eagle, eagle3, falcon or dflash; or model: a draft model.",
+            help="medusa, redrafter, mlp, eagle, eagle3, falcon, dflash or spire; or model: a draft model.",
         ),
     ],
     data: Annotated[list[Path], typer.Option("--data", help="What `slipstream collect` wrote. Repeatable.")],
@@ -50,21 +50,29 @@ def train(
     heads: Annotated[int | None, typer.Option(help="Tokens that medusa or mlp guess.")] = None,
     layers: Annotated[
         int | None,
-        typer.Option(help="Residual blocks of medusa or redrafter, layers of dflash; of a cut draft its layers."),
+        typer.Option(
+            help="Residual blocks of medusa or redrafter, layers of dflash or spire; of a cut draft its layers."
+        ),
     ] = None,
     inner_dim: Annotated[int | None, typer.Option(help="The width inside a head; not of medusa.")] = None,
     block: o.Block = None,
     bias: o.Bias = None,
     confidence: o.Confidence = None,
+    window: o.Window = None,
+    sinks: o.Sinks = None,
+    feedback: o.Feedback = None,
+    activations: o.Activations = None,
+    pruned: o.Pruned = None,
     draft_vocab: Annotated[
         int | None,
         typer.Option(
-            help="Tokens that eagle3 and dflash can guess (8192), and redrafter where it doesn't draw (12288)."
+            help="Tokens that eagle3 and dflash can guess (8192), spire (all), and redrafter where it doesn't draw "
+            "(12288)."
         ),
     ] = None,
     tied: Annotated[
         bool | None,
-        typer.Option("--tied/--untied", help="Output matrices: medusa, eagle3, dflash the target's; mlp one."),
+        typer.Option("--tied/--untied", help="Output matrices: medusa, eagle3, dflash, spire the target's; mlp one."),
     ] = None,
     start: Annotated[
         str | None,
@@ -75,11 +83,12 @@ def train(
     no_rnn: Annotated[bool, typer.Option("--no-rnn", help="redrafter without its recurrence.")] = False,
     hass: Annotated[bool, typer.Option("--hass", help="eagle, unrolled on its own features as HASS does.")] = False,
     labels: Annotated[
-        str,
+        str | None,
         typer.Option(
-            help="distill: the target's distribution; hard: the data's tokens; tv: to be accepted when drawn."
+            help="distill: the target's distribution; hard: the data's tokens; tv: to be accepted when drawn; overlap: "
+            "half of distill and half of that. Default: distill, of spire overlap."
         ),
-    ] = "distill",
+    ] = None,
     depths: Annotated[int | None, typer.Option(help="Tokens ahead that count. Default: as usual for the head.")] = None,
     decay: Annotated[float, typer.Option(help="Each depth counts so much of the one before.")] = 0.8,
     count_all: Annotated[
@@ -167,6 +176,11 @@ def train(
         "block": block,
         "bias": bias,
         "confidence": confidence,
+        "window": window,
+        "sinks": sinks,
+        "feedback": feedback,
+        "activations": activations,
+        "pruned": pruned,
     }
     sizes = name_sizes(head, {name: value for name, value in given.items() if value is not None})
     from slipstream.training.train import Lesson

@@ -32,7 +32,7 @@ def tune(
     head: Annotated[
         str | None,
         typer.Option(
-            help="Which kind of head: eagle3, dflash, falcon, eagle, redrafter, medusa or mlp. "
+            help="Which kind of head: eagle3, dflash, spire, falcon, eagle, redrafter, medusa or mlp. "
             "Default: --start's, or eagle3."
         ),
     ] = None,

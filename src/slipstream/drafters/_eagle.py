@@ -62,7 +62,7 @@ class FeatureDrafter(ChainDrafter):
         guessable = self.head.config.vocab_size if self._ids is None else len(self._ids)
         self.width, self.length = min(options.width, guessable), min(options.depth, self.head.reach or options.depth)
         self.growth = self.grows(guessable)
-        self.cache = KeyCache(self.head.config, self.head.dtype, self.device)
+        self.cache = self.new_cache()
         self._captured_for = self.cache.generation
         self.waiting = self.length + 2  # states read along with a draft: of a whole path, and the one before it
         if not self.fixed:
@@ -71,6 +71,13 @@ class FeatureDrafter(ChainDrafter):
     def token_names(self) -> list[tuple[Tensor, Tensor]]:
         ids = self.head.draft_ids
         return [] if self._ids is None or ids is None else [(self._ids, ids)]
+
+    def new_cache(self) -> KeyCache:
+        return KeyCache(self.head.config, self.head.dtype, self.device)
+
+    def columns_of(self, length: int) -> int:
+        """How many columns the keys of a text of this length take."""
+        return length
 
     def grows(self, guessable: int) -> Growth:
         """The shape of its trees; the head can guess this many tokens."""
@@ -90,7 +97,7 @@ class FeatureDrafter(ChainDrafter):
         """Put all states whose next token is known into the cache. A key is made of its own pair alone, so nobody
         looks at anything here."""
         count = len(session.following)
-        self.cache.reserve(session.length + count)
+        self.cache.reserve(self.columns_of(session.length + count))
         columns = torch.arange(session.length, session.length + count, dtype=torch.int32, device=self.device)[None]
         row = torch.tensor([session.row], dtype=torch.int32, device=self.device)
         tokens = torch.tensor([session.following], device=self.device)
@@ -143,7 +150,7 @@ class FeatureDrafter(ChainDrafter):
 
     def _make_room(self, batch: int, length: int) -> None:
         columns, most, depth = self.room()
-        self.cache.reserve(length + columns)
+        self.cache.reserve(self.columns_of(length) + columns)
         self.cache.prepare(batch, most, depth)
         if self._captured_for != self.cache.generation:  # the cache has moved
             self._captured_for = self.cache.generation

@@ -9,9 +9,10 @@ from slipstream.heads.layouts import export_head, load_head, save_head
 from slipstream.heads.medusa import Medusa
 from slipstream.heads.mlp import MLPSpeculator
 from slipstream.heads.redrafter import ReDrafter
+from slipstream.heads.spire import Spire
 
 HEADS: dict[str, type[Head]] = {
-    head.kind: head for head in (Medusa, ReDrafter, MLPSpeculator, Eagle, Eagle3, Falcon, DFlash)
+    head.kind: head for head in (Medusa, ReDrafter, MLPSpeculator, Eagle, Eagle3, Falcon, DFlash, Spire)
 }
 
 __all__ = ["HEADS", "Head", "Prediction", "export_head", "load_head", "save_head"]

@@ -71,6 +71,8 @@ class Masked:
         new = self._mask.shape[1] - sum(k.shape[2] for k in self._keys)
         self._keys.append(key[:, :, :new])
         self._values.append(value[:, :, :new])
+        if not w:
+            return query[:, :, :0].transpose(1, 2)
         # Query heads that share a key head are rows of one product.
         rows = query[:, :, query.shape[2] - w :].reshape(b, kv, -1, d)
         mask = self._mask.repeat(query.shape[1] // kv, 1)

@@ -17,6 +17,7 @@ from slipstream.heads.layer_config import LayerConfig
 from slipstream.heads.layouts import blank_head, find_head
 from slipstream.heads.medusa import Medusa
 from slipstream.heads.published import Published
+from slipstream.heads.spire import Spire
 
 
 @dataclass(frozen=True)
@@ -68,13 +69,15 @@ def _reads(head: Head) -> str:
     said = "the last hidden state"
     if isinstance(head, Eagle3):
         said = f"hidden states {_states(head)}"
-    elif isinstance(head, DFlash):
+    elif isinstance(head, DFlash | Spire):
         said = f"hidden states {', '.join(map(str, head.config.aux_layers))}"
     config = head.config
     if isinstance(config, LayerConfig):
         count = config.num_hidden_layers
         said += f", through {count} layer{'s' if count > 1 else ''}"
         seen = sorted({window for window in config.windows if window is not None})
+        if isinstance(head, Spire) and head.config.recent is not None:
+            said += f", of the first {head.config.sinks:,} and the latest {head.config.recent:,} tokens"
         if seen:
             said += f" that see{'s' if count == 1 else ''} the last {seen[0]:,} positions"
     return said

@@ -14,6 +14,7 @@ from slipstream.heads.layer_config import LayerConfig
 from slipstream.heads.medusa import Medusa
 from slipstream.heads.mlp import MLPSpeculator
 from slipstream.heads.redrafter import ReDrafter
+from slipstream.heads.spire import Spire, SpireConfig
 
 VERSION = 1  # of what slipstream adds to it
 _DEPTHS = 5  # what an exported head recommends to draft
@@ -66,6 +67,8 @@ def published_config(head: Head) -> dict[str, Any]:
         return {"architectures": ["LlamaForCausalLM"], **shape, "k_mask": c.block, **biases, "torch_dtype": dtype}
     if isinstance(head, DFlash):
         return {**_llama(c, c.hidden_size), **_dflash(c), "torch_dtype": dtype}
+    if isinstance(head, Spire):
+        return {"architectures": ["SpireDraftModel"], **_llama(c, c.hidden_size), **_spire(c), "torch_dtype": dtype}
     fields: dict[str, Any] = {
         "architectures": ["Eagle3Qwen3ForCausalLM" if c.qk_norm else "LlamaForCausalLMEagle3"],
         **_llama(c, c.width),
@@ -129,6 +132,12 @@ def _spark(c: DFlashConfig) -> dict[str, Any]:
         "enable_confidence_head": c.confidence,
         "confidence_head_with_markov": c.confidence_with_markov,
     }
+
+
+def _spire(c: SpireConfig) -> dict[str, Any]:
+    """Nobody has published such a head in files of transformers' kind: these fields are ours."""
+    own = {"states": list(c.aux_layers), "window": c.recent, "sinks": c.sinks, "feedback": c.feedback}
+    return {"draft_vocab_size": c.draft_vocab_size, "spire_config": own}
 
 
 def _states(c: Eagle3Config) -> dict[str, int]:

@@ -26,7 +26,9 @@ class KeyCache:
     # By layer, keys and values: (rows, kv heads, capacity, d) each; row 0 is where the padding of a batch writes.
     layers: list[tuple[Tensor, Tensor]]
 
-    def __init__(self, config: LayerConfig, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, config: LayerConfig, dtype: torch.dtype, device: torch.device, capacity: int = FIRST_CAPACITY
+    ) -> None:
         self.generation = 0  # how often the tensors moved
         self.windows = [config.window(layer) for layer in range(config.num_hidden_layers)]
         self._heads, self._device = config.num_attention_heads, device
@@ -35,7 +37,7 @@ class KeyCache:
         with torch.inference_mode():
             empty = torch.zeros(1, config.num_key_value_heads, 0, config.head_dim, dtype=dtype, device=device)
         self.layers = [(empty, empty)] * config.num_hidden_layers
-        self._resize(FIRST_ROWS, FIRST_CAPACITY)
+        self._resize(FIRST_ROWS, capacity)
 
     @property
     def keys(self) -> Tensor:

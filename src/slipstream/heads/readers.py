@@ -18,6 +18,7 @@ from slipstream.heads.medusa_reader import read_medusa
 from slipstream.heads.mlp import MLPConfig, MLPSpeculator
 from slipstream.heads.published import Json, Published, Tensors, count, draft_ids, whole
 from slipstream.heads.redrafter import ReDrafter, ReDrafterConfig
+from slipstream.heads.spire_reader import read_spire
 
 
 def understand(folder: Path, config: Json, tensors: Tensors, vocabulary: int | None = None) -> Published:
@@ -52,6 +53,8 @@ def _recognise(folder: Path, config: Json, tensors: Tensors) -> str:
         return "speculators" if kind == "eagle3" else f"speculators {kind}"
     if "dflash_config" in config or names == "Qwen3DSparkModel":
         return "dflash"
+    if "spire_config" in config:
+        return "spire"
     if "DFlash" in names or "DSpark" in names or any(name.startswith("markov_") for name in tensors):
         return f"DFlash or DSpark ({names})"
     if "k_mask" in config or any(name.startswith("lstm.") for name in tensors):
@@ -72,8 +75,8 @@ def _recognise(folder: Path, config: Json, tensors: Tensors) -> str:
         return "eagle" if pairs and "layers.0.hidden_norm.weight" not in tensors else "eagle3"
     begin = ", ".join(sorted(tensors)[:4]) or "nothing"
     raise DrafterError(
-        f"{folder} is no head that slipstream knows (EAGLE, EAGLE-3, Falcon, DFlash, Medusa, ReDrafter, MLP "
-        f"Speculator): config.json says model_type {config.get('model_type')!r}, the weights begin with {begin}"
+        f"{folder} is no head that slipstream knows (EAGLE, EAGLE-3, Falcon, DFlash, SPIRe, Medusa, ReDrafter, "
+        f"MLP Speculator): config.json says model_type {config.get('model_type')!r}, the weights begin with {begin}"
     )
 
 
@@ -141,4 +144,5 @@ _READERS: dict[str, Callable[[Json, Tensors], Published]] = {
     "speculators dflash": read_speculators_dflash,
     "speculators dspark": read_speculators_dflash,
     "falcon": read_falcon,
+    "spire": read_spire,
 }

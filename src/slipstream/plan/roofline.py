@@ -65,6 +65,7 @@ class Shape:
     experts: int = 0  # parameters of all experts
     chosen: float = 1.0  # share of the experts that a row goes through
     windows: tuple[int | None, ...] = ()  # how far back each layer looks; None: all the way; 0: it keeps no keys
+    again: int = 0  # parameters that every row goes through a second time
 
     @property
     def parameters(self) -> int:
@@ -139,7 +140,7 @@ def step_cost(
     touched = 1 - (1 - shape.chosen) ** every if shape.experts else 0.0  # share of the experts that some row goes to
     weights = size * (shape.dense + touched * shape.experts)
     keys = size * batch * 2 * shape.kv_heads * shape.head_size * shape.looked_at(context)
-    through = 2 * every * (shape.dense + shape.chosen * shape.experts)
+    through = 2 * every * (shape.dense + shape.again + shape.chosen * shape.experts)
     attention = 4 * every * shape.heads * shape.head_size * shape.looked_at(context)
     # A float8 or int8 chip computes twice as fast; in float32 its tensor cores do not help, which is left at a half.
     peak = on.peak * 2 / size
@@ -156,9 +157,44 @@ def drafting_on_part(
 ) -> float:
     """How much faster than plain decoding a target is that drafts for itself on `keys` of its keys, `depth` tokens
     ahead, each by a forward. tokens: that a step gives with them, the bonus token included."""
-    plain = step_cost(target, on, 1, batch, context, dtype).seconds
-    drafting = depth * step_cost(target, on, 1, batch, min(keys, context), dtype).seconds
-    return tokens * plain / (drafting + step_cost(target, on, depth + 1, batch, context, dtype).seconds)
+    windows = tuple(keys if window is None else min(window, keys) for window in target.windows)
+    return drafting_by(target, replace(target, windows=windows), on, batch, context, depth, tokens, dtype)
+
+
+def drafting_by(
+    target: Shape,
+    draft: Shape,
+    on: Chip,
+    batch: int,
+    context: int,
+    depth: int,
+    tokens: float,
+    dtype: str = "bfloat16",
+    launches: bool = True,
+) -> float:
+    """The same for a draft of its own that goes `depth` tokens ahead, a step for each. launches: False leaves out what
+    they take, as models on paper do."""
+
+    def seconds(shape: Shape, rows: float) -> float:
+        cost = step_cost(shape, on, rows, batch, context, dtype)
+        return cost.seconds - (0 if launches else cost.launches)
+
+    return tokens * seconds(target, 1) / (depth * seconds(draft, 1) + seconds(target, depth + 1))
+
+
+def spire_shape(target: Shape, layers: int, window: int | None = 64, sinks: int = 1, feedback: bool = True) -> Shape:
+    """A step of a draft of the target's last layers that sees the first and latest tokens (`drafters/spire.py`). Of
+    each token it makes keys twice if they are feedback memory."""
+    body = (target.dense - target.hidden * target.vocabulary) * layers // target.layers
+    keys = 2 * layers * target.hidden * target.kv_heads * target.head_size
+    return replace(
+        target,
+        layers=layers,
+        dense=body + target.hidden * target.vocabulary,
+        experts=target.experts * layers // target.layers,
+        windows=(None if window is None else sinks + window,) * layers,
+        again=keys if feedback else 0,
+    )
 
 
 def memory(shape: Shape, batch: int, context: int, dtype: str) -> float:

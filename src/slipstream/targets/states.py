@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from slipstream.errors import ModelError
+
 _NAMES = ("norm", "ln_f", "norm_f", "final_layernorm", "final_layer_norm")
 
 
@@ -20,6 +22,15 @@ def final_norm(model: Any) -> nn.Module | None:
             if isinstance(norm := getattr(part, name, None), nn.Module):
                 return norm
     return None
+
+
+def layers_name(model: Any) -> str:
+    """What a model calls the list of its layers, with a dot at the end."""
+    count = int(model.config.get_text_config().num_hidden_layers)
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return f"{name}."
+    raise ModelError(f"{type(model).__name__} has no list of {count} layers, so none can be cut out of it")
 
 
 @contextmanager

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from slipstream.errors import ModelError, OptionError
+from slipstream.targets.states import layers_name
 from slipstream.targets.trees import unwrapped
 
 CUTS = ("first", "last", "even")
@@ -48,7 +48,7 @@ def cut_out(model: Any, cut: str, layers: int) -> Any:
         if isinstance(value, list) and len(value) == of:
             setattr(config, name, [value[i] for i in kept])
     config.num_hidden_layers = layers
-    place = _layers_name(whole, of)
+    place = layers_name(whole)
     tensors = {new: value for name, value in whole.state_dict().items() if (new := _renamed(name, place, kept))}
     try:
         draft = type(whole)(config).to(torch.float32)
@@ -61,16 +61,6 @@ def cut_out(model: Any, cut: str, layers: int) -> Any:
     if (generation := getattr(whole, "generation_config", None)) is not None:
         draft.generation_config = copy.deepcopy(generation)
     return draft.to(next(whole.parameters()).device).eval()
-
-
-def _layers_name(model: Any, of: int) -> str:
-    """What the list of its layers is called, with a dot at the end."""
-    for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and len(module) == of:
-            return f"{name}."
-    raise ModelError(
-        f"{type(model).__name__} has no list of {of} layers to cut from: give a smaller model with --draft"
-    )
 
 
 def _renamed(name: str, place: str, kept: list[int]) -> str | None:

@@ -21,7 +21,7 @@ from slipstream.llm import LLM
 from slipstream.training.collect import CollectSettings, converse
 from slipstream.training.data import Texts
 from slipstream.training.loop import Loop, TrainingPlan
-from slipstream.training.losses import Weights
+from slipstream.training.losses import LABELS, Weights
 from slipstream.training.processes import Processes
 from slipstream.training.prompts import Question
 from slipstream.training.recipes import find
@@ -200,7 +200,7 @@ def step_costs(
     vocabulary, likely = Lender.of(model).vocab_size, DRAFT_VOCAB.get(kind, 0)
     ids = torch.arange(likely) if 0 < likely < vocabulary else None
     head = make_head(model, lesson, 0, own or {}, ids) if start is None else start_from(start, model, lesson, {})
-    depths, weights = recipe.depths or head.taught or 5, Weights(recipe, lesson.decay)
+    depths, weights = recipe.depths or head.taught or 5, Weights(recipe, lesson.decay, LABELS[recipe.labels])
     teacher, processes = Teacher(model, head), Processes(str(model.device))
     found: list[float] = []
     for size in sizes:

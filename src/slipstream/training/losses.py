@@ -17,13 +17,29 @@ _LOGITS = 1 << 27  # computed at once, at most
 
 
 @dataclass(frozen=True)
+class Labels:
+    """What a guess is compared with."""
+
+    soft: bool = True  # the cross-entropy is against the target's distribution; else against the tokens of the data
+    entropy: float = 1.0  # its weight
+    # Weight of the L1 distance from the target's distribution: twice the total variation, which is how often a drawn
+    # token is rejected.
+    apart: float = 0.0
+
+
+LABELS = {
+    "distill": Labels(),
+    "hard": Labels(soft=False),
+    "tv": Labels(soft=False, entropy=0.1, apart=0.9),  # DSpark's
+    "overlap": Labels(entropy=0.5, apart=0.25),  # SPIRe's: half of the former, half of what is rejected
+}
+
+
+@dataclass(frozen=True)
 class Weights:
     recipe: Recipe
     decay: float = 0.8  # each depth counts so much of the one before
-    soft: bool = True  # against the target's distribution; else against the tokens of the data
-    # A tenth of that, and nine tenths of the L1 distance from the target's distribution: twice the total variation,
-    # which is how often a drawn token is rejected (DSpark).
-    apart: bool = False
+    labels: Labels = Labels()
 
 
 def backward(
@@ -41,7 +57,7 @@ def backward(
     total = torch.zeros((), device=last.device)
     for piece in pieces(batch, teacher):
         true = last.flatten(0, 1).index_select(0, piece.places - 1)  # (n, H) the states that chose the tokens
-        asked = weights.soft or weights.apart or weights.recipe.top or any(guess.sure for guess in roots)
+        asked = weights.labels.soft or weights.labels.apart or weights.recipe.top or any(guess.sure for guess in roots)
         said = teacher.distribution(true) if asked else None  # (n, V')
         labels, known = teacher.labels(batch.tokens.flatten().index_select(0, piece.places))
         for k, (guess, inputs) in enumerate(zip(roots, leaves, strict=True)):
@@ -70,13 +86,14 @@ def backward(
 
 def token_loss(logits: Tensor, labels: Tensor, said: Tensor | None, weights: Weights) -> Tensor:
     """(n, V'), (n,), (n, V') -> (n,)."""
-    norm = logits.logsumexp(-1)
-    if weights.soft and said is not None:
+    norm, labelled = logits.logsumexp(-1), weights.labels
+    if labelled.soft and said is not None:
         loss = norm - (said * logits).sum(-1)
     else:
         loss = norm - logits.gather(-1, labels[:, None])[:, 0]
-    if weights.apart and said is not None:
-        loss = 0.1 * loss + 0.9 * ((logits - norm[:, None]).exp() - said).abs().sum(-1)
+    loss = labelled.entropy * loss
+    if labelled.apart and said is not None:
+        loss = loss + labelled.apart * ((logits - norm[:, None]).exp() - said).abs().sum(-1)
     loss = weights.recipe.tokens * loss
     if weights.recipe.top and said is not None:
         best, ids = said.topk(min(weights.recipe.top, said.shape[-1]), -1)

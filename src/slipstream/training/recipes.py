@@ -56,6 +56,7 @@ class Recipe:
     rate: float  # the learning rate at its peak
     tokens: float = 1.0  # weight of the cross-entropy
     features: float = 0.0  # weight of the smooth L1 distance between a guess's first input and the true state
+    labels: str = "distill"  # what is learnt, unless told: one of `losses.LABELS`
     top: int = 0  # HASS: the cross-entropy over so many of the target's best tokens is added
     sizes: tuple[tuple[str, str], ...] = ()  # options of the command, and the names that the head has for them
 
@@ -119,6 +120,14 @@ def dflash(head: Any, states: Tensor, tokens: Tensor, depths: int, practice: Pra
         yield Guess(rows, read, sure, blocks, turn)
 
 
+def spire(head: Any, states: Tensor, tokens: Tensor, depths: int, practice: Practice | None = None) -> Iterator[Guess]:
+    """A draft behind every so many positions as it is deep, so that each token is guessed once."""
+    blocks = Blocks(tokens.shape[1], depths, depths)
+    if practice is not None:
+        blocks = replace(blocks, first=practice.seed % blocks.stride)
+    yield Guess((head.hidden_blocks(states, tokens, blocks).flatten(1, 2),), head.output, blocks=blocks)
+
+
 def _all_but_last(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return lambda *rows: function(*rows[:-1])
 
@@ -155,6 +164,23 @@ RECIPES = {
             ("inner_dim", "intermediate_size"),
             ("bias", "bias"),
             ("confidence", "confidence"),
+            ("draft_vocab", "draft_vocab"),
+            ("tied", "tied"),
+        ),
+    ),
+    # A third of what others learn with: its layers are the target's, so most is there already.
+    "spire": Recipe(
+        spire,
+        4,
+        3e-4,
+        labels="overlap",
+        sizes=(
+            ("layers", "layers"),
+            ("window", "window"),
+            ("sinks", "sinks"),
+            ("feedback", "feedback"),
+            ("activations", "activations"),
+            ("pruned", "pruned"),
             ("draft_vocab", "draft_vocab"),
             ("tied", "tied"),
         ),

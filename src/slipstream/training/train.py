@@ -18,7 +18,7 @@ from slipstream.training import checkpoint, recipes
 from slipstream.training.data import Texts, read_texts
 from slipstream.training.log import Log
 from slipstream.training.loop import Loop, Steps, TrainingPlan, Watch
-from slipstream.training.losses import Weights
+from slipstream.training.losses import LABELS, Weights
 from slipstream.training.processes import Processes
 from slipstream.training.teacher import Teacher
 
@@ -26,7 +26,6 @@ STATIC = ("medusa", "eagle")  # heads that can draft along a static tree
 TREE_NODES = 64
 
 DRAFT_VOCAB = {"eagle3": 8192, "redrafter": 12288, "dflash": 8192}
-LABELS = ("distill", "hard", "tv")
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ class Lesson:
 
     head: str  # its kind
     hass: bool = False  # eagle alone
-    labels: str = "distill"  # or hard, or tv
+    labels: str | None = None  # distill, hard, tv or overlap; None: the recipe's
     depths: int | None = None  # guessed in training; None: the recipe's
     decay: float = 0.8  # each depth counts so much of the one before
     length: int = 1024  # tokens of a text at most
@@ -44,10 +43,10 @@ class Lesson:
 
     def __post_init__(self) -> None:
         recipes.find(self.head, self.hass)
-        if self.labels not in LABELS:
+        if self.labels is not None and self.labels not in LABELS:
             raise OptionError(
                 f"labels={self.labels!r} is unknown: distill learns the target's distribution, hard the data, tv to be "
-                "accepted"
+                "accepted, overlap half of the first and half of that"
             )
         if not 0 < self.decay <= 1:
             raise OptionError(f"decay={self.decay} is out of range: more than 0, and 1 at most")
@@ -76,10 +75,10 @@ def train(
 ) -> Trained:
     """Train a head for a transformers model on files that `collect` wrote, into a new folder, in the model's precision.
 
-    sizes go to the head's `fresh`, but for draft_vocab: how many of the data's most frequent tokens eagle3 and dflash
-    can guess, and redrafter where it doesn't draw. start: a head to begin with instead of a fresh one; then the sizes
-    are its own, but that a redrafter may get more layers, and looks among this data's tokens. resume: go on from the
-    folder's checkpoint.
+    sizes go to the head's `fresh`, but for draft_vocab: how many of the data's most frequent tokens eagle3, dflash and
+    spire can guess, and redrafter where it doesn't draw. start: a head to begin with instead of a fresh one; then the
+    sizes are its own, but that a redrafter may get more layers, and looks among this data's tokens. resume: go on from
+    the folder's checkpoint.
     """
     processes = processes or Processes(str(model.device))
     checkpoint.check_folder(folder, resume)
@@ -101,7 +100,7 @@ def train(
     depths = lesson.depths or recipe.depths or head.taught or 5
     head.check_depths(depths)
 
-    weights = Weights(recipe, lesson.decay, soft=lesson.labels == "distill", apart=lesson.labels == "tv")
+    weights = Weights(recipe, lesson.decay, LABELS[lesson.labels or recipe.labels])
     loop = Loop(head, Teacher(model, head), weights, depths, texts, held_out, plan, processes)
     setup = {
         "model": author,
@@ -166,7 +165,7 @@ def frequent(texts: Texts, size: int | None, vocabulary: int) -> torch.Tensor | 
 
 def make_head(model: Any, lesson: Lesson, seed: int, sizes: dict[str, Any], likely: torch.Tensor | None) -> Head:
     own = {name: size for name, size in sizes.items() if name != "draft_vocab"}
-    if lesson.head in ("eagle3", "dflash"):
+    if lesson.head in ("eagle3", "dflash", "spire"):
         own["draft_ids"] = likely
     fresh: Any = HEADS[lesson.head]
     return fresh.fresh(model, seed=seed, **own)

@@ -1,0 +1,287 @@
+"""SPIRe: the target's embedding, its last layers and its output matrix, made into a draft (arXiv 2504.06419).
+
+A layer's keys of the text are made of what the target computed: the stream that entered this layer there. So the draft
+reads no text by itself. Of the text it sees the first tokens and the latest ones alone, so its keys stay few.
+
+    target   embedding ─ layer 0 … layer L-2 ─ layer L-1 ─ output      state L-2 of token t ─▶ keys of draft layer 0
+    draft    embedding ─────────── layer L-2 ─ layer L-1 ─ output      state L-1 of token t ─▶ keys of draft layer 1
+
+Behind the text there are no states of the target. What a drafted token leaves to those after it is feedback memory: for
+layer i the mixture m_i = Σ_l softmax_l(w_il) x_l of its streams x_0 (its embedding) … x_n (the last layer's output), so
+that a layer's keys know what higher layers found. To itself a token shows its ordinary keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.errors import DrafterError, ModelError, OptionError
+from slipstream.heads.base import Lender, Prediction
+from slipstream.heads.blocks import Blocks, Masked
+from slipstream.heads.decoder import Attend, FurtherLayer, RMSNorm, add_norm
+from slipstream.heads.layer_config import LayerConfig, layer_sizes
+from slipstream.heads.layer_fields import layer_fields
+from slipstream.heads.vocabulary import VocabularyHead, check_draft_ids
+from slipstream.targets.states import layers_name
+from slipstream.targets.trees import unwrapped
+
+FEW = 4  # tokens on which layers are compared: within any sliding window
+SHARE = 4  # a quarter of the target's layers, as published: 2 of 8, and 20 of 80 where it is extrapolated
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpireConfig(LayerConfig):
+    aux_layers: tuple[int, ...]  # the state that each layer's keys of the text are made of, by transformers' numbers
+    draft_vocab_size: int
+    recent: int | None = 64  # the latest tokens of the text that it sees; None: all
+    sinks: int = 1  # the first ones, which it sees too
+    feedback: bool = True  # whether drafted tokens leave a mixture of all their streams; else ordinary keys
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if len(self.aux_layers) != self.num_hidden_layers:
+            raise OptionError(
+                f"a spire head of {self.num_hidden_layers} layers reads as many states, not {len(self.aux_layers)}"
+            )
+
+    @property
+    def kept(self) -> int | None:
+        """How many tokens of a text it keeps keys of. None: of all."""
+        return None if self.recent is None else self.sinks + self.recent
+
+    def column(self, index: Tensor) -> Tensor:
+        """Where the keys of a text's tokens (…) lie. The latest take the places of those that are seen no more."""
+        if self.recent is None:
+            return index
+        return torch.where(index < self.sinks, index, self.sinks + (index - self.sinks) % self.recent)
+
+    def seen(self, index: Tensor, last: Tensor | int) -> Tensor:
+        """Whether tokens of these numbers are seen behind a text that ends with number `last`."""
+        before = index <= last
+        return before if self.recent is None else before & ((index < self.sinks) | (index > last - self.recent))
+
+
+class Spire(VocabularyHead):
+    kind = "spire"
+    Config = SpireConfig
+    config: SpireConfig
+
+    def __init__(self, config: SpireConfig, borrowed: Iterable[str] = ()) -> None:
+        super().__init__(config, borrowed)
+        size, count = config.hidden_size, config.num_hidden_layers
+        if "embed_tokens.weight" not in self.borrowed:
+            self.embed_tokens = nn.Embedding(config.vocab_size, size).requires_grad_(False)
+        # As an attribute, this name is a method of every head.
+        self._modules["layers"] = nn.ModuleList(FurtherLayer(config, size) for _ in range(count))
+        self.norm = RMSNorm(size, config.rms_norm_eps)
+        if config.feedback:
+            self.feedback_weights = nn.Parameter(torch.zeros(count, count + 1))
+        self.add_vocabulary(size)
+
+    @classmethod
+    def fresh(
+        cls,
+        model: Any,
+        *,
+        layers: int | None = None,
+        window: int = 64,
+        sinks: int = 1,
+        feedback: bool = True,
+        activations: bool = True,
+        pruned: bool = True,
+        draft_ids: Sequence[int] | Tensor | None = None,
+        tied: bool = True,
+        seed: int = 0,
+        dtype: torch.dtype = torch.float32,
+        **sizes: Any,
+    ) -> Self:
+        """layers: how many of the target's last ones; a quarter unless told. window: latest tokens that it sees, 0:
+        all. activations: keys of the text are made of the target's states; else of its tokens' embeddings. pruned:
+        begin with the target's own layers; else at random. draft_ids and tied as for eagle3; sizes: fields of
+        SpireConfig."""
+        size, text = Lender.of(model), model.config.get_text_config()
+        count = max(1, size.layers // SHARE) if layers is None else layers
+        if not 1 <= count < size.layers:
+            raise OptionError(f"layers={count}: of the target's {size.layers}, 1 to {size.layers - 1} can draft")
+        if window < 0:
+            raise OptionError(f"window={window} is out of range: a number of tokens, or 0 for all")
+        ids, first = check_draft_ids(draft_ids, size.vocab_size), size.layers - count
+        cut = last_layers(model, count) if pruned else {}
+        fields = cut_fields(text, cut, count, size.name) if pruned else layer_sizes(text, size.hidden_size)
+        config = SpireConfig(
+            **size.sizes(),
+            **{
+                **fields,
+                "num_hidden_layers": count,
+                "aux_layers": tuple(range(first, size.layers)) if activations else (0,) * count,
+                "draft_vocab_size": len(ids),
+                "recent": window or None,
+                "sinks": sinks,
+                "feedback": feedback,
+                **sizes,
+            },
+        )
+        head = cls.begin(config, cls.lendable(config) if tied else ("embed_tokens.weight",), model, seed, dtype)
+        if feedback:  # all streams alike
+            head.feedback_weights.data.zero_()
+        head.start_vocabulary(model, ids)
+        if pruned:
+            head.take_layers(model, cut)
+        return head
+
+    @classmethod
+    def lendable(cls, config: SpireConfig) -> tuple[str, ...]:  # noqa: ARG003
+        return ("embed_tokens.weight", "lm_head.weight")
+
+    def bind(self, model: Any) -> Self:
+        super().bind(model)
+        count = self.lender.layers
+        if max(self.config.aux_layers) >= count:
+            raise DrafterError(
+                f"this spire head reads hidden states {self.config.aux_layers}, and {self.lender.name} has those from "
+                f"0 to {count - 1}: use it with the model it was trained for"
+            )
+        return self
+
+    def layers(self, count: int) -> tuple[int, ...]:  # noqa: ARG002
+        return self.config.aux_layers
+
+    def join(self, hidden: Mapping[int, Tensor]) -> Tensor:
+        if not set(self.config.aux_layers) <= set(hidden):
+            raise DrafterError(f"this spire head reads hidden states {self.config.aux_layers}, got {sorted(hidden)}")
+        return torch.cat([hidden[layer] for layer in self.config.aux_layers], dim=-1)
+
+    @property
+    def decoders(self) -> list[FurtherLayer]:
+        layers: Any = self._modules["layers"]
+        return list(layers)
+
+    # ---- what it is cut from
+
+    def take_layers(self, model: Any, cut: dict[str, Tensor]) -> None:
+        """Begin with the target's last layers, if they are what this head's layers are."""
+        layers: Any = self._modules["layers"]
+        mine = {f"layers.{name}": tuple(tensor.shape) for name, tensor in layers.state_dict().items()}
+        its = {name: tuple(tensor.shape) for name, tensor in cut.items()}
+        if odd := sorted(name for name in mine.keys() | its.keys() if mine.get(name) != its.get(name)):
+            raise _other_form(self.lender.name, f"they differ in {', '.join(odd[:3])}")
+        layers.load_state_dict({name.removeprefix("layers."): tensor for name, tensor in cut.items()})
+        off = self._distance(model)
+        if not off <= 0.05:
+            raise _other_form(self.lender.name, f"on a few tokens they are {off:.0%} off")
+
+    @torch.no_grad()
+    def _distance(self, model: Any) -> float:
+        """How far its last states are from the target's, if its layers are given what the target's are given."""
+        whole, first = unwrapped(model), self.lender.layers - self.config.num_hidden_layers
+        ids = torch.arange(FEW, device=self.norm.weight.device)[None] % self.lender.vocab_size
+        hidden = whole.base_model(input_ids=ids, use_cache=False, output_hidden_states=True).hidden_states
+        causal = torch.ones(FEW, FEW, dtype=torch.bool, device=ids.device).tril()
+        attends = [Masked().look(causal) for _ in self.decoders]
+        _, mine = self.step(hidden[first].to(self.dtype), None, torch.arange(FEW, device=ids.device)[None], attends)
+        its = hidden[self.lender.layers].to(self.dtype)
+        return float((mine - its).norm() / its.norm())
+
+    # ---- steps
+
+    def read(self, states: Tensor) -> Sequence[Tensor]:
+        """(…, ·) as join gives them -> for each layer (…, H), of which it makes keys."""
+        return states.to(self.dtype).chunk(self.config.num_hidden_layers, dim=-1)
+
+    def remember(self, memory: Sequence[Tensor], positions: Tensor, attends: Sequence[Attend]) -> None:
+        """Hand the keys of each layer's memory (b, n, H) to attentions for which nobody looks."""
+        for layer, known, attend in zip(self.decoders, memory, attends, strict=True):
+            layer.self_attn(layer.input_layernorm(known), positions, attend)
+
+    def step(
+        self, x: Tensor, memory: Sequence[Tensor] | None, positions: Tensor, attends: Sequence[Attend]
+    ) -> tuple[list[Tensor], Tensor]:
+        """Embeddings (b, w, H) of tokens that look -> their streams (b, w, H), before each layer and after the last,
+        and the last one under the norm. memory: of text that is read along, for each layer (b, n, H); positions are
+        those of n + w then."""
+        streams, rest, h = [x], None, x
+        for number, (layer, attend) in enumerate(zip(self.decoders, attends, strict=True)):
+            if rest is None:
+                normed = layer.input_layernorm(h)
+            else:
+                h, normed = add_norm(rest, h, layer.input_layernorm)
+                streams.append(h)
+            if memory is not None:
+                normed = torch.cat((layer.input_layernorm(memory[number]), normed), dim=1)
+            rest, h = layer.carry(normed, h, positions, attend)
+        assert rest is not None, "there is a layer"
+        last, normed = add_norm(rest, h, self.norm)
+        return [*streams, last], normed
+
+    def left(self, streams: Sequence[Tensor]) -> Sequence[Tensor] | None:
+        """What tokens of these streams leave to those after them, for each layer (…, H). None: the keys that they
+        showed to themselves."""
+        if not self.config.feedback:
+            return None
+        shares = self.feedback_weights.float().softmax(-1).to(streams[0].dtype)  # (n, n + 1)
+        return (shares @ torch.stack(list(streams), dim=-2)).unbind(-2)
+
+    # ---- whole texts
+
+    def hidden_blocks(self, states: Tensor, tokens: Tensor, blocks: Blocks) -> Tensor:
+        """Drafts of the true tokens behind texts, all at once: (b, t, ·), (b, t) -> (b, count, depths, H)."""
+        ends, text = blocks.ends(tokens.device), torch.arange(blocks.length, device=tokens.device)
+        seen = self.config.seen(text, ends[:, None])  # (count, keys so far)
+        own = torch.eye(blocks.count, dtype=torch.bool, device=tokens.device)
+        attends, batch = [Masked() for _ in self.decoders], len(tokens)
+
+        def looking(mask: Tensor) -> list[Masked]:
+            return [attend.look(mask) for attend in attends]
+
+        self.remember(self.read(states), text.expand(batch, -1), looking(seen[:0]))
+        found = []
+        for depth, chosen in enumerate(blocks.following(tokens).unbind(2)):
+            positions = (ends + 1 + depth).expand(batch, -1)
+            streams, normed = self.step(self.embed(chosen), None, positions, looking(torch.cat((seen, own), dim=1)))
+            found.append(normed)
+            left = self.left(streams)
+            if left is not None:  # what a token shows to itself is seen no more
+                seen = torch.cat((seen, torch.zeros_like(own)), dim=1)
+                self.remember(left, positions, looking(torch.cat((seen, own), dim=1)[:0]))
+            seen = torch.cat((seen, own), dim=1)
+        return torch.stack(found, dim=2)
+
+    def predict(self, states: Tensor, tokens: Tensor, depths: int) -> Iterator[Prediction]:
+        self.check_depths(depths)
+        hidden = self.hidden_blocks(states, tokens, Blocks(tokens.shape[1], depths))
+        for k in range(depths):
+            yield Prediction(self.output(hidden[:, :, k]))
+
+
+def last_layers(model: Any, count: int) -> dict[str, Tensor]:
+    """The tensors of a target's last layers, as `layers.0.…` on."""
+    whole = unwrapped(model)
+    place, first = layers_name(whole), Lender.of(model).layers - count
+    found = {}
+    for name, tensor in whole.state_dict().items():
+        number, _, rest = name.removeprefix(place).partition(".")
+        if name.startswith(place) and int(number) >= first:
+            found[f"layers.{int(number) - first}.{rest}"] = tensor
+    return found
+
+
+def cut_fields(text: Any, cut: dict[str, Tensor], count: int, name: str) -> dict[str, Any]:
+    """The fields of a LayerConfig for these tensors of a target with this config."""
+    config = {key: value[-count:] if key == "layer_types" and value else value for key, value in text.to_dict().items()}
+    try:
+        # What each layer looks back at is this head's own affair.
+        return {**layer_fields(config, cut, "layers.0."), "windows": ()}
+    except (KeyError, TypeError, ValueError) as error:
+        raise _other_form(name, f"its config: {error}") from error
+
+
+def _other_form(name: str, why: str) -> ModelError:
+    return ModelError(
+        f"the layers of {name} have another form than Llama's, so a spire head can't begin with them ({why}): "
+        "train one from random layers with --no-pruned"
+    )

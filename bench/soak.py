@@ -4,7 +4,6 @@ texts    200 requests to a service on the embedded model: every text is the one 
 many     10,000 requests from 64 threads to a tiny model: memory stays what it was
 streams  500 streams in one event loop, a third of them dropped: the others get what they get alone
 server   a server under 500 streams, slow and cut ones among them, then 10,000 short requests: memory, statuses
-offline  tokens per second of a server, of a service and of `generate` on a list, by turns
 learn    a server that learns is killed again and again, then its disk is full: nothing acknowledged is lost
 
 Each part prints a line of JSON. --scale: a share of the requests, to try it out.
@@ -25,7 +24,7 @@ from typing import Any
 import slipstream
 from slipstream.service import Job
 from soak_lab import WAYS, growth, real, resident, run_threads, said, tell, tiny
-from soak_server import learn, offline, server
+from soak_server import learn, server
 
 
 def texts(given: argparse.Namespace, rng: random.Random) -> dict[str, Any]:
@@ -165,7 +164,7 @@ def streams(given: argparse.Namespace, rng: random.Random) -> dict[str, Any]:
     }
 
 
-PARTS = {"texts": texts, "many": many, "streams": streams, "server": server, "offline": offline, "learn": learn}
+PARTS = {"texts": texts, "many": many, "streams": streams, "server": server, "learn": learn}
 
 
 def main() -> None:
@@ -174,7 +173,6 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--scale", type=float, default=1.0)
     parser.add_argument("--prompts", nargs="*", default=[], help="files; default: the built-in ones")
-    parser.add_argument("--repeats", type=int, default=3, help="of offline")
     parser.add_argument("--requests", type=int, default=200, help="of texts, as are those below")
     parser.add_argument("--rate", type=float, default=2.0, help="requests per second")
     parser.add_argument("--tokens", type=int, default=48, help="of an answer, at most")

@@ -163,26 +163,12 @@ class Server:
     async def _answer(self, body: s.Sampled, http: Request, ask: Callable[[], Asked], made: Any) -> Any:
         asked = await self._aside(ask)
         choices = [bodies.Choice(i, asked) for i in range(len(asked.requests))]
-        answers: list[Updates] = []
-        try:
-            for request in asked.requests:
-                answers.append(
-                    Updates(
-                        self.service,
-                        request,
-                        timeout=self.limits.seconds,
-                        priority=body.priority,
-                        streams=body.stream,
-                    )
-                )
-        except BaseException:
-            for answer in answers:
-                answer.close()
-            raise
-        updates = told(merged(choices, answers))
+        answers = Updates(
+            self.service, *asked.requests, timeout=self.limits.seconds, priority=body.priority, streams=body.stream
+        )
         if body.stream:
-            return EventStream(safely(made.events(updates, choices)), answers)
-        await until_left(http, finished(updates), answers)
+            return EventStream(safely(made.events(told(choices, answers), choices)), answers)
+        await until_left(http, finished(told(choices, answers)), answers)
         return JSONResponse(made.answer(choices))
 
     async def _aside(self, work: Callable[[], Any]) -> Any:
@@ -250,7 +236,7 @@ class Guard:
 class EventStream(StreamingResponse):
     """Its answers end with it, whatever ends it: a client may leave before anything of it was asked for."""
 
-    def __init__(self, events: AsyncIterator[str], answers: Sequence[Updates]) -> None:
+    def __init__(self, events: AsyncIterator[str], answers: Updates) -> None:
         super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
         self.answers = answers
 
@@ -258,8 +244,7 @@ class EventStream(StreamingResponse):
         try:
             await super().__call__(scope, receive, send)
         finally:
-            for answer in self.answers:
-                answer.close()
+            self.answers.close()
 
 
 class BodyLimit:
@@ -290,33 +275,9 @@ class BodyLimit:
         await self.app(scope, counted, send)
 
 
-async def merged(
-    choices: Sequence[bodies.Choice], answers: Sequence[Updates]
-) -> AsyncIterator[tuple[bodies.Choice, Update]]:
-    """The updates of several answers as they come."""
-    queue = asyncio.Queue[tuple[bodies.Choice, Update]]()
-
-    async def pump(choice: bodies.Choice, answer: Updates) -> None:
-        async for update in answer:
-            queue.put_nowait((choice, update))
-
-    tasks = [asyncio.create_task(pump(*each)) for each in zip(choices, answers, strict=True)]
-    try:
-        left = len(tasks)
-        while left:
-            choice, update = await queue.get()
-            left -= update.finish is not None
-            yield choice, update
-    finally:
-        for task in tasks:
-            task.cancel()
-        for answer in answers:
-            answer.close()
-
-
-async def told(updates: AsyncIterator[tuple[bodies.Choice, Update]]) -> AsyncIterator[tuple[bodies.Choice, Update]]:
-    """What ended without being an answer is raised."""
-    async for choice, update in updates:
+async def told(choices: Sequence[bodies.Choice], answers: Updates) -> AsyncIterator[tuple[bodies.Choice, Update]]:
+    """What is new, and of which answer. What ended without being one is raised."""
+    async for number, update in answers:
         if update.error is not None:
             if refusal(update.error).status == 500:
                 log.error("an answer failed", exc_info=update.error)
@@ -325,7 +286,7 @@ async def told(updates: AsyncIterator[tuple[bodies.Choice, Update]]) -> AsyncIte
             raise Refused(504, "the answer took longer than this server allows: ask for fewer tokens")
         if update.finish == "cancelled":
             raise Refused(503, "this server is shutting down")
-        yield choice, update
+        yield choices[number], update
 
 
 async def finished(updates: AsyncIterator[tuple[bodies.Choice, Update]]) -> None:
@@ -346,7 +307,7 @@ async def safely(events: AsyncIterator[str]) -> AsyncIterator[str]:
         yield bodies.DONE
 
 
-async def until_left(http: Request, work: Any, answers: Sequence[Updates]) -> None:
+async def until_left(http: Request, work: Any, answers: Updates) -> None:
     """Do that, unless the client leaves before: then its answers end."""
     task = asyncio.create_task(work)
 
@@ -363,8 +324,7 @@ async def until_left(http: Request, work: Any, answers: Sequence[Updates]) -> No
     finally:
         watching.cancel()
         task.cancel()
-        for answer in answers:
-            answer.close()
+        answers.close()
 
 
 def running(job: Any) -> dict[str, Any]:

@@ -13,6 +13,8 @@ import sys
 from time import perf_counter
 from typing import Any
 
+TEXT = re.compile(rb'"(?:text|content)": ?"(?!")')  # the first that is not empty
+
 
 async def ask(
     port: int, body: dict[str, Any], slow: bool = False, cut: int | None = None, path: str = "/v1/completions"
@@ -23,19 +25,19 @@ async def ask(
     streams = body.get("stream", True)
     sent = json.dumps({"stream": True, "stream_options": {"include_usage": True}, **body} if streams else body).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(sent)}\r\n"
-    clock, first, got = perf_counter(), 0.0, bytearray()
+    clock, got, arrived = perf_counter(), bytearray(), list[tuple[float, int]]()
     writer.write(f"{head}Content-Type: application/json\r\n\r\n".encode() + sent)
     try:
         while piece := await reader.read(24 if slow else 1 << 16):
-            first = first or perf_counter() - clock
             got += piece
+            arrived.append((perf_counter() - clock, len(got)))
             if cut is not None and len(got) > cut:
                 break
             if slow:
                 await asyncio.sleep(0.05)
     finally:
         writer.close()
-    seconds = perf_counter() - clock
+    began = TEXT.search(got)
     lines = re.findall(rb"data: (\{.*\})", got) if streams else [bytes(got).partition(b"\r\n\r\n")[2]]
     events = [json.loads(line) for line in lines if line.endswith(b"}")]
     choices = [choice for event in events for choice in event.get("choices", ())]
@@ -50,8 +52,8 @@ async def ask(
         "warnings": [w for e in events for w in e.get("slipstream", {}).get("stats", {}).get("warnings", ())],
         "tokens": counted.get("completion_tokens", 0),
         "predicted": counted.get("completion_tokens_details", {}),
-        "first": first,
-        "seconds": seconds,
+        "first": next((time for time, length in arrived if began and length >= began.end()), 0.0),
+        "seconds": arrived[-1][0] if arrived else 0.0,
     }
 
 

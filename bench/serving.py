@@ -9,6 +9,12 @@ offline  the server against the same model object without one, by turns: `genera
          their own; as many answers are written at a time as there are callers. Told: tokens per second, as a share of
          the list's with a 95% interval over repeats, and CPU time of the serving process per token. A run in which
          steps were captured, as happens once for a process, is made again.
+editing  a file of about 2,000 tokens of code comes back with a class renamed, through /v1/chat/completions: plain (no
+         drafts), without a prediction, with the file as the prediction, and with the plain answer as the prediction,
+         of which some words are changed. Small models edit badly: the last is what the prediction would be worth if
+         the model did what it was told, the one before is what it is worth. Told: tokens per second while the answer
+         is written as a multiple of plain's, with the prompt's reading too, and prediction tokens that were accepted
+         and not.
 
 Tables go to stderr, one JSON line last.
 """
@@ -24,6 +30,7 @@ from typing import Any
 
 import openai
 
+from serving_editing import editing
 from serving_lab import add_model, tell
 from serving_offline import offline
 from slipstream.evaluate.workloads import builtin, read, select
@@ -103,7 +110,7 @@ def beside(given: argparse.Namespace) -> dict[str, Any]:
     return {"told": told, "prompts": len(prompts), "tokens": given.tokens}
 
 
-PARTS = {"beside": beside, "offline": offline}
+PARTS = {"beside": beside, "offline": offline, "editing": editing}
 
 
 def main() -> None:
@@ -117,10 +124,15 @@ def main() -> None:
         of[name].add_argument("--prompts", nargs="*", default=[], help="files; default: the built-in ones")
         of[name].add_argument("--tokens", type=int, default=48)
         of[name].add_argument("--repeats", type=int, default=2 if name == "beside" else 5)
-    add_model(of["offline"])
+    for name in ("offline", "editing"):
+        add_model(of[name])
+        of[name].add_argument("--seed", type=int, default=0)
     of["offline"].add_argument("--rounds", type=int, default=2, help="requests of each caller, on average")
     of["offline"].add_argument("--least", type=int, default=4, help="requests of all callers at least")
-    of["offline"].add_argument("--seed", type=int, default=0)
+    of["editing"].add_argument("--document", type=int, default=2000, help="tokens of the file")
+    of["editing"].add_argument("--tokens", type=int, default=2200, help="of the answer, at most")
+    of["editing"].add_argument("--edits", type=int, default=10, help="words of the predicted answer that are wrong")
+    of["editing"].add_argument("--repeats", type=int, default=3)
     given = parser.parse_args()
     print(json.dumps({"benchmark": f"serving {given.part}", **PARTS[given.part](given)}))
 

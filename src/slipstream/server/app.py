@@ -237,7 +237,9 @@ class EventStream(StreamingResponse):
     """Its answers end with it, whatever ends it: a client may leave before anything of it was asked for."""
 
     def __init__(self, events: AsyncIterator[str], answers: Updates) -> None:
-        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        # The last: a proxy before this server hands on what comes, instead of collecting it.
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(events, media_type="text/event-stream", headers=headers)
         self.answers = answers
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:

@@ -25,7 +25,7 @@ from slipstream.llm import LLM
 from slipstream.server import bodies, metrics
 from slipstream.server import schema as s
 from slipstream.server.asking import Asked, Asking, Limits, as_message
-from slipstream.server.errors import Refused, invalid, refusal
+from slipstream.server.errors import ErrorBody, Refused, invalid, refusal
 from slipstream.service import Service, Update, Updates
 from slipstream.version import __version__
 
@@ -48,7 +48,12 @@ class Server:
         self._beside = ThreadPoolExecutor(1, "tokenising")
         self._decode = lru_cache(1 << 16)(self._decoded)  # with alternatives, thousands for one answer
         self.app = FastAPI(
-            title="slipstream", version=__version__, lifespan=self._lifespan, docs_url=None, redoc_url=None
+            title="slipstream",
+            version=__version__,
+            lifespan=self._lifespan,
+            docs_url=None,
+            redoc_url=None,
+            responses={"default": {"model": ErrorBody, "description": "What was wrong"}},
         )
         self.app.add_exception_handler(RequestValidationError, self._invalid)
         self.app.add_exception_handler(Refused, self._refused)

@@ -196,6 +196,10 @@ class ResponseRequest(Sampled):
 
 
 class TokenizeRequest(Body):
+    """Of a prompt, or of messages."""
+
+    model_config = ConfigDict(json_schema_extra={"oneOf": [{"required": ["prompt"]}, {"required": ["messages"]}]})
+
     model: str | None = None
     prompt: str | None = None
     messages: list[Message] | None = None

@@ -27,11 +27,13 @@ from slipstream.server import schema as s
 from slipstream.server.asking import Asked, Asking, Limits, as_message
 from slipstream.server.errors import ErrorBody, Refused, invalid, refusal
 from slipstream.service import Service, Update, Updates
+from slipstream.trace.page import part
 from slipstream.version import __version__
 
 log = logging.getLogger("slipstream.server")
 
 PAGE = {"": ("live.html", "text/html"), "live.css": ("live.css", "text/css"), "live.js": ("live.js", "text/javascript")}
+COMMON = {"live.css": "tokens.css", "live.js": "tokens.js"}  # what stands before: shared with the page of a trace
 OPEN = ("/health", "/", "/live.css", "/live.js", "/favicon.ico")  # for everybody, whatever the key
 SAFE = {"Content-Security-Policy": "default-src 'self'", "X-Content-Type-Options": "nosniff"}
 
@@ -90,6 +92,8 @@ class Server:
         app.get("/live")(self.live)
         for path, (file, kind) in PAGE.items():
             text = files("slipstream.server").joinpath(file).read_text("utf-8")
+            if file in COMMON:
+                text = f"{part(COMMON[file])}\n{text}"
             page = partial(Response, text, media_type=kind, headers=SAFE)
             app.get(f"/{path}", include_in_schema=False)(lambda page=page: page())
 

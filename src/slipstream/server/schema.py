@@ -13,7 +13,9 @@ TokenIds = list[Annotated[int, Field(ge=0)]]
 
 
 class Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+    """Neither fields that are unknown, nor "1" or true for a number."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
 
 
 class Body(Strict):

@@ -1,11 +1,22 @@
-"""Servers beside each other and the engine alone: python bench/serving.py NAME=URL… [--offline DRAFTER]
+"""How fast a server is: python bench/serving.py PART …
 
-Callers ask one prompt after the other, greedy, streamed, by OpenAI's client; the same prompts of every server, and no
-prompt twice. Servers take turns, one number of callers after the other, repeated. Told: tokens per second, time to the
-first token and per token (medians), and whether texts are those of the first server. --offline: the same prompts to
-`generate` in this process, as many at a time, with the drafter that is named.
+beside   servers beside each other, NAME=URL…: OpenAI's client asks one prompt after the other, greedy, streamed; the
+         same prompts of every server, and no prompt twice. Servers take turns, one number of callers after the other,
+         repeated. Told: tokens per second, time to the first token and per token (medians), and whether texts are
+         those of the first server. A server is asked for its model's name, unless that follows the URL after a #.
+offline  the server against the same model object without one, by turns: `generate` on a list, the service in an event
+         loop, HTTP streamed, and HTTP as a whole. Callers ask again as soon as they are answered, from a process of
+         their own; as many answers are written at a time as there are callers. Told: tokens per second, as a share of
+         the list's with a 95% interval over repeats, and CPU time of the serving process per token. A run in which
+         steps were captured, as happens once for a process, is made again.
+editing  a file of about 2,000 tokens of code comes back with a class renamed, through /v1/chat/completions: plain (no
+         drafts), without a prediction, with the file as the prediction, and with the plain answer as the prediction,
+         of which some words are changed. Small models edit badly: the last is what the prediction would be worth if
+         the model did what it was told, the one before is what it is worth. Told: tokens per second while the answer
+         is written as a multiple of plain's, with the prompt's reading too, and prediction tokens that were accepted
+         and not.
 
-A server is asked for its model's name, unless that follows the URL after a #. Tables go to stderr, one JSON line last.
+Tables go to stderr, one JSON line last.
 """
 
 from __future__ import annotations
@@ -14,20 +25,16 @@ import argparse
 import asyncio
 import json
 import statistics
-import sys
 from time import perf_counter
 from typing import Any
 
-import openai
-
+from serving_editing import editing
+from serving_lab import add_model, tell
+from serving_offline import offline
 from slipstream.evaluate.workloads import builtin, read, select
 
 
-def tell(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-async def ask(client: openai.AsyncOpenAI, model: str, prompt: str, tokens: int) -> dict[str, Any]:
+async def ask(client: Any, model: str, prompt: str, tokens: int) -> dict[str, Any]:
     clock, first, text, counted = perf_counter(), 0.0, "", 0
     stream = await client.chat.completions.create(
         model=model,
@@ -46,7 +53,9 @@ async def ask(client: openai.AsyncOpenAI, model: str, prompt: str, tokens: int) 
     return {"text": text, "tokens": counted, "first": first, "seconds": perf_counter() - clock}
 
 
-async def served(url: str, prompts: list[str], callers: int, tokens: int) -> dict[str, Any]:
+async def asked_of(url: str, prompts: list[str], callers: int, tokens: int) -> dict[str, Any]:
+    import openai  # here alone: the other parts do without
+
     url, _, model = url.partition("#")
     client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=600)
     model = model or (await client.models.list()).data[0].id
@@ -65,19 +74,6 @@ async def served(url: str, prompts: list[str], callers: int, tokens: int) -> dic
     return summary([answers[i] for i in range(len(prompts))], spent)
 
 
-def offline(llm: Any, prompts: list[str], callers: int, tokens: int) -> dict[str, Any]:
-    llm.engine.max_batch = callers
-    asked = [[{"role": "user", "content": prompt}] for prompt in prompts]
-    clock = perf_counter()
-    found = llm.generate(asked, max_new_tokens=tokens)
-    seconds = perf_counter() - clock
-    answers = [
-        {"text": r.text, "tokens": len(r.tokens), "first": r.stats.first_token_seconds, "seconds": r.stats.seconds}
-        for r in found
-    ]
-    return summary(answers, seconds)
-
-
 def summary(answers: list[dict[str, Any]], seconds: float) -> dict[str, Any]:
     later = [(a["seconds"] - a["first"]) / max(1, a["tokens"] - 1) for a in answers]
     return {
@@ -88,51 +84,57 @@ def summary(answers: list[dict[str, Any]], seconds: float) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("servers", nargs="*", metavar="NAME=URL")
-    parser.add_argument("--offline", metavar="DRAFTER", help="measure generate in this process too")
-    parser.add_argument("--dtype", default=None)
-    parser.add_argument("--callers", type=int, nargs="*", default=[1, 4, 16])
-    parser.add_argument("--prompts", nargs="*", default=[], help="files; default: the built-in ones")
-    parser.add_argument("--limit", type=int, default=16)
-    parser.add_argument("--tokens", type=int, default=48)
-    parser.add_argument("--repeats", type=int, default=2)
-    given = parser.parse_args()
+def beside(given: argparse.Namespace) -> dict[str, Any]:
     files = [p for file in given.prompts for p in select(read(file), None, given.limit)]
     prompts = [p.turns[0] for p in files or select(builtin(), None, given.limit)]
     servers = dict(word.split("=", 1) for word in given.servers)
-    llm = None
-    if given.offline:
-        import slipstream
-
-        llm = slipstream.load(drafter=given.offline, dtype=given.dtype)
-        llm.generate("Hello!", max_new_tokens=4)
     told: dict[str, dict[str, list[dict[str, Any]]]] = {}
     rounds = len(given.callers) * given.repeats
     parts = [prompts[i::rounds] for i in range(rounds)]  # no prompt twice: servers keep what they have read
     for callers in given.callers:
         here = told.setdefault(str(callers), {})
         for _ in range(given.repeats):
-            prompts = parts.pop()
+            asked = parts.pop()
             for name, url in servers.items():
-                here.setdefault(name, []).append(asyncio.run(served(url, prompts, callers, given.tokens)))
-            if llm is not None:
-                here.setdefault("offline", []).append(offline(llm, prompts, callers, given.tokens))
+                here.setdefault(name, []).append(asyncio.run(asked_of(url, asked, callers, given.tokens)))
         example = next(iter(here.values()))[-1]["texts"]
         for name, runs in here.items():
             numbers = {k: [round(run[k], 2) for run in runs] for k in ("tokens_per_second", "first_ms", "per_token_ms")}
             same = sum(a == b for a, b in zip(runs[-1]["texts"], example, strict=True))
-            tell(
-                f"{callers:3} callers  {name:16} "
-                + "  ".join(f"{k} {v}" for k, v in numbers.items())
-                + f"  same {same}"
-            )
+            shown = "  ".join(f"{k} {v}" for k, v in numbers.items())
+            tell(f"{callers:3} callers  {name:16} {shown}  same {same}")
     for here in told.values():
         for runs in here.values():
             for run in runs:
                 del run["texts"]
-    print(json.dumps({"benchmark": "serving", "told": told, "prompts": len(prompts), "tokens": given.tokens}))
+    return {"told": told, "prompts": len(prompts), "tokens": given.tokens}
+
+
+PARTS = {"beside": beside, "offline": offline, "editing": editing}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parts = parser.add_subparsers(dest="part", required=True)
+    of = {name: parts.add_parser(name) for name in PARTS}
+    of["beside"].add_argument("servers", nargs="+", metavar="NAME=URL")
+    of["beside"].add_argument("--limit", type=int, default=16, help="prompts of each file")
+    for name in ("beside", "offline"):
+        of[name].add_argument("--callers", type=int, nargs="+", default=[1, 4, 16])
+        of[name].add_argument("--prompts", nargs="*", default=[], help="files; default: the built-in ones")
+        of[name].add_argument("--tokens", type=int, default=48)
+        of[name].add_argument("--repeats", type=int, default=2 if name == "beside" else 5)
+    for name in ("offline", "editing"):
+        add_model(of[name])
+        of[name].add_argument("--seed", type=int, default=0)
+    of["offline"].add_argument("--rounds", type=int, default=2, help="requests of each caller, on average")
+    of["offline"].add_argument("--least", type=int, default=4, help="requests of all callers at least")
+    of["editing"].add_argument("--document", type=int, default=2000, help="tokens of the file")
+    of["editing"].add_argument("--tokens", type=int, default=2200, help="of the answer, at most")
+    of["editing"].add_argument("--edits", type=int, default=10, help="words of the predicted answer that are wrong")
+    of["editing"].add_argument("--repeats", type=int, default=3)
+    given = parser.parse_args()
+    print(json.dumps({"benchmark": f"serving {given.part}", **PARTS[given.part](given)}))
 
 
 if __name__ == "__main__":

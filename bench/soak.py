@@ -5,7 +5,6 @@ many     10,000 requests from 64 threads to a tiny model: memory stays what it w
 streams  500 streams in one event loop, a third of them dropped: the others get what they get alone
 server   a server under 500 streams, slow and cut ones among them, then 10,000 short requests: memory, statuses
 hits     questions about one long document, which was read before or not: tokens per step and time to the first token
-offline  tokens per second of a server, of a service and of `generate` on a list, by turns
 learn    a server that learns is killed again and again, then its disk is full: nothing acknowledged is lost
 
 Each part prints a line of JSON. --scale: a share of the requests, to try it out.
@@ -27,7 +26,7 @@ import slipstream
 from slipstream.service import Job
 from soak_hits import hits
 from soak_lab import WAYS, growth, real, resident, run_threads, said, tell, tiny
-from soak_server import learn, offline, server
+from soak_server import learn, server
 
 
 def texts(given: argparse.Namespace, rng: random.Random) -> dict[str, Any]:
@@ -173,7 +172,6 @@ PARTS = {
     "streams": streams,
     "hits": hits,
     "server": server,
-    "offline": offline,
     "learn": learn,
 }
 
@@ -184,12 +182,11 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--scale", type=float, default=1.0)
     parser.add_argument("--prompts", nargs="*", default=[], help="files; default: the built-in ones")
-    parser.add_argument("--repeats", type=int, default=3, help="of offline")
     parser.add_argument("--prefix", type=int, default=4096, help="of hits: tokens of the document")
     parser.add_argument("--questions", type=int, default=8, help="of hits: about it")
     parser.add_argument("--drafters", nargs="+", default=["eagle3", "auto"], help="of hits")
-    parser.add_argument("--requests", type=int, default=200, help="of texts")
-    parser.add_argument("--rate", type=float, default=2.0, help="of texts: requests per second")
+    parser.add_argument("--requests", type=int, default=200, help="of texts, as are those below")
+    parser.add_argument("--rate", type=float, default=2.0, help="requests per second")
     parser.add_argument("--tokens", type=int, default=48, help="of an answer, at most")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--device", default="cpu")

@@ -1,9 +1,7 @@
-"""What the parts of bench/soak.py stand on: a tiny model, its prompts, servers, and a client that may be slow."""
+"""What the parts of bench/soak.py stand on: a tiny model, its prompts, and servers."""
 
 from __future__ import annotations
 
-import asyncio
-import json
 import os
 import random
 import re
@@ -101,35 +99,6 @@ def serving(*words: str, **environment: str) -> Iterator[tuple[subprocess.Popen[
     finally:
         process.terminate()
         process.wait(60)
-
-
-async def ask(port: int, body: dict[str, Any], slow: bool = False, cut: int | None = None) -> dict[str, Any]:
-    """One streamed answer. slow: a few bytes at a time; cut: the connection is closed after so many bytes."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=4096)
-    sent = json.dumps({"stream": True, "stream_options": {"include_usage": True}, **body}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(sent)}\r\n"
-    writer.write(f"{head}Content-Type: application/json\r\n\r\n".encode() + sent)
-    got = b""
-    try:
-        while piece := await reader.read(24 if slow else 1 << 16):
-            got += piece
-            if cut is not None and len(got) > cut:
-                break
-            if slow:
-                await asyncio.sleep(0.05)
-    finally:
-        writer.close()
-    events = [json.loads(line[6:]) for line in re.findall(rb"data: \{.*\}", got) if line.endswith(b"}")]
-    choices = [choice for event in events for choice in event.get("choices", ())]
-    return {
-        "status": int(got.split(b" ", 2)[1]) if got else 0,
-        "done": b"data: [DONE]\n\n" in got,
-        "text": "".join(choice["text"] for choice in choices),
-        "finish": next((choice["finish_reason"] for choice in choices if choice["finish_reason"]), None),
-        "errors": [event["error"]["message"] for event in events if "error" in event],
-        "warnings": [w for e in events for w in e.get("slipstream", {}).get("stats", {}).get("warnings", ())],
-        "tokens": next((event["usage"]["completion_tokens"] for event in events if event.get("usage")), 0),
-    }
 
 
 def get(port: int, path: str) -> str:

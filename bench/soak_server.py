@@ -1,4 +1,4 @@
-"""The parts of bench/soak.py that ask a server: whether it holds out, how fast it is, and what it keeps when killed."""
+"""The parts of bench/soak.py that ask a server: whether it holds out, and what it keeps when killed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import json
 import os
 import random
 import signal
-import statistics
 import subprocess
 import threading
 from collections import Counter
@@ -17,9 +16,9 @@ from pathlib import Path
 from time import perf_counter, sleep
 from typing import Any
 
-import slipstream
+from callers import ask
 from slipstream.datastores.durable.store import Store
-from soak_lab import WAYS, ask, at_work, growth, real, resident, run_threads, said, serving, tell, tiny, tiny_folder
+from soak_lab import WAYS, at_work, growth, resident, run_threads, said, serving, tell, tiny, tiny_folder
 
 FULL = 32 << 10  # bytes that are left on the disk that fills up
 
@@ -75,66 +74,6 @@ def server(given: argparse.Namespace, rng: random.Random) -> dict[str, Any]:
         sleep(1)
         at_end = {"at_work": at_work(port), "begun_megabytes": begun, "end_megabytes": resident(process.pid)}
         return {"first": first, "then": then, "again": again, **at_end, "log": process.log[-5:]}
-
-
-def offline(given: argparse.Namespace, rng: random.Random) -> dict[str, Any]:
-    llm, tokens = slipstream.load(dtype="float32"), 48
-    found, name = real(given.prompts, rng, 22 * given.repeats), llm.tokenizer
-
-    def written(prompt: str) -> list[int]:
-        text = name.apply_chat_template(
-            [{"role": "user", "content": prompt}], add_generation_prompt=True, tokenize=False
-        )
-        return list(name(text, add_special_tokens=False)["input_ids"])
-
-    def by_list(prompts: list[list[int]], callers: int) -> int:
-        llm.engine.max_batch = callers
-        return sum(len(r.tokens) for r in llm.generate(prompts, max_new_tokens=tokens))
-
-    async def callers_of(one: Any, prompts: list[list[int]], callers: int) -> int:
-        left, counts = iter(prompts), list[int]()
-
-        async def caller() -> None:
-            for prompt in left:
-                counts.append(await one(prompt))
-
-        await asyncio.gather(*(caller() for _ in range(callers)))
-        return sum(counts)
-
-    async def in_process(prompt: list[int]) -> int:
-        return len((await llm.agenerate(prompt, max_new_tokens=tokens)).tokens)
-
-    def by_service(prompts: list[list[int]], callers: int) -> int:
-        llm.engine.max_batch = 16
-        return asyncio.run(callers_of(in_process, prompts, callers))
-
-    told: dict[str, Any] = {}
-    with serving("--dtype", "float32") as (_, port):
-
-        async def of_server(prompt: list[int]) -> int:
-            return (await ask(port, {"prompt": prompt, "max_tokens": tokens, "temperature": 0}))["tokens"]
-
-        ways = {
-            "list": by_list,
-            "service": by_service,
-            "server": lambda prompts, callers: asyncio.run(callers_of(of_server, prompts, callers)),
-        }
-        for way in ways.values():  # whatever is done once
-            way([written("Hello!"), written("Good morning!")], 2)
-        for repeat in range(given.repeats):
-            for callers, count in ((1, 2), (4, 4), (16, 16)):
-                rates = told.setdefault(str(callers), {name: [] for name in ways})
-                prompts = [written(found.pop()) for _ in range(count)]  # new ones: a service keeps what it has read
-                for way in list(ways)[repeat % 3 :] + list(ways)[: repeat % 3]:
-                    clock = perf_counter()
-                    counted = ways[way](prompts, callers)
-                    rates[way].append(round(counted / (perf_counter() - clock), 2))
-                tell(f"repeat {repeat}, {callers} callers: { {way: rates[way][-1] for way in ways} }")
-    for rates in told.values():
-        for other in ("list", "service"):
-            ratios = [a / b for a, b in zip(rates["server"], rates[other], strict=True)]
-            rates[f"server/{other}"] = round(statistics.median(ratios), 3)
-    return told
 
 
 def stored(folder: Path, tokenizer: Any) -> Counter[str]:

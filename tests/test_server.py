@@ -6,6 +6,7 @@ import json
 import re
 import socket
 import threading
+import urllib.request
 from time import monotonic, sleep
 
 import openai
@@ -163,6 +164,73 @@ def test_stops_biases_and_log_probabilities(client, llm):
     assert len([e for c in streamed if c.choices[0].logprobs for e in c.choices[0].logprobs.content]) == 4
 
 
+NUMBER = {"type": "object", "properties": {"number": {"enum": [1, 2]}}, "required": ["number"]}
+SAME = [  # what the client is told, and what `generate` is
+    ({"stop": ["e", "zz"]}, {"stop": ["e", "zz"]}),
+    ({"logit_bias": {"30": 6, "31": -100}}, {"logit_bias": {30: 6, 31: -100}}),
+    ({"presence_penalty": 1.5}, {"presence_penalty": 1.5}),
+    ({"frequency_penalty": -0.5}, {"frequency_penalty": -0.5}),
+    ({"temperature": 0.9, "top_p": 0.8, "seed": 5}, {"temperature": 0.9, "top_p": 0.8, "seed": 5}),
+    ({"temperature": 1, "seed": 5, "extra_body": {"top_k": 5}}, {"temperature": 1, "seed": 5, "top_k": 5}),
+    ({"temperature": 1, "seed": 5, "extra_body": {"min_p": 0.1}}, {"temperature": 1, "seed": 5, "min_p": 0.1}),
+    ({"extra_body": {"repetition_penalty": 1.5}}, {"repetition_penalty": 1.5}),
+    ({"extra_body": {"ignore_eos": True}}, {"ignore_eos": True}),
+    ({"extra_body": {"max_draft": 0}}, {}),
+    ({"extra_body": {"drafters": ["suffix"]}}, {}),
+    ({"extra_body": {"accept": "rejection"}}, {}),
+    ({"extra_body": {"collection": "mine", "priority": -1}}, {}),
+    ({"user": "me", "metadata": {"for": "nothing"}}, {}),
+    ({"response_format": {"type": "text"}}, {}),
+    ({"response_format": {"type": "json_object"}}, {"json_schema": {"type": "object"}}),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": NUMBER, "strict": True}}},
+        {"json_schema": NUMBER},
+    ),
+    ({"prediction": {"type": "content", "content": "Hi! How are you?"}}, {}),
+]
+
+
+@pytest.mark.parametrize(("asked", "options"), SAME, ids=lambda each: ",".join(each))
+def test_every_wish_is_heard_whole_and_streamed(client, llm, asked, options):
+    expected = alone(llm, max_new_tokens=16, **options)
+    how = {"model": NAME, "messages": HI, "max_completion_tokens": 16, "temperature": 0} | asked
+    how["extra_body"] = {**how.get("extra_body", {}), "slipstream": {"stats": True}}
+    whole = client.chat.completions.create(**how)
+    chunks = list(client.chat.completions.create(**how, stream=True, stream_options={"include_usage": True}))
+    streamed = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    assert whole.choices[0].message.content == streamed == expected.text
+    last = next(c for c in chunks if c.choices and c.choices[0].finish_reason)
+    assert whole.choices[0].finish_reason == last.choices[0].finish_reason == expected.finish_reason
+    assert whole.usage.completion_tokens == chunks[-1].usage.completion_tokens == len(expected.tokens)
+    assert whole.model_extra["slipstream"]["exact"]
+    assert last.model_extra["slipstream"]["stats"]["exact"]
+    for usage in (whole.usage, chunks[-1].usage):
+        assert (usage.completion_tokens_details is not None) == ("prediction" in asked)
+
+
+def test_a_stream_ends_at_a_token_that_ends_it(client, llm):
+    third = alone(llm, max_new_tokens=16).tokens[2]
+    expected = alone(llm, max_new_tokens=16, stop_tokens=[third])
+    for stream in (False, True):
+        found = client.chat.completions.create(
+            model=NAME, messages=HI, max_tokens=16, temperature=0, stream=stream, extra_body={"stop_token_ids": [third]}
+        )
+        text = "".join(c.choices[0].delta.content or "" for c in found) if stream else found.choices[0].message.content
+        assert text == expected.text
+
+
+def test_log_probabilities_of_a_stream_are_those_of_the_whole(client):
+    chat = {"model": NAME, "messages": HI, "max_tokens": 8, "temperature": 0, "logprobs": True, "top_logprobs": 2}
+    whole = client.chat.completions.create(**chat).choices[0].logprobs.content
+    chunks = client.chat.completions.create(**chat, stream=True)
+    assert [e for c in chunks if c.choices[0].logprobs for e in c.choices[0].logprobs.content] == whole
+    text = {"model": NAME, "prompt": "The sea is", "max_tokens": 8, "temperature": 0, "logprobs": 2}
+    whole = client.completions.create(**text).choices[0].logprobs
+    parts = [c.choices[0].logprobs for c in client.completions.create(**text, stream=True) if c.choices[0].logprobs]
+    for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+        assert [each for part in parts for each in getattr(part, name)] == getattr(whole, name)
+
+
 class City(pydantic.BaseModel):
     name: str
     inhabitants: int
@@ -225,12 +293,25 @@ def test_a_forced_call_is_a_call(smol):
             assert name == "weather"
             assert json.loads(arguments)["city"] in ("Bern", "Rome")
             assert finish == "tool_calls"
+            assert called(client, {"type": "function", "function": {"name": "weather"}}, 32, stream) == ["weather"]
+            assert called(client, "none", 2, stream) == called(client, "auto", 2, stream) == []  # it is free to talk
         with pytest.raises(openai.BadRequestError, match="weather"):
             client.chat.completions.create(
                 model=NAME, messages=HI, tools=TOOLS, tool_choice={"type": "function", "function": {"name": "other"}}
             )
     finally:
         there.close()
+
+
+def called(client, choice, tokens, stream):
+    """The functions that an answer calls."""
+    answer = client.chat.completions.create(
+        model=NAME, messages=HI, tools=TOOLS, tool_choice=choice, max_tokens=tokens, temperature=0, stream=stream
+    )
+    if not stream:
+        return [call.function.name for call in answer.choices[0].message.tool_calls or []]
+    deltas = [call for chunk in answer for call in chunk.choices[0].delta.tool_calls or []]
+    return [call.function.name for call in deltas if call.function.name]
 
 
 def test_calls_are_told_from_content_while_they_come():
@@ -280,6 +361,20 @@ def test_responses(client, llm):
     assert kinds[-1] == "response.incomplete"
 
 
+def test_responses_take_instructions_and_a_schema(client, llm):
+    messages = [{"role": "system", "content": "Be brief."}, *HI]
+    expected = alone(llm, messages, max_new_tokens=12, json_schema=NUMBER, temperature=0.9, top_p=0.9, seed=2).text
+    asked = {
+        "model": NAME, "input": "Say hi.", "instructions": "Be brief.", "max_output_tokens": 12, "temperature": 0.9,
+        "top_p": 0.9, "text": {"format": {"type": "json_schema", "name": "n", "schema": NUMBER}},
+        "extra_body": {"seed": 2},
+    }  # fmt: skip
+    assert client.responses.create(**asked).output_text == expected
+    events = list(client.responses.create(**asked, stream=True))
+    assert "".join(e.delta for e in events if e.type == "response.output_text.delta") == expected
+    assert events[-1].response.output_text == expected
+
+
 def test_models_tokens_and_health(client, running, llm):
     assert [m.id for m in client.models.list()] == [NAME]
     assert client.models.retrieve(NAME).id == NAME
@@ -287,6 +382,15 @@ def test_models_tokens_and_health(client, running, llm):
     assert (status, found["tokens"]) == (200, llm.tokenizer("The sea")["input_ids"])
     assert running.post("/detokenize", {"tokens": found["tokens"]})[1] == {"prompt": "The sea"}
     assert running.post("/tokenize", {"messages": HI})[1]["count"] > 10
+    with urllib.request.urlopen(f"{running.url}/health", timeout=60) as answer:
+        assert json.load(answer) == {"status": "ok"}
+
+
+def test_the_schema_knows_what_is_answered_to_mistakes(running):
+    with urllib.request.urlopen(f"{running.url}/openapi.json", timeout=60) as answer:
+        paths = json.load(answer)["paths"]
+    for path in ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/tokenize"):
+        assert set(paths[path]["post"]["responses"]) == {"200", "default"}  # and not FastAPI's 422
 
 
 def test_metrics_count_what_was_done(client, running):
@@ -322,6 +426,9 @@ def test_metrics_count_what_was_done(client, running):
         ({"messages": HI, "echo": True}, 400, "echo is not supported"),
         ({"messages": HI, "temperature": "hot"}, 400, "temperature"),
         ({"messages": HI, "temperature": 3}, 400, "temperature"),
+        ({"messages": HI, "temperature": "1"}, 400, "temperature"),
+        ({"messages": HI, "max_tokens": True}, 400, "max_tokens"),
+        ({"messages": HI, "stream": "yes"}, 400, "stream"),
         ({"messages": HI, "n": 0}, 400, "n: "),
         ({"messages": HI, "max_tokens": 10**6}, 400, "at most"),
         ({"messages": HI, "model": "other"}, 404, "there is no model 'other'"),

@@ -19,9 +19,10 @@ from slipstream.heads import HEADS
 from slipstream.kernels.sizes import PAGE
 from slipstream.request import Request
 from slipstream.sampling import Sampling
-from slipstream.service import Job, Service
+from slipstream.service import Job, Mailbox, Service, Updates
 
 PROMPTS = [[5, 6, 7, 8] * 6, [9, 10, 11], [3] * 17, [20, 21, 22, 20, 21, 22, 20, 21], list(range(1, 41))]
+PUT, WAKE = Mailbox.put, Mailbox.wake
 WAYS = [{}, {"temperature": 0.9, "seed": 7}, {"temperature": 1.3, "top_k": 20, "seed": 11}]
 
 
@@ -242,6 +243,50 @@ def test_in_an_event_loop(llm):
         assert not llm.service.running  # a cancelled task ends its answer
 
     asyncio.run(main())
+
+
+def test_a_step_wakes_an_event_loop_once_for_all_who_listen_in_it(llm, monkeypatch):
+    put, woken = [], []
+    monkeypatch.setattr(Mailbox, "put", lambda self, *letter: (put.append(self), PUT(self, *letter)))
+    monkeypatch.setattr(Mailbox, "wake", lambda self: (woken.append(self), WAKE(self)))
+
+    how = {"max_new_tokens": 20, "ignore_eos": True, "max_draft": 0}
+
+    async def main():
+        with llm.engine.turn():  # nobody begins before all are there
+            answers = Updates(llm.service, *[llm.request([i] * 3, **how) for i in (5, 6, 7)])
+        tokens = {0: [], 1: [], 2: []}
+        async for number, update in answers:
+            tokens[number] += update.tokens
+        assert [tokens[i] for i in range(3)] == [llm.generate([i] * 3, **how).tokens for i in (5, 6, 7)]
+        assert len(woken) < len(put) / 2  # after each step, and after the reading of each prompt
+
+    asyncio.run(main())
+
+
+def test_what_came_while_nobody_asked_comes_as_one_update(llm):
+    async def main():
+        request = llm.request(PROMPTS[0], max_new_tokens=20, ignore_eos=True, max_draft=0, logprobs=0)
+        answers = Updates(llm.service, request)
+        while not answers.jobs[0].over:
+            sleep(0.01)  # within the event loop, which hears of nothing meanwhile
+        (only,) = [update async for _, update in answers]
+        assert only.tokens == alone(llm, PROMPTS[0], max_new_tokens=20)
+        assert (only.finish, [each.token for each in only.logprobs]) == ("length", only.tokens)
+
+    asyncio.run(main())
+
+
+def test_an_event_loop_that_is_closed_ends_its_answers(llm):
+    async def begin():
+        return Updates(llm.service, llm.request(PROMPTS[0], max_new_tokens=100_000, ignore_eos=True, max_draft=0))
+
+    answers = asyncio.run(begin())
+    end = monotonic() + 60
+    while not answers.jobs[0].over:
+        assert monotonic() < end, "an answer goes on that nobody hears"
+        sleep(0.01)
+    assert answers.jobs[0].request.cancelled
 
 
 def test_it_is_given_back_with_its_llm(tiny, monkeypatch):

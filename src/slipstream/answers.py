@@ -117,7 +117,7 @@ class AsyncStream:
         self._running: Running | None = None
 
     async def __aiter__(self) -> AsyncIterator[str]:
-        async for update in Updates(self._service, self._request):
+        async for _, update in Updates(self._service, self._request):
             self._running = update.sequence
             if update.error is not None:
                 raise update.error
@@ -170,7 +170,7 @@ def together(service: Service, requests: Sequence[Request], offline: bool = Fals
 
 async def answered(service: Service, request: Request) -> Result:
     """The whole answer, from an event loop."""
-    async for update in Updates(service, request, streams=False):
+    async for _, update in Updates(service, request, streams=False):
         if update.error is not None:
             raise update.error
         if update.sequence is None:

@@ -18,10 +18,13 @@ import heapq
 import itertools
 import logging
 import threading
+import weakref
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import nullcontext, suppress
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from time import monotonic
 from typing import cast
 
@@ -52,6 +55,41 @@ class Update:
     error: Exception | None = None
     sequence: Sequence | None = None  # with the last one, if its prompt was read
 
+    def then(self, later: Update) -> Update:
+        """Both as one."""
+        return replace(
+            later,
+            text=self.text + later.text,
+            tokens=self.tokens + later.tokens,
+            ends=self.ends + later.ends,
+            logprobs=self.logprobs + later.logprobs,
+        )
+
+
+class Mailbox:
+    """Updates on their way from the service's thread into an event loop: those of one step come by one wake-up, since
+    each takes a system call, and a change of threads."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = weakref.ref(loop)  # which the service finds this by, and keeps as long as others do
+        self._letters = deque[tuple[Callable[[Update], None], Update]]()
+
+    def put(self, take: Callable[[Update], None], update: Update) -> None:
+        """To be taken within the event loop, after the next `wake`."""
+        self._letters.append((take, update))
+
+    def wake(self) -> None:
+        """RuntimeError: the event loop is closed, or gone."""
+        loop = self._loop()
+        if loop is None:
+            raise RuntimeError("the event loop is gone")
+        loop.call_soon_threadsafe(self._empty)
+
+    def _empty(self) -> None:
+        while self._letters:
+            take, update = self._letters.popleft()
+            take(update)
+
 
 @dataclass(eq=False)
 class Job:
@@ -63,6 +101,7 @@ class Job:
     deadline: float | None = None  # by `monotonic`
     streams: bool = True  # whether it wants to hear of every step, or of the end alone
     offline: bool = False  # one of a list: others' prompts may be read before its next step, and it does not stay read
+    mailbox: Mailbox | None = None  # to be woken after `deliver`
     arrived: float = field(default_factory=monotonic)
     reading: Reading | None = None  # while its text is read
     sequence: Sequence | None = None  # once its prompt is read
@@ -85,41 +124,54 @@ class Job:
 
 
 class Updates:
-    """An answer as it grows, for an event loop: submitted at once, then to be iterated over. Whoever leaves the loop,
-    or is cancelled in it, ends the answer."""
+    """Answers as they grow, for an event loop: submitted at once, then to be iterated over, by which of them and what
+    is new. What came while nobody asked for it comes as one update. Whoever leaves the loop, or is cancelled in it,
+    ends the answers."""
 
     def __init__(
         self,
         service: Service,
-        request: Request,
-        *,
+        *requests: Request,
         timeout: float | None = None,
         priority: int = 0,
         streams: bool = True,
     ) -> None:
-        """timeout: seconds after which it ends with what it has, and the reason `timeout`."""
-        loop, self._service = asyncio.get_running_loop(), service
-        self._queue = asyncio.Queue[Update]()
-
-        def deliver(update: Update) -> None:
-            loop.call_soon_threadsafe(self._queue.put_nowait, update)
-
+        """timeout: seconds after which they end with what they have, and the reason `timeout`."""
+        self._service, self._came = service, asyncio.Event()
+        self._new: dict[int, Update] = {}
+        self.jobs: list[Job] = []
+        mailbox = service.mailbox(asyncio.get_running_loop())
         deadline = None if timeout is None else monotonic() + timeout
-        self.job = service.submit(Job(request, deliver, priority, deadline, streams))
-
-    async def __aiter__(self) -> AsyncIterator[Update]:
         try:
-            while True:
-                update = await self._queue.get()
-                yield update
-                if update.finish is not None:
-                    return
+            for i, request in enumerate(requests):
+                deliver = partial(mailbox.put, partial(self._take, i))
+                self.jobs.append(service.submit(Job(request, deliver, priority, deadline, streams, mailbox)))
+        except BaseException:
+            self.close()
+            raise
+
+    def _take(self, number: int, update: Update) -> None:
+        before = self._new.get(number)
+        self._new[number] = before.then(update) if before is not None else update
+        self._came.set()
+
+    async def __aiter__(self) -> AsyncIterator[tuple[int, Update]]:
+        left = len(self.jobs)
+        try:
+            while left:
+                await self._came.wait()
+                self._came.clear()
+                new, self._new = self._new, {}
+                for number, update in new.items():
+                    left -= update.finish is not None
+                    yield number, update
         finally:
             self.close()
 
     def close(self) -> None:
-        if not self.job.over:
-            self._service.cancel(self.job)
+        for job in self.jobs:
+            if not job.over:
+                self._service.cancel(job)
 
 
 class Service:
@@ -132,6 +184,8 @@ class Service:
         self._waiting: list[tuple[int, int, Job]] = []  # a heap: priority, number, request
         self._numbers = itertools.count()
         self._kept: list[tuple[str, Kept]] = []  # by collection, the latest used last
+        self._mailboxes = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Mailbox]()
+        self._written: set[Mailbox] = set()  # those with something new
         self._scarce = False  # somebody was put back: nobody begins before somebody ended
         self._changed = threading.Condition()
         self._counting = threading.Lock()
@@ -164,6 +218,11 @@ class Service:
         job.request.cancel()
         with self._changed:
             self._changed.notify_all()
+
+    def mailbox(self, loop: asyncio.AbstractEventLoop) -> Mailbox:
+        """Of all that listen in this event loop, which is the caller's."""
+        with self._changed:
+            return self._mailboxes.setdefault(loop, Mailbox(loop))
 
     def waiting(self) -> int:
         return len(self._waiting)
@@ -214,6 +273,7 @@ class Service:
             except Exception as error:
                 log.exception("the service failed at something that is nobody's: all its requests end")
                 self._fail_all(error)
+            self._wake()
 
     def _round(self) -> None:
         """One forward that reads prompts, and one step of everybody."""
@@ -392,6 +452,7 @@ class Service:
                 self._retire(job, sequence)
             elif job.streams:
                 self._deliver(job, job.new())
+        self._wake()
 
     def _retire(self, job: Job, sequence: Sequence) -> None:
         kept = None
@@ -424,8 +485,20 @@ class Service:
             return
         try:
             job.deliver(update)
-        except Exception:  # nobody listens any more: an event loop that was closed, say
+        except Exception:  # nobody listens any more
             job.request.cancel()
+        if job.mailbox is not None:
+            self._written.add(job.mailbox)
+
+    def _wake(self) -> None:
+        written, self._written = self._written, set()
+        for mailbox in written:
+            try:
+                mailbox.wake()
+            except RuntimeError:  # nobody listens any more
+                for job in [*self.running, *self.reading, *(job for *_, job in self._waiting)]:
+                    if job.mailbox is mailbox:
+                        job.request.cancel()
 
     # ---- what nobody needs any more
 

@@ -25,13 +25,15 @@ from slipstream.llm import LLM
 from slipstream.server import bodies, metrics
 from slipstream.server import schema as s
 from slipstream.server.asking import Asked, Asking, Limits, as_message
-from slipstream.server.errors import Refused, invalid, refusal
+from slipstream.server.errors import ErrorBody, Refused, invalid, refusal
 from slipstream.service import Service, Update, Updates
+from slipstream.trace.page import part
 from slipstream.version import __version__
 
 log = logging.getLogger("slipstream.server")
 
 PAGE = {"": ("live.html", "text/html"), "live.css": ("live.css", "text/css"), "live.js": ("live.js", "text/javascript")}
+COMMON = {"live.css": "tokens.css", "live.js": "tokens.js"}  # what stands before: shared with the page of a trace
 OPEN = ("/health", "/", "/live.css", "/live.js", "/favicon.ico")  # for everybody, whatever the key
 SAFE = {"Content-Security-Policy": "default-src 'self'", "X-Content-Type-Options": "nosniff"}
 
@@ -48,7 +50,12 @@ class Server:
         self._beside = ThreadPoolExecutor(1, "tokenising")
         self._decode = lru_cache(1 << 16)(self._decoded)  # with alternatives, thousands for one answer
         self.app = FastAPI(
-            title="slipstream", version=__version__, lifespan=self._lifespan, docs_url=None, redoc_url=None
+            title="slipstream",
+            version=__version__,
+            lifespan=self._lifespan,
+            docs_url=None,
+            redoc_url=None,
+            responses={"default": {"model": ErrorBody, "description": "What was wrong"}},
         )
         self.app.add_exception_handler(RequestValidationError, self._invalid)
         self.app.add_exception_handler(Refused, self._refused)
@@ -85,6 +92,8 @@ class Server:
         app.get("/live")(self.live)
         for path, (file, kind) in PAGE.items():
             text = files("slipstream.server").joinpath(file).read_text("utf-8")
+            if file in COMMON:
+                text = f"{part(COMMON[file])}\n{text}"
             page = partial(Response, text, media_type=kind, headers=SAFE)
             app.get(f"/{path}", include_in_schema=False)(lambda page=page: page())
 
@@ -163,26 +172,12 @@ class Server:
     async def _answer(self, body: s.Sampled, http: Request, ask: Callable[[], Asked], made: Any) -> Any:
         asked = await self._aside(ask)
         choices = [bodies.Choice(i, asked) for i in range(len(asked.requests))]
-        answers: list[Updates] = []
-        try:
-            for request in asked.requests:
-                answers.append(
-                    Updates(
-                        self.service,
-                        request,
-                        timeout=self.limits.seconds,
-                        priority=body.priority,
-                        streams=body.stream,
-                    )
-                )
-        except BaseException:
-            for answer in answers:
-                answer.close()
-            raise
-        updates = told(merged(choices, answers))
+        answers = Updates(
+            self.service, *asked.requests, timeout=self.limits.seconds, priority=body.priority, streams=body.stream
+        )
         if body.stream:
-            return EventStream(safely(made.events(updates, choices)), answers)
-        await until_left(http, finished(updates), answers)
+            return EventStream(safely(made.events(told(choices, answers), choices)), answers)
+        await until_left(http, finished(told(choices, answers)), answers)
         return JSONResponse(made.answer(choices))
 
     async def _aside(self, work: Callable[[], Any]) -> Any:
@@ -250,16 +245,17 @@ class Guard:
 class EventStream(StreamingResponse):
     """Its answers end with it, whatever ends it: a client may leave before anything of it was asked for."""
 
-    def __init__(self, events: AsyncIterator[str], answers: Sequence[Updates]) -> None:
-        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+    def __init__(self, events: AsyncIterator[str], answers: Updates) -> None:
+        # The last: a proxy before this server hands on what comes, instead of collecting it.
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(events, media_type="text/event-stream", headers=headers)
         self.answers = answers
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
-            for answer in self.answers:
-                answer.close()
+            self.answers.close()
 
 
 class BodyLimit:
@@ -290,33 +286,9 @@ class BodyLimit:
         await self.app(scope, counted, send)
 
 
-async def merged(
-    choices: Sequence[bodies.Choice], answers: Sequence[Updates]
-) -> AsyncIterator[tuple[bodies.Choice, Update]]:
-    """The updates of several answers as they come."""
-    queue = asyncio.Queue[tuple[bodies.Choice, Update]]()
-
-    async def pump(choice: bodies.Choice, answer: Updates) -> None:
-        async for update in answer:
-            queue.put_nowait((choice, update))
-
-    tasks = [asyncio.create_task(pump(*each)) for each in zip(choices, answers, strict=True)]
-    try:
-        left = len(tasks)
-        while left:
-            choice, update = await queue.get()
-            left -= update.finish is not None
-            yield choice, update
-    finally:
-        for task in tasks:
-            task.cancel()
-        for answer in answers:
-            answer.close()
-
-
-async def told(updates: AsyncIterator[tuple[bodies.Choice, Update]]) -> AsyncIterator[tuple[bodies.Choice, Update]]:
-    """What ended without being an answer is raised."""
-    async for choice, update in updates:
+async def told(choices: Sequence[bodies.Choice], answers: Updates) -> AsyncIterator[tuple[bodies.Choice, Update]]:
+    """What is new, and of which answer. What ended without being one is raised."""
+    async for number, update in answers:
         if update.error is not None:
             if refusal(update.error).status == 500:
                 log.error("an answer failed", exc_info=update.error)
@@ -325,7 +297,7 @@ async def told(updates: AsyncIterator[tuple[bodies.Choice, Update]]) -> AsyncIte
             raise Refused(504, "the answer took longer than this server allows: ask for fewer tokens")
         if update.finish == "cancelled":
             raise Refused(503, "this server is shutting down")
-        yield choice, update
+        yield choices[number], update
 
 
 async def finished(updates: AsyncIterator[tuple[bodies.Choice, Update]]) -> None:
@@ -346,7 +318,7 @@ async def safely(events: AsyncIterator[str]) -> AsyncIterator[str]:
         yield bodies.DONE
 
 
-async def until_left(http: Request, work: Any, answers: Sequence[Updates]) -> None:
+async def until_left(http: Request, work: Any, answers: Updates) -> None:
     """Do that, unless the client leaves before: then its answers end."""
     task = asyncio.create_task(work)
 
@@ -363,8 +335,7 @@ async def until_left(http: Request, work: Any, answers: Sequence[Updates]) -> No
     finally:
         watching.cancel()
         task.cancel()
-        for answer in answers:
-            answer.close()
+        answers.close()
 
 
 def running(job: Any) -> dict[str, Any]:

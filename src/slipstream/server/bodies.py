@@ -22,12 +22,13 @@ DONE = "data: [DONE]\n\n"
 # Not in the drafter's own words, which may name files of the server.
 NOT_KEPT = "the drafter failed after the answer, and may not have kept it; the server's log says why"
 Decode = Callable[[int], str]
+encode = json.JSONEncoder(ensure_ascii=False).encode  # made once: `dumps` would make it for every event
 
 
 def event(body: Mapping[str, Any], name: str | None = None) -> str:
     """One server-sent event."""
     head = f"event: {name}\n" if name else ""
-    return f"{head}data: {json.dumps(body, ensure_ascii=False)}\n\n"
+    return f"{head}data: {encode(body)}\n\n"
 
 
 @dataclass
@@ -157,6 +158,8 @@ class Chat:
     def __init__(self, model: str, body: s.Completed, decode: Decode) -> None:
         self.body, self.decode = body, decode
         self.head = {"id": f"{self.prefix}-{secrets.token_hex(12)}", "created": int(time()), "model": model}
+        # Of chunks, which have it all in common.
+        self._begins = f'data: {encode({**self.head, "object": self.part})[:-1]}, "choices": ['
 
     def answer(self, choices: Sequence[Choice]) -> dict[str, Any]:
         found = {
@@ -225,9 +228,12 @@ class Chat:
                 return {"tool_calls": [{"index": delta.index, "function": {"arguments": delta.piece}}]}
 
     def chunk(self, index: int, delta: Any, logprobs: Any = None, finish: str | None = None, extras: Any = None) -> str:
-        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
-        body = {**self.head, "object": self.part, "choices": [choice]}
-        return event(body | ({"slipstream": extras} if extras else {}))
+        return self.sent({"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}, extras)
+
+    def sent(self, choice: dict[str, Any], extras: Any) -> str:
+        """A chunk as an event."""
+        more = f', "slipstream": {encode(extras)}' if extras else ""
+        return f"{self._begins}{encode(choice)}]{more}}}\n\n"
 
 
 class Completion(Chat):
@@ -257,9 +263,7 @@ class Completion(Chat):
         return delta.text if isinstance(delta, Content) else ""
 
     def chunk(self, index: int, delta: Any, logprobs: Any = None, finish: str | None = None, extras: Any = None) -> str:
-        choice = {"index": index, "text": delta or "", "logprobs": logprobs, "finish_reason": finish}
-        body = {**self.head, "object": self.part, "choices": [choice]}
-        return event(body | ({"slipstream": extras} if extras else {}))
+        return self.sent({"index": index, "text": delta or "", "logprobs": logprobs, "finish_reason": finish}, extras)
 
 
 class Response:

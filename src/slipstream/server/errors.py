@@ -8,11 +8,25 @@ from typing import Any
 
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from pydantic import BaseModel
 
 from slipstream.errors import BusyError, ContextError, ModelError, SlipstreamError
 
 # Parts of a place that name no field but which of several kinds was tried: str, list[str], function-…, NamedTool.
 KIND = re.compile(r"(str|int|float|bool|none|function-.*|\w+\[.*|[A-Z]\w+)$")
+
+
+class ErrorObject(BaseModel):
+    message: str
+    type: str
+    param: str | None  # the field that was wrong
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    """How everything that is not answered is told, for /openapi.json."""
+
+    error: ErrorObject
 
 
 class Refused(Exception):

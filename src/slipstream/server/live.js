@@ -1,5 +1,4 @@
 // The server's page: asks /live again and again and draws it, and lets the reader try a prompt.
-"use strict";
 
 // Text from the server is hostile until proven otherwise: it only ever becomes textContent, a title or a label.
 const OFTEN = 500; // milliseconds between two questions
@@ -7,37 +6,12 @@ const SELDOM = 5000; // the same where nobody looks
 const PATIENCE = 10000; // for an answer from /live
 const SHOWN = 120; // seconds of the chart
 const SMOOTH = 3; // seconds that a rate is taken over
-const UNDERLINES = 5;
-const TARGET = null; // among sources; a drafter may be called "target"
 
 // ---- elements and words
-
-const at = (id) => document.getElementById(id);
-
-function make(tag, className = "", text = "") {
-  const element = document.createElement(tag);
-  if (className) element.className = className;
-  if (text) element.textContent = text;
-  return element;
-}
-
-function makeSvg(tag, attributes) {
-  const shape = document.createElementNS("http://www.w3.org/2000/svg", tag);
-  for (const [name, value] of Object.entries(attributes)) shape.setAttribute(name, value);
-  return shape;
-}
 
 /** Set a text only where it changed: what a reader has selected stays so, and nothing is read aloud twice. */
 function say(element, text) {
   if (element.textContent !== text) element.textContent = text;
-}
-
-function whole(count) {
-  return count.toLocaleString("en");
-}
-
-function plural(count, noun) {
-  return `${whole(count)} ${noun}${count === 1 ? "" : "s"}`;
 }
 
 function speed(value) {
@@ -67,25 +41,6 @@ function setColours() {
 
 function hue(name) {
   return `var(--source${place(name)}, var(--faint))`;
-}
-
-function sourcesOf(source) {
-  return source == null ? [TARGET] : String(source).split("+");
-}
-
-/** Give `element` its sources' look. Returns where its text belongs: one element deeper per further source. */
-function paint(element, sources) {
-  const drafters = sources.filter((name) => name !== TARGET);
-  if (drafters.length === 0) return element; // the target's own tokens stay plain
-  element.classList.add("tint");
-  element.style.setProperty("--d", hue(drafters[Math.min(1, drafters.length - 1)]));
-  let inner = element;
-  drafters.forEach((name, i) => {
-    if (i > 0) inner = inner.appendChild(make("span"));
-    inner.classList.add("u", `u${place(name) % UNDERLINES}`);
-    inner.style.setProperty("--c", hue(name));
-  });
-  return inner;
 }
 
 function chip(name, text = name) {
@@ -415,14 +370,6 @@ function drawTokens(content, tokens) {
   at("answer").hidden = false;
   say(at("outcome"), "");
   drawLegend();
-}
-
-/** Line breaks get a mark that is drawn by the style sheet, so that the text itself stays as it is. */
-function fill(element, text) {
-  text.split("\n").forEach((part, i) => {
-    if (i > 0) element.append(make("span", "newline", "\n"));
-    if (part) element.append(part);
-  });
 }
 
 function drawLegend() {

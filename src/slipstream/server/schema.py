@@ -13,7 +13,9 @@ TokenIds = list[Annotated[int, Field(ge=0)]]
 
 
 class Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+    """Neither fields that are unknown, nor "1" or true for a number."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
 
 
 class Body(Strict):
@@ -196,6 +198,10 @@ class ResponseRequest(Sampled):
 
 
 class TokenizeRequest(Body):
+    """Of a prompt, or of messages."""
+
+    model_config = ConfigDict(json_schema_extra={"oneOf": [{"required": ["prompt"]}, {"required": ["messages"]}]})
+
     model: str | None = None
     prompt: str | None = None
     messages: list[Message] | None = None

@@ -43,14 +43,6 @@ function drawAnswer(run) {
   ofRun(run, "text").append(all);
 }
 
-/** Line breaks get a mark that is drawn by the style sheet, so that the text itself stays as it is. */
-function fill(element, text) {
-  text.split("\n").forEach((part, i) => {
-    if (i > 0) element.append(make("span", "newline", "\n"));
-    if (part) element.append(part);
-  });
-}
-
 function drawNote(run) {
   const { end } = run;
   const notes = [];

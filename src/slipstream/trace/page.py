@@ -14,7 +14,9 @@ from slipstream.errors import OptionError
 from slipstream.user_files import write_text
 
 FORMAT, VERSION = "slipstream-trace", 1
-SCRIPTS = ("runs.js", "answer.js", "timeline.js", "step.js", "play.js", "page.js")  # one after another they are one
+# One after another they are one.
+SCRIPTS = ("tokens.js", "runs.js", "answer.js", "timeline.js", "step.js", "play.js", "page.js")
+STYLES = ("tokens.css", "page.css")
 
 Line = dict[str, Any]
 
@@ -70,14 +72,15 @@ def write_page(lines: Sequence[Line], path: Path, against: Sequence[Line] | None
     runs = [list(lines)] if against is None else [list(lines), list(against)]
     shown = {"runs": runs, "colours": {name: colours.colour(name) for run in runs for name in sorted(_drafters(run))}}
     data = json.dumps(shown, allow_nan=False, separators=(",", ":")).translate(ESCAPES)
-    page = _part("page.html").replace("@STYLE@", colours.STYLE + _part("page.css"))
-    page = page.replace("@SCRIPT@", "\n".join(map(_part, SCRIPTS)))
+    page = part("page.html").replace("@STYLE@", colours.STYLE + "\n".join(map(part, STYLES)))
+    page = page.replace("@SCRIPT@", "\n".join(map(part, SCRIPTS)))
     # The data come last: no text of theirs is looked through for places to fill.
     before, after = page.split("@TRACE@")
     write_text(path, before + data + after)
 
 
-def _part(name: str) -> str:
+def part(name: str) -> str:
+    """A file that pages are made of."""
     return files(__package__).joinpath(name).read_text(encoding="utf-8").rstrip()
 
 

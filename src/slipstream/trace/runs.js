@@ -1,5 +1,4 @@
 // The traces that the page shows, one or two, and what all its parts are made of.
-"use strict";
 
 // Text from a trace is hostile until proven otherwise: it only ever becomes textContent, a title or a label.
 const data = JSON.parse(document.getElementById("trace").textContent);
@@ -8,8 +7,6 @@ const compared = runs.length > 1;
 const hues = new Map(Object.entries(data.colours)); // by name: the CSS variable of its colour
 
 const LOSSLESS = ["match", "rejection"]; // accept rules whose text differs from plain decoding by rounding at most
-const UNDERLINES = 5;
-const TARGET = null; // among sources; a drafter may be called "target"
 const names = [...new Set(runs.flatMap((run) => run.steps).flatMap(sourcesIn))];
 
 /** A trace with what is drawn of it. `ends`: when each step was over, in milliseconds since the first began. */
@@ -41,26 +38,8 @@ const longest = Math.max(...runs.map((run) => run.ends.at(-1) ?? 0)); // both ar
 
 // ---- elements and words
 
-const at = (id) => document.getElementById(id);
 /** The ids of the second run's elements end in 2. */
 const ofRun = (run, id) => at(run.number ? `${id}2` : id);
-
-function make(tag, className = "", text = "") {
-  const element = document.createElement(tag);
-  if (className) element.className = className;
-  if (text) element.textContent = text;
-  return element;
-}
-
-function makeSvg(tag, attributes) {
-  const shape = document.createElementNS("http://www.w3.org/2000/svg", tag);
-  for (const [name, value] of Object.entries(attributes)) shape.setAttribute(name, value);
-  return shape;
-}
-
-function plural(count, noun) {
-  return `${count.toLocaleString("en")} ${noun}${count === 1 ? "" : "s"}`;
-}
 
 function number(value) {
   if (Math.abs(value) >= 1000) return value.toExponential(1);
@@ -79,27 +58,12 @@ function sourcesIn(step) {
   return [...proposed, ...accepted].filter((name) => name !== TARGET);
 }
 
-function sourcesOf(source) {
-  return source === null ? [TARGET] : source.split("+");
+function place(name) {
+  return names.indexOf(name);
 }
 
 function hue(name) {
   return `var(${hues.get(name)})`;
-}
-
-/** Give `element` its sources' look. Returns where its text belongs: one element deeper per further source. */
-function paint(element, sources) {
-  const known = names.filter((name) => sources.includes(name));
-  if (known.length === 0) return element; // the target's own tokens stay plain
-  element.classList.add("tint");
-  element.style.setProperty("--d", hue(known[Math.min(1, known.length - 1)]));
-  let inner = element;
-  known.forEach((name, i) => {
-    if (i > 0) inner = inner.appendChild(make("span"));
-    inner.classList.add("u", `u${names.indexOf(name) % UNDERLINES}`);
-    inner.style.setProperty("--c", hue(name));
-  });
-  return inner;
 }
 
 function chip(sources, text) {

@@ -57,6 +57,16 @@ def nothing_learnt():
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def no_power_failures():
+    """Files outlive a process that is killed, so nobody waits for the disk: that was half of the time of many tests of
+    stores. Those about power failures watch the calls."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("fsync", "fdatasync"):
+            patch.setattr(os, name, os.fstat)  # which refuses a file that is closed too
+        yield
+
+
 @pytest.fixture(autouse=True)
 def small_products(request, monkeypatch):
     """Without oneDNN, which on Arm takes 0.1 ms to begin a product of tiny matrices. Real models keep it."""

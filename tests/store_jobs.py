@@ -56,6 +56,7 @@ class Forker:
 
 
 def serve():
+    os.fsync = os.fdatasync = os.fstat  # jobs are killed, the machine is not: see conftest.py
     warm_up()
     gc.collect()
     gc.freeze()  # or each job's collector goes through all of it, and copies the pages

@@ -182,7 +182,7 @@ def test_contestants_are_warmed_up_and_take_turns_to_go_first():
     assert len(runs) == 18
 
 
-def test_the_whole_benchmark_on_the_embedded_model(smol, tmp_path):
+def test_the_whole_benchmark_on_a_real_model(shallow, tmp_path):
     plan = BenchPlan(
         [Prompt("a", "greeting", ("Hi!",)), Prompt("b", "talk", ("Name a river.", "And another."))],
         ("none", "pld", "hf", "hf-pld"),
@@ -190,7 +190,7 @@ def test_the_whole_benchmark_on_the_embedded_model(smol, tmp_path):
         repeats=1,
     )
     seen = []
-    rows, document = benchmark(plan, smol.model, smol.tokenizer, lambda *p: seen.append(p), options={"limit": 2})
+    rows, document = benchmark(plan, shallow.model, shallow.tokenizer, lambda *p: seen.append(p), options={"limit": 2})
     overall = {r.contestant: r for r in rows if r.category == "all"}
     assert set(overall) == {"none", "pld", "hf", "hf-pld"}
     assert overall["none"].tokens_per_step == 1.0
@@ -280,8 +280,8 @@ def test_what_cannot_be_measured_is_refused(tiny):
         Peer("hf-assisted", tiny("llama"))
 
 
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "top_p": 0.95, "seed": 3}], ids=["greedy", "sampled"])
-def test_replayed_numbers_equal_live_ones(smol, tmp_path, sampling, monkeypatch):
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "top_p": 0.95, "seed": 7}], ids=["greedy", "sampled"])
+def test_replayed_numbers_equal_live_ones(shallow, tmp_path, sampling, monkeypatch):
     """Acceptance does not need the target: M, histogram and nodes are those of the live run."""
     monkeypatch.setattr("slipstream.evaluate.replay.measure", lambda *_, **__: {1: 0.01, 8: 0.02, 64: 0.04})
     prompts = [
@@ -289,8 +289,9 @@ def test_replayed_numbers_equal_live_ones(smol, tmp_path, sampling, monkeypatch)
         Prompt("b", "greeting", ("Hi!",)),
     ]
     plan = BenchPlan(prompts, ("none", "pld"), decoding=Decoding(max_new_tokens=16, **sampling), repeats=1)
-    live, _ = benchmark(plan, smol.model, smol.tokenizer, lambda *_: None)
-    make_recording(plan, smol.model, smol.tokenizer, lambda *_: None).save(tmp_path / "kept")
+    live, _ = benchmark(plan, shallow.model, shallow.tokenizer, lambda *_: None)
+    assert any(length for row in live for length in row.accepted_lengths)  # there is something to compare
+    make_recording(plan, shallow.model, shallow.tokenizer, lambda *_: None).save(tmp_path / "kept")
     recording = Recording.load(tmp_path / "kept")
     again, document = replay(recording, ["none", "pld"], {}, lambda *_: None, repeats=1)
     for one, other in zip(live, again, strict=True):

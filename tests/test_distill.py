@@ -320,6 +320,7 @@ def test_a_draft_of_another_vocabulary_is_refused(target, data, tmp_path):
         distill(target, None, [data], tmp_path / "d", plan=PLAN, **how)
 
 
+@pytest.mark.slow
 def test_the_command(target, data, tmp_path):
     app = typer.Typer()
     app.command()(command)

@@ -19,6 +19,7 @@ from slipstream.targets import Scores, Want
 from slipstream.tree import TokenTree, _connected, fuse
 
 V = 4
+PLAIN = Sampling(temperature=1.0)
 
 
 class Undecided(Exception):
@@ -32,7 +33,7 @@ class Scripted(Sampler):
     """A sampler whose every decision is written down beforehand; `weight` is the probability that it comes so."""
 
     def __init__(self, script):
-        super().__init__(Sampling(temperature=1.0), [0])
+        super().__init__(PLAIN, [0])
         self._script, self.weight = list(script), 1.0
 
     def _decide(self, probabilities):
@@ -71,12 +72,12 @@ class Table:
 
 def outcomes(rule, tree, law):
     """{emitted tokens: probability} over every decision the rule can take."""
-    found, scripts = {}, [()]
+    found, scripts, table = {}, [()], Table(tree, law)
     while scripts:
         script = scripts.pop()
         sampler = Scripted(script)
         try:
-            verdict = verify(rule, tree, Table(tree, law), sampler, lambda _: False)
+            verdict = verify(rule, tree, table, sampler, lambda _: False)
         except Undecided as fork:
             scripts += [(*script, i) for i in fork.options]
             continue
@@ -154,11 +155,21 @@ def drawn_trees(shape, q_law):
             )
 
 
-def joint_over_drafts(rule, trees, law):
+def same(tree):
+    """All of a tree that a rule looks at."""
+    rows = None if tree.q is None else (tree.q.numpy().tobytes(), tree.q_row.tobytes())
+    return tree.tokens.tobytes(), tree.parents.tobytes(), rows
+
+
+def joint_over_drafts(rule, trees, law, known):
+    """known: {what a rule saw: the law of what came}, kept from call to call."""
     joint, total = {}, 0.0
     for tree, weight in trees:
         total += weight
-        for text, p in completed(outcomes(rule, tree, law), law, 3).items():
+        seen = same(tree)
+        if seen not in known:
+            known[seen] = completed(outcomes(rule, tree, law), law, 3)
+        for text, p in known[seen].items():
             joint[text] = joint.get(text, 0.0) + weight * p
     return joint, total
 
@@ -177,10 +188,10 @@ CHANGES = {
 @pytest.mark.parametrize("rule", [Match(), Rejection()], ids=["match", "rejection"])
 def test_the_joint_law_is_the_targets_for_every_shape(rule, change):
     law, q_law = random_law(1), random_law(2, support=(V, 2))
-    truth = completed({(): 1.0}, law, 3)
+    truth, known = completed({(): 1.0}, law, 3), {}
     for shape in shapes():
         trees = [(CHANGES[change](t), w) for t, w in drawn_trees(shape, q_law)]
-        joint, total = joint_over_drafts(rule, trees, law)
+        joint, total = joint_over_drafts(rule, trees, law, known)
         assert math.isclose(total, 1, abs_tol=1e-12)
         assert total_variation(joint, truth) < 1e-12, shape
 
@@ -193,14 +204,14 @@ def test_keeping_q_after_pruning_would_be_wrong():
     for tree, weight in drawn_trees((0, 0), q_law):
         kept = _connected(tree.parents, tree.tokens != 2)
         trees.append((replace(tree.prune(kept), q=tree.q, q_row=tree.q_row[kept]), weight))
-    joint, _ = joint_over_drafts(Rejection(), trees, law)
+    joint, _ = joint_over_drafts(Rejection(), trees, law, {})
     assert total_variation(joint, truth) > 1e-3
 
 
 # ---- counting on a real (tiny) model
 
 CELLS = 27  # texts of three tokens over a vocabulary of three
-LEVEL, POWER, DISTANCE = 0.01, 0.99, 0.025
+LEVEL, POWER, DISTANCE = 0.01, 0.99, 0.05  # mistakes in drawing, rejecting and keeping apart their noise are larger
 
 
 class Remembered(TextTarget):
@@ -258,23 +269,23 @@ def samples_needed():
 def test_three_tokens_are_distributed_as_the_target_says(rule):
     size = {"vocab_size": 3, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     model, other = (tiny_model("llama", seed=seed, **size, eos_token_id=None) for seed in (0, 1))
-    prompt, temperature = [1, 2, 0], 1.5
+    prompt, temperature = [1, 2, 0], 0.6  # peaked: the draft model is wrong often enough
     law = three_token_law(model, prompt, temperature)
     assert len(law) == CELLS
     llm = LLM(model, drafter="model", draft_model=other, mode="sample", depth=2, width=2)
     llm.engine.target = Remembered(llm.target)
     llm.engine.drafter.draft = Remembered(llm.engine.drafter.draft)
     count = samples_needed()
-    requests = (
-        llm.request(prompt, sample=i, seed=3, temperature=temperature, max_new_tokens=3, accept=rule)
+    requests = (  # of four tokens: the second and third come from a tree of two levels
+        llm.request(prompt, sample=i, seed=3, temperature=temperature, max_new_tokens=4, accept=rule)
         for i in range(count)
     )
     seen, accepted = dict.fromkeys(law, 0), 0
     for sequence in llm.engine.run(requests):
         if sequence.finish:
-            seen[tuple(sequence.tokens)] += 1
+            seen[tuple(sequence.tokens[:3])] += 1
             accepted += sequence.stats.accepted
-    assert accepted > 0.3 * count  # the drafts were really used
+    assert accepted > count  # the drafts were really used, at both levels
     expected = np.array([law[k] for k in law]) * count
     observed = np.array([seen[k] for k in law])
     assert observed.sum() == count

@@ -431,6 +431,7 @@ def test_all_norms_have_stand_ins(family, tiny):
         torch.testing.assert_close(same(x), layer(x), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"mode": "beam", "width": 3}], ids=["greedy", "beam"])
 def test_a_draft_model_reads_a_level_of_all_its_texts_in_one_step(options, tiny, monkeypatch):
     """Three sequences, each as far as it is: their drafts are those that each has alone, in as few steps."""

@@ -1,4 +1,4 @@
-"""The laws, over every drafter there is × every architecture × greedy and sampled × batch 1 and 3.
+"""The laws, over every drafter there is × every architecture × greedy and sampled × alone and in a batch.
 
 Nothing here knows a drafter by name: a new file in drafters/ is tried by the same lines.
 """
@@ -15,7 +15,7 @@ from trials import trials
 
 PROMPTS = [[5, 6, 7, 8, 9, 5, 6, 7, 8, 9, 5, 6], [40], [11, 12, 11, 12, 11, 13, 50, 51, 52, 50]]
 NEW = 9  # beyond the windows of 6; `bench/fuzz.py` writes longer texts
-QUICK = {"llama", "mamba"}  # what `make test-fast` tries
+QUICK = ("llama", "mamba")  # trees and plain decoding: what `make test-fast` tries, everything by itself
 EVERY = [
     pytest.param(family, marks=() if family in QUICK else pytest.mark.slow, id=family)
     for family in (*FAMILIES, *STATEFUL)
@@ -75,12 +75,25 @@ def options(greedy):
 
 @pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("name", drafters.names())
-@pytest.mark.parametrize("family", EVERY)
+@pytest.mark.parametrize("family", QUICK)
 def test_the_text_does_not_depend_on_the_drafter(family, name, greedy, plain, drafting):
     expected = plain(family, greedy)
     for llm in drafting(family, name):
         assert llm.generate(PROMPTS[0], **options(greedy)).tokens == expected[0]
         assert [r.tokens for r in llm.generate(PROMPTS, **options(greedy))] == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", drafters.names())
+@pytest.mark.parametrize("family", [family for family in (*FAMILIES, *STATEFUL) if family not in QUICK])
+def test_nor_on_any_architecture(family, name, plain, drafting):
+    """One greedy text alone; then greedy and sampled ones in one batch, whose forwards are those of either."""
+    expected = plain(family, True) + plain(family, False)
+    for llm in drafting(family, name):
+        assert llm.generate(PROMPTS[0], **options(True)).tokens == expected[0]
+        requests = [llm.request(prompt, **options(greedy)) for greedy in (True, False) for prompt in PROMPTS]
+        done = {id(sequence.request): sequence.tokens for sequence in llm.engine.run(requests)}
+        assert [done[id(request)] for request in requests] == expected
 
 
 @pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "sampled"])

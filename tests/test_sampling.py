@@ -178,9 +178,8 @@ def test_noise_is_gumbel_distributed():
 def test_samples_follow_the_softmax():
     logits = torch.tensor([1.0, 0.0, -1.0, 2.0])
     p = torch.softmax(logits, -1).numpy()
-    counts = np.zeros(4)
+    counts, sampler = np.zeros(4), Sampler(Sampling(temperature=1.0), [], seed=3)
     for position in range(20_000):
-        sampler = Sampler(Sampling(temperature=1.0), [], seed=3)
         sampler.position = position
         counts[sampler.sample(logits)] += 1
     assert np.abs(counts / counts.sum() - p).max() < 0.015

@@ -63,7 +63,7 @@ def as_contents(numbers):
 
 def test_a_killed_writer_loses_nothing_it_acknowledged(forker, tmp_path):
     rng, doing, begun = random.Random(0), Counter(), 0
-    typical = {"a": 0.001, "f": 0.006, "c": 0.015}  # seconds
+    typical = {"a": 0.0003, "f": 0.002, "c": 0.005}  # seconds
     for kill in range(KILLS):
         if kill % 30 == 0:  # a young store from time to time
             folder, model = tmp_path / f"store{kill}", Model()

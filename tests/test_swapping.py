@@ -80,6 +80,7 @@ def test_a_swapped_head_drafts_as_if_it_had_been_there_from_the_start(model, tmp
         assert llm.engine.drafter.folder == tmp_path / "new"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", [{}, {"temperature": 0.9, "seed": 7}])
 def test_texts_that_are_being_written_stay_those_of_plain_decoding(model, tmp_path, way):
     """A service answers five at a time while heads change under it, in another thread."""

@@ -90,6 +90,7 @@ def test_threads_get_the_answers_that_one_after_the_other_gets(drafter, fixed, t
     assert all(slot is None for slot in rows)
 
 
+@pytest.mark.slow
 def test_threads_that_ask_at_the_same_time_are_answered_in_one_batch(tiny):
     llm, batches = LLM(tiny("llama"), drafter="none", max_batch=8), []
     step = llm.engine.step

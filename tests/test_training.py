@@ -5,9 +5,7 @@ import importlib.util
 import itertools
 import json
 import math
-import os
-import subprocess
-import sys
+import socket
 from dataclasses import replace
 from pathlib import Path
 
@@ -539,34 +537,32 @@ def test_a_loss_that_explodes_ends_the_run(walker, walks, tmp_path):
 
 
 JOB = """
-import sys
+import os
 from pathlib import Path
 from slipstream.training.loop import TrainingPlan
 from slipstream.training.processes import Processes
 from slipstream.training.train import Lesson, train
 from transformers import AutoModelForCausalLM
 
-model, data, out = map(Path, sys.argv[1:])
+first = os.fork()
+os.environ |= {"RANK": str(int(first == 0)), "LOCAL_RANK": str(int(first == 0))}
+model, data, out = (Path(os.environ[name]) for name in ("MODEL", "DATA", "OUT"))
 plan = TrainingPlan(steps=7, batch_tokens=512, log_every=2, save_every=4, warmup=2)
 target = AutoModelForCausalLM.from_pretrained(model)
 train(target, [data], out, Lesson("eagle", any_author=True), plan, processes=Processes("cpu"))
+assert not first or os.waitpid(first, 0)[1] == 0
 """
 
 
 @pytest.mark.slow
-def test_two_processes_do_what_one_does_with_twice_the_batches(walker, walks, tmp_path):
+def test_two_processes_do_what_one_does_with_twice_the_batches(walker, walks, tmp_path, forked):
     walker.save_pretrained(tmp_path / "model")
-    (tmp_path / "job.py").write_text(JOB)
-    # What `accelerate launch` runs for several GPUs; for several CPU processes it would want MPI.
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    words = [tmp_path / name for name in ("job.py", "model", walks, "two")]
-    done = subprocess.run(
-        [*launch, *map(str, words)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-    )
+    with socket.create_server(("localhost", 0)) as free:
+        port = free.getsockname()[1]
+    # What `torch.distributed.run` tells each process, and with it `accelerate launch` for several GPUs.
+    launch = {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    names = {"MODEL": tmp_path / "model", "DATA": walks, "OUT": tmp_path / "two"}
+    done = forked.run(code=JOB, OMP_NUM_THREADS=1, CUDA_VISIBLE_DEVICES="", **launch, **names)
     assert done.returncode == 0, done.stderr
     plan = TrainingPlan(steps=7, batch_tokens=512, accumulate=2, log_every=2, save_every=4, warmup=2)
     train(walker, [walks], tmp_path / "one", Lesson("eagle", any_author=True), plan)

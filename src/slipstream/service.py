@@ -145,7 +145,7 @@ class Updates:
         try:
             for i, request in enumerate(requests):
                 deliver = partial(mailbox.put, partial(self._take, i))
-                self.jobs.append(service.submit(Job(request, deliver, priority, deadline, streams, mailbox)))
+                self.jobs.append(service.submit(Job(request, deliver, priority, deadline, streams, mailbox=mailbox)))
         except BaseException:
             self.close()
             raise

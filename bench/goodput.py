@@ -8,7 +8,7 @@ transformers  the same requests, greedy, to `generate_batch` of transformers (co
               and how many texts are the same
 
 What is compiled and captured is left out: everybody goes once unmeasured. Tables go to stderr, one JSON line for each
-part last. On an H200, three minutes for each: --device cuda --dtype bfloat16 --shape 7b.
+part last. On an H200, some minutes each: --device cuda --dtype bfloat16 --shape 7b.
 """
 
 from __future__ import annotations

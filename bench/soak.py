@@ -23,7 +23,7 @@ from time import perf_counter, sleep
 from typing import Any
 
 import slipstream
-from slipstream.service import Job
+from slipstream.jobs import Job
 from soak_hits import hits
 from soak_lab import WAYS, growth, real, resident, run_threads, said, tell, tiny
 from soak_server import learn, server

@@ -13,7 +13,7 @@ import numpy as np
 
 from slipstream import LLM
 from slipstream.evaluate.workloads import builtin, read
-from slipstream.service import Job, Update
+from slipstream.jobs import Job, Update
 from slipstream.targets import load_model
 from slipstream.text import encode
 from soak_lab import real, tell

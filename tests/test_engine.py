@@ -8,7 +8,6 @@ from families import VOCABULARY, tiny_model
 from oracle import Oracle
 from slipstream import LLM, DraftSession, Proposal, TokenTree, drafters
 from slipstream.drafters.base import Drafter
-from slipstream.engine import Kept
 from slipstream.errors import (
     ContextError,
     DrafterError,
@@ -18,6 +17,7 @@ from slipstream.errors import (
     PromptError,
     SlipstreamError,
 )
+from slipstream.sequence import Kept
 
 PROMPT = [5, 6, 7, 8, 9, 5, 6, 7]
 

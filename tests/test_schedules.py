@@ -8,10 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from slipstream.engine import Engine, Reading
+from slipstream.engine import Engine
 from slipstream.errors import CacheFullError
+from slipstream.jobs import Job
 from slipstream.request import Request
-from slipstream.service import KEPT, KEPT_IN_PAGES, Job, Service
+from slipstream.sequence import Reading
+from slipstream.service import KEPT, KEPT_IN_PAGES, Service
 from slipstream.stats import Stats
 
 

@@ -16,12 +16,12 @@ import uvicorn
 
 from browser import CHROMIUM, Browser
 from slipstream import LLM
-from slipstream.engine import TokenLogprobs
+from slipstream.jobs import Update
+from slipstream.sequence import TokenLogprobs
 from slipstream.server.app import Server
 from slipstream.server.asking import Asked, Limits
 from slipstream.server.bodies import Choice
 from slipstream.server.tool_calls import Hermes
-from slipstream.service import Update
 
 pytestmark = pytest.mark.slow
 

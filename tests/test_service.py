@@ -12,14 +12,16 @@ import pytest
 
 from families import graphs
 from slipstream import LLM, BusyError, ModelError, OptionError, PromptError
+from slipstream.answers import Updates
 from slipstream.drafters import make
 from slipstream.engine import Engine
 from slipstream.errors import CacheFullError
 from slipstream.heads import HEADS
+from slipstream.jobs import Job, Mailbox
 from slipstream.kernels.sizes import PAGE
 from slipstream.request import Request
 from slipstream.sampling import Sampling
-from slipstream.service import Job, Mailbox, Service, Updates
+from slipstream.service import Service
 
 PROMPTS = [[5, 6, 7, 8] * 6, [9, 10, 11], [3] * 17, [20, 21, 22, 20, 21, 22, 20, 21], list(range(1, 41))]
 PUT, WAKE = Mailbox.put, Mailbox.wake
@@ -303,7 +305,7 @@ def test_it_is_given_back_with_its_llm(tiny, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("drafter", ["suffix", "eagle3"])
+@pytest.mark.parametrize("drafter", ["none", "suffix", "eagle3"])
 def test_where_pages_are_scarce_texts_are_put_back_and_nothing_is_lost(drafter, tiny, monkeypatch):
     """Prompts of several pages that begin alike, more of them than the cache has room for: each answer is the one it
     has alone, pages are shared, and all of them are given back."""
@@ -334,6 +336,22 @@ def test_where_pages_are_scarce_texts_are_put_back_and_nothing_is_lost(drafter, 
     service.close()
     assert target.arena.free == target.arena.pages - 1
     assert engine._open == []
+
+
+def test_texts_that_stayed_read_make_room_for_whoever_asks_the_engine_itself(tiny, monkeypatch):
+    monkeypatch.setattr("slipstream.targets.captured.arena.ELSEWHERE", 0)
+    target = graphs(tiny("llama"))
+    engine = Engine(target, make("none", target), "none", max_batch=8)
+    service = Service(engine)
+    for first in range(3):
+        Listener(service, Request([first + 1] * (PAGE + 1), 2)).wait()
+    long = [Request([first, 6, 7] * (target.context // 3 - 1), 3) for first in range(10, 14)]
+    assert len(service._kept) == 3
+    assert target.arena.free * PAGE < sum(len(request.tokens) for request in long)
+    ended = [sequence for sequence in engine.run(long) if sequence.finish is not None]
+    assert [len(sequence.tokens) for sequence in ended] == [3] * 4
+    assert len(service._kept) < 3
+    service.close()
 
 
 @pytest.mark.slow

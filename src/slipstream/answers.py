@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Generator, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import islice
 from queue import SimpleQueue
+from time import monotonic
 from typing import Any
 
-from slipstream.engine import Engine, TokenLogprobs
-from slipstream.engine import Sequence as Running
+from slipstream.engine import Engine
 from slipstream.errors import ModelError, PromptError
+from slipstream.jobs import Job, Update
 from slipstream.request import Request
-from slipstream.service import Job, Service, Update, Updates
+from slipstream.sequence import Sequence as Running
+from slipstream.sequence import TokenLogprobs
+from slipstream.service import Service
 from slipstream.stats import Stats
 from slipstream.text import Detokenizer
 from slipstream.trace.record import Recorder
@@ -134,6 +139,57 @@ class AsyncStream:
         if self._running is None:
             raise PromptError("this answer has not ended: iterate over the stream first")
         return result(self._running)
+
+
+class Updates:
+    """Answers as they grow, for an event loop: submitted at once, then to be iterated over, by which of them and what
+    is new. What came while nobody asked for it comes as one update. Whoever leaves the loop, or is cancelled in it,
+    ends the answers."""
+
+    def __init__(
+        self,
+        service: Service,
+        *requests: Request,
+        timeout: float | None = None,
+        priority: int = 0,
+        streams: bool = True,
+    ) -> None:
+        """timeout: seconds after which they end with what they have, and the reason `timeout`."""
+        self._service, self._came = service, asyncio.Event()
+        self._new: dict[int, Update] = {}
+        self.jobs: list[Job] = []
+        mailbox = service.mailbox(asyncio.get_running_loop())
+        deadline = None if timeout is None else monotonic() + timeout
+        try:
+            for i, request in enumerate(requests):
+                deliver = partial(mailbox.put, partial(self._take, i))
+                self.jobs.append(service.submit(Job(request, deliver, priority, deadline, streams, mailbox=mailbox)))
+        except BaseException:
+            self.close()
+            raise
+
+    def _take(self, number: int, update: Update) -> None:
+        before = self._new.get(number)
+        self._new[number] = before.then(update) if before is not None else update
+        self._came.set()
+
+    async def __aiter__(self) -> AsyncIterator[tuple[int, Update]]:
+        left = len(self.jobs)
+        try:
+            while left:
+                await self._came.wait()
+                self._came.clear()
+                new, self._new = self._new, {}
+                for number, update in new.items():
+                    left -= update.finish is not None
+                    yield number, update
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        for job in self.jobs:
+            if not job.over:
+                self._service.cancel(job)
 
 
 def together(service: Service, requests: Sequence[Request], offline: bool = False) -> list[Running]:

@@ -7,23 +7,20 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
 
-import torch
-
 from slipstream.accept import Verdict, verify
-from slipstream.budget import Budget, step_budget
 from slipstream.datastores.live import EarlierAnswers
 from slipstream.datastores.sparse.runs import token_type
 from slipstream.drafters import _capabilities as can
 from slipstream.drafters.base import Drafter, DraftSession, Hidden, Seen
-from slipstream.errors import ContextError, ModelError, OptionError, PromptError
+from slipstream.errors import CacheFullError, ModelError, OptionError
 from slipstream.request import Request, Step
 from slipstream.sampling import Sampler
+from slipstream.sequence import Due, Kept, Reading, Sequence, check_drafting, check_prompt, chooser, logprobs, twin_of
 from slipstream.stats import Stats
 from slipstream.stopwatch import Stopwatch
 from slipstream.targets.base import Scores, Slot, Target, Want, shared
@@ -32,79 +29,6 @@ from slipstream.tree import TokenTree, fuse
 log = logging.getLogger("slipstream")
 
 WORTH = 32  # tokens that two texts must have in common for a copy to be worth it
-
-
-@dataclass(frozen=True)
-class TokenLogprobs:
-    """One emitted token under the target's raw distribution, with the alternatives it had there."""
-
-    token: int
-    logprob: float
-    top: dict[int, float]
-
-
-@dataclass(frozen=True)
-class Due:
-    """What a forward said about a sequence's root, before anybody has looked at it."""
-
-    tree: TokenTree
-    score: Scores
-    seconds: float  # that the forward took
-
-
-@dataclass(eq=False)
-class Sequence:
-    """One request while it is being continued."""
-
-    request: Request
-    slot: Slot
-    session: DraftSession
-    sampler: Sampler
-    stats: Stats
-    root: int = -1  # decided, not yet read by the target
-    tokens: list[int] = field(default_factory=list)  # emitted
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    finish: str | None = None  # why it ended: stop, length, cancelled, failed, or a reason of the request's own
-    error: Exception | None = None  # what it failed with, and nobody else
-    started: float = field(default_factory=perf_counter)
-    due: Due | None = None  # of the latest forward
-
-    def over(self, token: int) -> bool:
-        """`token` is emitted. Does the text end with it?"""
-        self.tokens.append(token)
-        if self.request.stop is not None:
-            self.finish = self.request.stop(token)
-        if self.finish is None and len(self.tokens) >= self.request.max_new_tokens:
-            self.finish = "length"
-        return self.finish is not None
-
-    def budget(self, target: Target) -> Budget:
-        left = self.request.max_new_tokens - len(self.tokens)
-        return step_budget(self.request.max_draft if target.chains else 0, left, target.context - self.slot.length)
-
-
-@dataclass(eq=False)
-class Reading:
-    """A text on its way into the cache: the prompt of a new sequence, or all of one that was put back."""
-
-    sequence: Sequence
-    slot: Slot
-    text: list[int]
-    again: bool = False  # it was put back: its drafter has seen the text, and the token after it is decided
-    seconds: float = 0.0  # that forwards took
-    error: Exception | None = None  # what it failed with, and nobody else
-
-    @property
-    def left(self) -> int:
-        return len(self.text) - self.slot.length
-
-
-@dataclass(eq=False)
-class Kept:
-    """A text that stays read from one request to the next, as in a chat: its slot, and its drafter's session."""
-
-    slot: Slot | None = None
-    session: DraftSession | None = None
 
 
 class Engine:
@@ -123,6 +47,8 @@ class Engine:
         self._open: list[Sequence] = []  # of all runs
         self._latest: list[Sequence] = []  # those of the latest step
         self.closed = False
+        # Gives back the memory of a text that stayed read, if there is one: set by whoever keeps texts.
+        self.spare: Callable[[], bool] = lambda: False
         self._left: deque[tuple[list[Sequence], Kept | None]] = deque()  # runs that ended early, to be retired
 
     def run(self, requests: Iterable[Request], kept: Kept | None = None) -> Iterator[Sequence]:
@@ -136,14 +62,7 @@ class Engine:
             while waiting or running:
                 with self.turn():
                     sound = False
-                    if waiting and len(running) < self.max_batch:
-                        told = self._start(waiting, running, kept)
-                        running += told
-                    else:
-                        told = list(running)
-                        had = [len(sequence.tokens) for sequence in told]
-                        self.step(running)
-                        told = [s for s, n in zip(told, had, strict=True) if len(s.tokens) > n or s.finish is not None]
+                    told = self._round(waiting, running, kept)
                     for sequence in told:
                         if sequence.error is not None:
                             raise sequence.error
@@ -157,6 +76,25 @@ class Engine:
                 # What broke off in the middle of a step can't be read on from.
                 self._left.append((running, kept if sound else None))
                 self._tidy()
+
+    def _round(self, waiting: deque[Request], running: list[Sequence], kept: Kept | None) -> list[Sequence]:
+        """Who has new tokens: those that wait, if they can begin, or else all that run."""
+        if waiting and len(running) < self.max_batch:
+            told = self._start(waiting, running, kept)
+            running += told
+            return told
+        before = [(sequence, len(sequence.tokens)) for sequence in running]
+        self._with_room(partial(self.step, running))
+        return [sequence for sequence, had in before if len(sequence.tokens) > had or sequence.finish is not None]
+
+    def _with_room(self, forward: Callable[[], None]) -> None:
+        """A forward that does nothing if the cache is full. Then texts that nobody needs make room."""
+        while True:
+            try:
+                return forward()
+            except CacheFullError:
+                if not self.spare():
+                    raise
 
     @contextmanager
     def turn(self) -> Iterator[None]:
@@ -323,8 +261,8 @@ class Engine:
                 if not self.may_join(waiting[0], readings, known):
                     break
                 readings.append(self.read(waiting.popleft(), running, kept))
-            while any(reading.left for reading in readings):
-                self.read_on([reading for reading in readings if reading.left])
+            while left := [reading for reading in readings if reading.left]:
+                self._with_room(partial(self.read_on, left))
                 for reading in readings:
                     if reading.error is not None:
                         raise reading.error
@@ -543,43 +481,3 @@ class Engine:
                     self.target.close(sequence.slot)
                 else:
                     kept.slot, kept.session = sequence.slot, sequence.session
-
-
-def twin_of(request: Request, running: Iterable[Sequence]) -> Sequence | None:
-    """Who answers the same prompt, within its collection: how long a request takes must not tell what others asked."""
-    own = [s for s in running if s.request.collection == request.collection]
-    return next((s for s in own if s.request.tokens == request.tokens), None)
-
-
-def chooser(sequence: Sequence) -> Sampler | None:
-    """Who chooses a sequence's tokens; nobody, where the rule looks at the logits themselves."""
-    return None if sequence.request.accept.needs_logits else sequence.sampler
-
-
-def check_prompt(request: Request, target: Target) -> None:
-    if not request.tokens:
-        raise PromptError("the prompt is empty: give at least one token to continue")
-    if request.max_new_tokens < 1:
-        raise PromptError(f"max_new_tokens={request.max_new_tokens}: ask for at least one token")
-    if len(request.tokens) >= target.context:
-        raise ContextError(
-            f"the prompt has {len(request.tokens)} tokens, the model reads {target.context} including what it writes: "
-            "shorten the prompt"
-        )
-    for what, tokens in {"prompt": request.tokens, "prediction": request.prediction or []}.items():
-        if bad := [t for t in tokens if not 0 <= t < target.vocabulary]:
-            raise PromptError(f"{what} tokens must lie in 0..{target.vocabulary - 1}, found {bad[:5]}")
-
-
-def check_drafting(request: Request, drafter: Drafter) -> None:
-    """Refuse wishes that a drafter would ignore."""
-    if request.prediction is not None and "prediction" not in can.takes(drafter):
-        raise OptionError(f"{type(drafter).__name__} makes no use of a prediction: draft with auto, or with prediction")
-    if request.drafters is not None and "drafters" not in can.takes(drafter):
-        raise OptionError(f"{type(drafter).__name__} asks no other drafters: drafters=… is for auto")
-
-
-def logprobs(row: torch.Tensor, token: int, k: int) -> TokenLogprobs:
-    logp = torch.log_softmax(row.float(), -1)
-    top = torch.topk(logp, min(k, len(logp)))
-    return TokenLogprobs(token, float(logp[token]), dict(zip(top.indices.tolist(), top.values.tolist(), strict=True)))

@@ -24,11 +24,12 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerationM
 
 from slipstream.checks import integer
 from slipstream.drafters import make
-from slipstream.engine import Engine, check_prompt
+from slipstream.engine import Engine
 from slipstream.errors import OptionError
 from slipstream.request import Request
 from slipstream.rows import Rows
 from slipstream.sampling import Sampling
+from slipstream.sequence import check_prompt
 from slipstream.stats import Stats
 from slipstream.targets import open_target
 

@@ -26,8 +26,7 @@ from slipstream.drafters import _swapping as swapping
 from slipstream.drafters._joint import JointDrafter
 from slipstream.drafters._swapping import Reloaded
 from slipstream.drafters.base import Drafter
-from slipstream.engine import Engine, Kept, check_prompt
-from slipstream.engine import Sequence as Running
+from slipstream.engine import Engine
 from slipstream.errors import OptionError, PromptError, SlipstreamError
 from slipstream.grammar import GrammarProcessor, grammar_processor
 from slipstream.heads import Head, load_head
@@ -35,6 +34,8 @@ from slipstream.heads.checkpoint import find_folder
 from slipstream.options import Options
 from slipstream.request import Request
 from slipstream.sampling import Sampling
+from slipstream.sequence import Kept, check_prompt
+from slipstream.sequence import Sequence as Running
 from slipstream.service import Service
 from slipstream.targets import load_model, open_target
 from slipstream.text import Detokenizer, Prompt, encode, split_batch

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from slipstream.engine import Sequence as Running
 from slipstream.request import Request
+from slipstream.sequence import Sequence as Running
 from slipstream.stats import Stats
 
 

@@ -19,159 +19,25 @@ import itertools
 import logging
 import threading
 import weakref
-from collections import deque
-from collections.abc import AsyncIterator, Callable
 from contextlib import nullcontext, suppress
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
-from functools import partial
 from time import monotonic
 from typing import cast
 
 import torch
 
 from slipstream.counts import Counts
-from slipstream.engine import WORTH, Engine, Kept, Reading, Sequence, TokenLogprobs, check_drafting, check_prompt
+from slipstream.engine import WORTH, Engine
 from slipstream.errors import BusyError, CacheFullError, ModelError
+from slipstream.jobs import Job, Mailbox, Update
 from slipstream.request import Request
-from slipstream.text import Detokenizer
+from slipstream.sequence import Kept, Reading, Sequence, check_drafting, check_prompt
 
 log = logging.getLogger("slipstream")
 
 LINGER = 5.0  # seconds without work after which its thread ends; the next request starts another
 KEPT = 4  # texts that stay read at most: each holds memory for its whole length,
 KEPT_IN_PAGES = 8  # or, in pages, for what no other has; few, since a head keeps room of its own for each
-
-
-@dataclass(frozen=True)
-class Update:
-    """What is new of an answer. `finish` comes once, with the last one; `error` where it failed."""
-
-    text: str  # characters that nothing takes back
-    tokens: list[int]
-    ends: list[int]  # of a stream, after each of these tokens: the characters of the whole answer that are certain
-    logprobs: list[TokenLogprobs]  # of these, if they were asked for
-    finish: str | None = None
-    error: Exception | None = None
-    sequence: Sequence | None = None  # with the last one, if its prompt was read
-
-    def then(self, later: Update) -> Update:
-        """Both as one."""
-        return replace(
-            later,
-            text=self.text + later.text,
-            tokens=self.tokens + later.tokens,
-            ends=self.ends + later.ends,
-            logprobs=self.logprobs + later.logprobs,
-        )
-
-
-class Mailbox:
-    """Updates on their way from the service's thread into an event loop: those of one step come by one wake-up, since
-    each takes a system call, and a change of threads."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = weakref.ref(loop)  # which the service finds this by, and keeps as long as others do
-        self._letters = deque[tuple[Callable[[Update], None], Update]]()
-
-    def put(self, take: Callable[[Update], None], update: Update) -> None:
-        """To be taken within the event loop, after the next `wake`."""
-        self._letters.append((take, update))
-
-    def wake(self) -> None:
-        """RuntimeError: the event loop is closed, or gone."""
-        loop = self._loop()
-        if loop is None:
-            raise RuntimeError("the event loop is gone")
-        loop.call_soon_threadsafe(self._empty)
-
-    def _empty(self) -> None:
-        while self._letters:
-            take, update = self._letters.popleft()
-            take(update)
-
-
-@dataclass(eq=False)
-class Job:
-    """A request on its way."""
-
-    request: Request
-    deliver: Callable[[Update], None]  # called by the service's thread: it must not wait for anything
-    priority: int = 0  # smaller ones go first
-    deadline: float | None = None  # by `monotonic`
-    streams: bool = True  # whether it wants to hear of every step, or of the end alone
-    offline: bool = False  # one of a list: others' prompts may be read before its next step, and it does not stay read
-    mailbox: Mailbox | None = None  # to be woken after `deliver`
-    arrived: float = field(default_factory=monotonic)
-    reading: Reading | None = None  # while its text is read
-    sequence: Sequence | None = None  # once its prompt is read
-    number: int = 0  # in the order of arrival
-    over: bool = False
-    _texts: int = 0  # characters that were delivered
-    _tokens: int = 0
-
-    def new(self, finish: str | None = None, error: Exception | None = None) -> Update:
-        tokens = self.sequence.tokens[self._tokens :] if self.sequence else []
-        logprobs = self.sequence.logprobs[self._tokens :] if self.sequence else []
-        text, ends, stop = "", list[int](), self.request.stop
-        if isinstance(stop, Detokenizer):
-            text = (stop.visible() if finish is None else stop.finish())[self._texts :]
-            ends = stop.lengths[self._tokens :] if self.streams else []
-        self._texts += len(text)
-        self._tokens += len(tokens)
-        ended = self.sequence if finish is not None else None
-        return Update(text, list(tokens), ends, list(logprobs), finish, error, ended)
-
-
-class Updates:
-    """Answers as they grow, for an event loop: submitted at once, then to be iterated over, by which of them and what
-    is new. What came while nobody asked for it comes as one update. Whoever leaves the loop, or is cancelled in it,
-    ends the answers."""
-
-    def __init__(
-        self,
-        service: Service,
-        *requests: Request,
-        timeout: float | None = None,
-        priority: int = 0,
-        streams: bool = True,
-    ) -> None:
-        """timeout: seconds after which they end with what they have, and the reason `timeout`."""
-        self._service, self._came = service, asyncio.Event()
-        self._new: dict[int, Update] = {}
-        self.jobs: list[Job] = []
-        mailbox = service.mailbox(asyncio.get_running_loop())
-        deadline = None if timeout is None else monotonic() + timeout
-        try:
-            for i, request in enumerate(requests):
-                deliver = partial(mailbox.put, partial(self._take, i))
-                self.jobs.append(service.submit(Job(request, deliver, priority, deadline, streams, mailbox=mailbox)))
-        except BaseException:
-            self.close()
-            raise
-
-    def _take(self, number: int, update: Update) -> None:
-        before = self._new.get(number)
-        self._new[number] = before.then(update) if before is not None else update
-        self._came.set()
-
-    async def __aiter__(self) -> AsyncIterator[tuple[int, Update]]:
-        left = len(self.jobs)
-        try:
-            while left:
-                await self._came.wait()
-                self._came.clear()
-                new, self._new = self._new, {}
-                for number, update in new.items():
-                    left -= update.finish is not None
-                    yield number, update
-        finally:
-            self.close()
-
-    def close(self) -> None:
-        for job in self.jobs:
-            if not job.over:
-                self._service.cancel(job)
 
 
 class Service:
@@ -191,6 +57,7 @@ class Service:
         self._counting = threading.Lock()
         self._thread: threading.Thread | None = None
         self._closing: float | None = None  # when running answers are cancelled
+        engine.spare = self._spare
 
     # ---- for callers, from any thread
 

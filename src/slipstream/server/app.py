@@ -19,14 +19,16 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 
+from slipstream.answers import Updates
 from slipstream.colours import COLOURS, OTHERS, colour
 from slipstream.errors import SlipstreamError
+from slipstream.jobs import Update
 from slipstream.llm import LLM
 from slipstream.server import bodies, metrics
 from slipstream.server import schema as s
 from slipstream.server.asking import Asked, Asking, Limits, as_message
 from slipstream.server.errors import ErrorBody, Refused, invalid, refusal
-from slipstream.service import Service, Update, Updates
+from slipstream.service import Service
 from slipstream.trace.page import part
 from slipstream.version import __version__
 

@@ -11,12 +11,12 @@ from time import time
 from typing import Any
 
 from slipstream.counts import Counts
-from slipstream.engine import Sequence as Running
-from slipstream.engine import TokenLogprobs
+from slipstream.jobs import Update
+from slipstream.sequence import Sequence as Running
+from slipstream.sequence import TokenLogprobs
 from slipstream.server import schema as s
 from slipstream.server.asking import Asked, SourceWatch
 from slipstream.server.tool_calls import CallArguments, CallBegins, Content, Delta, ToolCall, forced_call
-from slipstream.service import Update
 
 DONE = "data: [DONE]\n\n"
 # Not in the drafter's own words, which may name files of the server.

@@ -12,8 +12,8 @@ from slipstream.trace.page import FORMAT, VERSION, Line
 
 if TYPE_CHECKING:
     from slipstream.budget.pilot import Choice
-    from slipstream.engine import Sequence
     from slipstream.request import Step
+    from slipstream.sequence import Sequence
     from slipstream.text import Detokenizer
     from slipstream.tree import TokenTree
 

@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.answers import result
-from slipstream.engine import Sequence as Running
-from slipstream.engine import check_prompt
 from slipstream.errors import ContextError, OptionError, PromptError
 from slipstream.llm import LLM
 from slipstream.request import Request
+from slipstream.sequence import Sequence as Running
+from slipstream.sequence import check_prompt
 from slipstream.text import Prompt
 from slipstream.training.prompts import Question
 from slipstream.workers import Workers, results

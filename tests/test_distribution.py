@@ -49,8 +49,12 @@ class Scripted(Sampler):
     def sample(self, row):
         return self._decide(row.numpy())
 
-    def draw(self, weights):
-        return self._decide((weights / weights.sum()).tolist())
+    def drawn(self, weights):
+        self._weights = weights  # of the last draw that may be
+        return torch.zeros(2, dtype=weights.dtype)
+
+    def taken(self, token, mass):  # noqa: ARG002
+        return self._decide((self._weights / self._weights.sum()).tolist())
 
     def flip(self, probability, draw):  # noqa: ARG002
         p = min(1.0, probability)

@@ -47,11 +47,11 @@ def test_every_way_is_compared_and_agrees(way, lab):
 
 @pytest.mark.slow
 def test_a_mistake_in_the_engine_shows(lab, monkeypatch):
-    long = [c for c in cases(4, "batch", drafter="oracle") if c.asks[0].options["max_new_tokens"] >= 20]
-    case = long[0]  # a short answer may end before the mistake shows
-    assert not tried(lab, case).problems
+    # A short answer may end before the mistake shows, and of a long one all drafts may be wrong.
+    long = [c for c in cases(12, "batch", drafter="oracle") if c.asks[0].options["max_new_tokens"] >= 20][:4]
+    assert not any(tried(lab, case).problems for case in long)
     monkeypatch.setattr(slipstream.engine, "verify", one_token_too_many)
-    assert any("expected" in problem for problem in tried(lab, case).problems)
+    assert any("expected" in problem for case in long for problem in tried(lab, case).problems)
 
 
 def test_a_slot_that_stays_open_shows(monkeypatch):

@@ -338,7 +338,7 @@ def test_the_joint_law_under_rejection_is_the_targets(joint, found, keeps, fused
             made = mine.propose(9, Budget(3, 3)).tree
             assert (made.q is not None) is keeps
             trees.append((made, weight))
-        joint_law, _ = joint_over_drafts(Rejection(), trees, law)
+        joint_law, _ = joint_over_drafts(Rejection(), trees, law, {})
         assert total_variation(joint_law, truth) < 1e-12, shape
 
 

@@ -173,7 +173,7 @@ def test_auto_swaps_by_name_and_asks_the_new_one_anew(model, tmp_path):
         parts, new = llm.engine.drafter.parts, load_head(folders[2], model)
         assert torch.equal(parts["eagle3-2"].head.fc.weight, new.fc.weight)
         assert not torch.equal(parts["eagle3"].head.fc.weight, new.fc.weight)
-        assert all(not any(group["eagle3-2"].waits) for group in llm.engine.drafter.pilot._by_batch.values())
+        assert all(not any(group["eagle3-2"].due) for group in llm.engine.drafter.pilot._by_batch.values())
         assert llm.generate(PROMPTS[0], **LONG).tokens == text
 
 

@@ -26,9 +26,8 @@ class KeyCache:
     # By layer, keys and values: (rows, kv heads, capacity, d) each; row 0 is where the padding of a batch writes.
     layers: list[tuple[Tensor, Tensor]]
 
-    def __init__(
-        self, config: LayerConfig, dtype: torch.dtype, device: torch.device, capacity: int = FIRST_CAPACITY
-    ) -> None:
+    def __init__(self, config: LayerConfig, dtype: torch.dtype, device: torch.device, capacity: int = 0) -> None:
+        """capacity: columns to begin with; 0: the usual number."""
         self.generation = 0  # how often the tensors moved
         self.windows = [config.window(layer) for layer in range(config.num_hidden_layers)]
         self._heads, self._device = config.num_attention_heads, device
@@ -37,7 +36,7 @@ class KeyCache:
         with torch.inference_mode():
             empty = torch.zeros(1, config.num_key_value_heads, 0, config.head_dim, dtype=dtype, device=device)
         self.layers = [(empty, empty)] * config.num_hidden_layers
-        self._resize(FIRST_ROWS, capacity)
+        self._resize(FIRST_ROWS, capacity or FIRST_CAPACITY)
 
     @property
     def keys(self) -> Tensor:

@@ -214,6 +214,47 @@ def test_pieces_of_several_texts_share_a_step(count, family, tiny):
         assert token == scores.token(0, samplers[i % 2])
 
 
+@pytest.mark.parametrize("family", ["llama", "opt"])
+@pytest.mark.parametrize("count", [1, 4, 70])
+def test_trees_and_pieces_of_texts_share_a_step(count, family, tiny):
+    """Trees of all sizes, one as deep as it is long, and texts: logits, states and choices are those of each alone."""
+    target, rng = graphs(tiny(family)), np.random.default_rng(count)
+    trees = [TokenTree.chain(3, list(range(4, 40)))] + [random_tree(rng, 1 + i % 9) for i in range(count)]
+    texts = [rng.integers(1, 60, 1 + 3 * i % 8).tolist() for i in range(count)]
+    samplers = [GREEDY, Sampler(Sampling(temperature=0.9), [], seed=3)]
+    want = Want((1,), samplers=tuple(samplers[i % 2] for i in range(1 + 2 * count)))
+    begun = [[5, 6, 7][: 1 + i % 3] for i in range(1 + count)] + [[9] * (i % 4) for i in range(count)]
+    together, alone = read(target, begun), read(target, begun)
+    drafting, reading = together[: 1 + count], together[1 + count :]
+    scored, read_along = target.score_and_read(drafting, trees, reading, texts, want)
+    for i, (slot, tree, scores) in enumerate(zip(alone[: 1 + count], trees, scored, strict=True)):
+        (own,) = target.score([slot], [tree], Want((1,), samplers=want.samplers[i : i + 1]))
+        nodes, sampler = range(len(tree)), samplers[i % 2]
+        torch.testing.assert_close(scores.every(), own.every(), rtol=0, atol=1e-5)
+        states = [s.hidden[1][s.rows(nodes)] for s in (scores, own)]
+        torch.testing.assert_close(*states, rtol=1e-5, atol=1e-5)
+        assert [scores.token(n, sampler) for n in nodes] == [own.token(n, sampler) for n in nodes]
+    for i, (slot, text, scores) in enumerate(zip(alone[1 + count :], texts, read_along, strict=True), 1 + count):
+        (own,) = target.read([slot], [text], Want((1,), samplers=want.samplers[i : i + 1]))
+        torch.testing.assert_close(scores.logits(0), own.logits(0), rtol=0, atol=1e-5)
+        torch.testing.assert_close(scores.hidden[1], own.hidden[1], rtol=1e-5, atol=1e-5)
+        assert scores.token(0, samplers[i % 2]) == own.token(0, samplers[i % 2])
+        assert together[i].tokens == slot.tokens
+    for slot, other, tree in zip(drafting, alone, trees, strict=False):  # and both go on alike
+        for each in (slot, other):
+            target.commit(each, best_path(tree))
+        scores, own = (target.score([each], [TokenTree.root(8)], Want())[0] for each in (slot, other))
+        torch.testing.assert_close(scores.logits(0), own.logits(0), rtol=0, atol=1e-5)
+
+
+def best_path(tree):
+    """From the root to the last node."""
+    path = [len(tree) - 1]
+    while path[0]:
+        path.insert(0, int(tree.parents[path[0]]))
+    return path
+
+
 def test_prompts_are_read_together_and_those_alike_wait_for_a_copy(tiny, monkeypatch):
     """Six requests, of which two pairs ask the same: their texts are those of each alone."""
     target = graphs(tiny("llama"))

@@ -34,15 +34,15 @@ class Slot:
 
 class FakeEngine:
     """Reads ten tokens at a time, writes one a step. Some requests fail where their plan says so. room: tokens that
-    fit into its cache, if texts lie in pages; then several texts are read together."""
+    fit into its cache, if texts lie in pages; then several texts are read together. mixes: also along with a step."""
 
     takes_more, may_join = Engine.takes_more, Engine.may_join
 
-    def __init__(self, log, max_batch, room=None):
+    def __init__(self, log, max_batch, room=None, mixes=False):
         self.log, self.max_batch, self.room = log, max_batch, room
         paged = room is not None
         self.target = SimpleNamespace(
-            dtype=torch.float32, context=10_000, vocabulary=100, paged=paged, flat=paged, chunk=10
+            dtype=torch.float32, context=10_000, vocabulary=100, paged=paged, flat=paged, mixes=mixes, chunk=10
         )
         self.drafter = SimpleNamespace(takes=())
         self.open = set()  # slots
@@ -73,6 +73,11 @@ class FakeEngine:
         known = {"stats": Stats("fake", True), "tokens": [], "logprobs": [], "finish": None, "error": None}
         return Reading(SimpleNamespace(request=request, slot=slot, session=None, **known), slot, request.tokens)
 
+    def reads_along(self, running, readings):
+        assert running
+        assert readings
+        return self.target.mixes
+
     def read_on(self, readings):
         assert len(readings) == 1 or self.target.flat
         room = 10
@@ -98,10 +103,13 @@ class FakeEngine:
     def abandon(self, reading):
         self.open.discard(reading.slot)
 
-    def step(self, sequences):
-        self.check_room(len(sequences))
-        if len(sequences) > 1 and any(s.request.plan == "breaks a step" and len(s.tokens) == 3 for s in sequences):
+    def step(self, sequences, readings=()):
+        self.check_room(len(sequences) + 10 * bool(readings))
+        together = len(sequences) > 1 or readings
+        if together and any(s.request.plan == "breaks a step" and len(s.tokens) == 3 for s in sequences):
             raise RuntimeError("somebody's draft")
+        if readings:
+            self.read_on(readings)
         for sequence in sequences:
             request = sequence.request
             if request.plan == "breaks a step" and len(sequence.tokens) == 3:
@@ -146,7 +154,8 @@ def one_schedule(rng, monkeypatch):
     clock = [0.0]
     monkeypatch.setattr("slipstream.service.monotonic", lambda: clock[0])
     log = []
-    engine = FakeEngine(log, max_batch=rng.randint(1, 5), room=rng.choice([None, 100, 200]))
+    room = rng.choice([None, 100, 200])
+    engine = FakeEngine(log, rng.randint(1, 5), room, mixes=room is not None and rng.random() < 0.7)
     service = Service(engine)
     service._thread = threading.current_thread()  # rounds are ours to take
     jobs, heard, plans, lists = {}, {}, {}, rng.choice([0, 0.5, 1])

@@ -137,6 +137,68 @@ def test_prompts_are_read_in_pieces_beside_answers(tiny):
         service.close()
 
 
+@pytest.mark.parametrize("drafter", ["none", "suffix", "eagle3"])
+def test_prompts_are_read_in_the_forwards_of_answers_where_the_target_can(drafter, tiny, monkeypatch):
+    """Nobody waits for others' prompts: once somebody runs, no forward is of prompts alone."""
+    model, rng = tiny("llama"), random.Random(1)
+    target = graphs(model)
+    target.chunk = 24
+    head = {"drafter_path": HEADS["eagle3"].fresh(model)} if drafter == "eagle3" else {}
+    engine = Engine(target, make(drafter, target, None, **head), drafter, max_batch=8)
+    asked = [([rng.randrange(1, 60) for _ in range(rng.choice([3, 40, 90]))], {"temperature": i % 2}) for i in range(9)]
+
+    def request(i):
+        tokens, way = asked[i]
+        return Request(tokens, 24, Sampling(**way), seed=i, max_draft=3)
+
+    expected = [[*engine.run([request(i)])][-1].tokens for i in range(len(asked))]
+    target.alike(32, text=True)  # tried once, by forwards of its own
+    forwards, real = [], target.score_and_read
+
+    def watched(slots, trees, readers, pieces, want):
+        forwards.append((len(trees), sum(map(len, trees)) + sum(map(len, pieces))))
+        return real(slots, trees, readers, pieces, want)
+
+    monkeypatch.setattr(target, "score_and_read", watched)
+    service = Service(engine)
+    found = [Listener(service, request(i)) for i in range(len(asked))]
+    assert [listener.wait().finish for listener in found] == ["length"] * len(asked)
+    assert [listener.tokens for listener in found] == expected
+    first = next(i for i, (trees, _) in enumerate(forwards) if trees)
+    assert all(trees for trees, _ in forwards[first:])
+    assert max(trees for trees, _ in forwards) > 2
+    assert max(rows for _, rows in forwards) <= target.chunk
+    assert service.so_far().ended == {"length": len(asked)}
+    service.close()
+    assert target.arena.free == target.arena.pages - 1
+
+
+def test_a_forward_of_both_that_fails_is_done_again_apart(tiny, monkeypatch):
+    target = graphs(tiny("llama"))
+    engine = Engine(target, make("none", target), "none", max_batch=4)
+    asked = [([5 + i, 6, 7], 12) for i in range(3)]
+    expected = [[*engine.run([Request(*each)])][-1].tokens for each in asked]
+    failed = []
+
+    def fails(slots, *rest, real=target.score_and_read):
+        if slots:
+            failed.append(slots)
+            raise RuntimeError("out of luck")
+        return real(slots, *rest)
+
+    monkeypatch.setattr(target, "score_and_read", fails)
+    service = Service(engine)
+    service._thread = threading.current_thread()  # rounds are ours to take
+    found = [Listener(service, Request(*asked[0]))]
+    while service.busy:
+        service._round()
+        if len(found) < len(asked):
+            found.append(Listener(service, Request(*asked[len(found)])))
+    assert [listener.wait().finish for listener in found] == ["length"] * 3
+    assert [listener.tokens for listener in found] == expected
+    assert failed
+
+
 def test_what_fails_fails_alone(llm, monkeypatch):
     service = Service(llm.engine)
     good = [Listener(service, llm.request(p, max_new_tokens=30, ignore_eos=True)) for p in PROMPTS[:3]]

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from time import perf_counter
+from typing import Any
 
 from slipstream.accept import Verdict, verify
 from slipstream.datastores.live import EarlierAnswers
@@ -147,13 +148,13 @@ class Engine:
             if slot is not None:
                 self.target.close(slot)
 
-    def step(self, running: list[Sequence]) -> None:
+    def step(self, running: list[Sequence], readings: Collection[Reading] = ()) -> None:
         """One forward of the target for all running sequences: each gets at least one token further, or fails by
         itself. Where nobody drafts, a step looks at the tokens of the forward before, while the device is busy with the
-        next one; who has just joined gets no token then."""
+        next one; who has just joined gets no token then. readings: who can be read along (`reads_along`)."""
         self._pause_all_but(running)
         if any(sequence.due is not None for sequence in running):
-            self._step_ahead(running)
+            self._step_ahead(running, readings)
             return
         clock = perf_counter()
         trees = self._propose(running)
@@ -161,25 +162,55 @@ class Engine:
             can.keep(sequence.session)
         choice = can.choice(self.drafter)
         drafted, taken = perf_counter(), Stopwatch()
-        rows = 1 + max(s.request.max_draft for s in running) if can.pads(self.drafter) else 1
-        during = partial(can.draft_ahead, self.drafter, running[0].session) if len(running) == 1 else None
-        want = Want(can.step_layers(self.drafter), rows, tuple(chooser(s) for s in running), during)
-        scores = self.target.score([s.slot for s in running], trees, want)
+        during = None
+        if len(running) == 1 and not readings:
+            during = partial(can.draft_ahead, self.drafter, running[0].session)
+        scores = self._forward(running, trees, readings, during)
         scored = perf_counter()
         if self._may_run_ahead(running) and all(len(tree) == 1 for tree in trees):
-            can.measured(self.drafter, [1] * len(running), taken.seconds())
+            if not readings:
+                can.measured(self.drafter, [1] * len(running), taken.seconds())
             for sequence, tree, score in zip(running, trees, scores, strict=True):
                 sequence.due = Due(tree, score, (scored - clock) / len(running))
             self._step_ahead(running)
             return
         verdicts = [self._decide(*each) for each in zip(running, trees, scores, strict=True)]
-        can.measured(self.drafter, [len(tree) for tree in trees], taken.seconds())
+        if not readings:
+            can.measured(self.drafter, [len(tree) for tree in trees], taken.seconds())
         self._tell_exactness(running)
         times = (t / len(running) for t in (drafted - clock, scored - drafted, perf_counter() - scored))
         draft_seconds, verify_seconds, host_seconds = times
         for sequence, tree, verdict in zip(running, trees, verdicts, strict=True):
             if verdict is not None:
                 self._advance(sequence, Step(tree, verdict, draft_seconds, verify_seconds, host_seconds, choice))
+
+    def reads_along(self, running: Collection[Sequence], readings: Collection[Reading]) -> bool:
+        """Whether pieces of these texts can be read in a step of the running sequences."""
+        every = [*running, *(reading.sequence for reading in readings)]
+        return self.target.mixes and all(self.target.chooses(chooser(sequence)) for sequence in every)
+
+    def _forward(
+        self,
+        running: list[Sequence],
+        trees: list[TokenTree],
+        readings: Collection[Reading],
+        during: Callable[[Any], None] | None,
+    ) -> list[Scores]:
+        """What the target says about the trees. Pieces of texts are read along, as far as there is room."""
+        slots, samplers = [s.slot for s in running], tuple(chooser(s) for s in running)
+        layers = can.step_layers(self.drafter)
+        joining, pieces = self._pieces(readings, self.target.chunk - sum(map(len, trees)))
+        if not pieces:
+            rows = 1 + max(s.request.max_draft for s in running) if can.pads(self.drafter) else 1
+            return self.target.score(slots, trees, Want(layers, rows, samplers, during))
+        samplers += tuple(chooser(reading.sequence) for reading in joining)
+        want = Want(self._reading_layers(joining) or layers, samplers=samplers, during=during)
+        clock = perf_counter()
+        scores, found = self.target.score_and_read(slots, trees, [r.slot for r in joining], pieces, want)
+        self._take_all(joining, pieces, found, perf_counter() - clock)
+        for score in scores:
+            score.hidden = {layer: score.hidden[layer] for layer in layers}
+        return scores
 
     def _may_run_ahead(self, running: list[Sequence]) -> bool:
         """Whether the next forward can begin as soon as the tokens of the latest one are there. Nobody drafts for it,
@@ -188,13 +219,13 @@ class Engine:
             s.request.logprobs is None and self.target.chooses(chooser(s)) for s in running
         )
 
-    def _step_ahead(self, running: list[Sequence]) -> None:
+    def _step_ahead(self, running: list[Sequence], readings: Collection[Reading] = ()) -> None:
         """Begin the next forward, if all is there that it needs, and meanwhile take over what the latest one said."""
         due = self._due(running)
         room = all(sequence.slot.length < self.target.context for sequence in running)
         if len(due) == len(running) and room and self._may_run_ahead(running):
             try:
-                self._score_ahead(running, due)
+                self._score_ahead(running, due, readings)
             except Exception:
                 if not due:
                     raise
@@ -218,16 +249,16 @@ class Engine:
             if verdict is not None:
                 self._advance(sequence, Step(said.tree, verdict, 0.0, said.seconds, 0.0))
 
-    def _score_ahead(self, running: list[Sequence], due: deque[tuple[Sequence, Due]]) -> None:
-        """A forward of roots alone."""
+    def _score_ahead(
+        self, running: list[Sequence], due: deque[tuple[Sequence, Due]], readings: Collection[Reading]
+    ) -> None:
+        """A forward of roots alone, and of what is read along."""
         clock, taken = perf_counter(), Stopwatch()
         trees = [TokenTree.root(said.score.token(0, sequence.sampler)) for sequence, said in due]
-        rows = 1 + max(s.request.max_draft for s in running) if can.pads(self.drafter) else 1
         can.rest(self.drafter)
-        samplers = tuple(chooser(sequence) for sequence in running)
-        want = Want(can.step_layers(self.drafter), rows, samplers, lambda _: self._take_over(due))
-        scores = self.target.score([s.slot for s in running], trees, want)
-        can.measured(self.drafter, [1] * len(running), taken.seconds())
+        scores = self._forward(running, trees, readings, lambda _: self._take_over(due))
+        if not readings:
+            can.measured(self.drafter, [1] * len(running), taken.seconds())
         self._tell_exactness(running)
         seconds = (perf_counter() - clock) / len(running)
         for sequence, tree, score in zip(running, trees, scores, strict=True):
@@ -325,19 +356,30 @@ class Engine:
         """One forward for a piece of each text, as far as a forward goes. A reading of which nothing is left is over:
         its sequence has its next token. Who fails has the error; what concerns all is raised, and nothing was read."""
         self._pause_all_but(())
-        joining, pieces, room = list[Reading](), list[list[int]](), self.target.chunk
+        joining, pieces = self._pieces(readings, self.target.chunk)
+        samplers = tuple(chooser(reading.sequence) for reading in joining)
+        clock = perf_counter()
+        slots = [reading.slot for reading in joining]
+        scores = self.target.read(slots, pieces, Want(self._reading_layers(joining), samplers=samplers))
+        self._take_all(joining, pieces, scores, perf_counter() - clock)
+
+    def _pieces(self, readings: Iterable[Reading], room: int) -> tuple[list[Reading], list[list[int]]]:
+        """Who is read in a forward that has room for so many tokens, and of each what comes next."""
+        joining, pieces = list[Reading](), list[list[int]]()
         for reading in readings:
-            if room:
+            if room > 0:
                 joining.append(reading)
                 pieces.append(reading.text[reading.slot.length : reading.slot.length + room])
                 room -= len(pieces[-1])
-        layers = () if all(reading.again for reading in joining) else can.layers(self.drafter)
-        want = Want(layers, samplers=tuple(chooser(reading.sequence) for reading in joining))
-        clock = perf_counter()
-        scores = self.target.read([reading.slot for reading in joining], pieces, want)
-        seconds = (perf_counter() - clock) / len(joining)
-        for reading, piece, score in zip(joining, pieces, scores, strict=True):
-            reading.seconds += seconds
+        return joining, pieces
+
+    def _reading_layers(self, readings: Iterable[Reading]) -> tuple[int, ...]:
+        """Whose states are wanted: none of a text that the drafter has seen."""
+        return () if all(reading.again for reading in readings) else can.layers(self.drafter)
+
+    def _take_all(self, readings: list[Reading], pieces: list[list[int]], scores: list[Scores], seconds: float) -> None:
+        for reading, piece, score in zip(readings, pieces, scores, strict=True):
+            reading.seconds += seconds / len(readings)
             try:
                 self._take(reading, piece, score)
             except Exception as error:

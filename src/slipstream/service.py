@@ -1,9 +1,9 @@
 """Service: many callers, one engine. A thread of its own drives it; answers come to their callers as they grow.
 
 Requests wait in the order of their priority, then of their arrival. In each round one forward reads a piece of the next
-prompt, or of several where the target takes them together, and all running answers go a step further: nobody who is
-answered waits for more than a piece of others' prompts. Only a list that is answered as a whole first fills the batch.
-Whatever fails, fails for its own request alone.
+prompt, or of several where the target takes them together, and all running answers go a step further, in the same
+forward where the target can: nobody who is answered waits for more than a piece of others' prompts. Only a list that is
+answered as a whole first fills the batch. Whatever fails, fails for its own request alone.
 
 Texts stay read for a while after their answers: a request that begins like one of them, or like one that is being
 answered, reads what is new. Nothing passes from one collection to another, not even by how long it takes. Where texts
@@ -143,13 +143,15 @@ class Service:
             self._wake()
 
     def _round(self) -> None:
-        """One forward that reads prompts, and one step of everybody."""
+        """One forward that reads prompts, and one step of everybody; or both in one."""
         self._drop_ended()
         with self.engine.turn():
             self._scarce = self._scarce and bool(self.running or self.reading)
             while len(self.running) + len(self.reading) < self.engine.max_batch and not self._scarce:
                 if not self._begin():
                     break
+            if self._step_and_read():
+                return
             if self.reading:
                 self._read()
             if self.running and not self._fills():
@@ -194,6 +196,24 @@ class Service:
         running = [other.sequence for other in self.running if other.sequence is not None]
         return self.engine.read(job.request, running, cast(Kept | None, found))
 
+    def _step_and_read(self) -> bool:
+        """Whether one forward did both. What fails then is done again, one after the other, and shows whose it is."""
+        sequences = [job.sequence for job in self.running if job.sequence is not None]
+        readings = [job.reading for job in self.reading if job.reading]
+        if not (sequences and readings and self.engine.reads_along(sequences, readings)):
+            return False
+        failed = None
+        try:
+            self.engine.step(sequences, readings)
+        except Exception as error:
+            failed = error
+            if not isinstance(error, CacheFullError):
+                log.warning("a step that reads prompts failed; both are done apart: %s", error, exc_info=error)
+        else:
+            self._tell(list(self.running))
+        self._begin_answers()
+        return failed is None
+
     def _read(self) -> None:
         try:
             self.engine.read_on([job.reading for job in self.reading if job.reading])
@@ -201,6 +221,10 @@ class Service:
             self._read_fewer(error)
         except Exception as error:
             self._read_one_by_one(error)
+        self._begin_answers()
+
+    def _begin_answers(self) -> None:
+        """Whose text is read, runs."""
         for job in list(self.reading):
             reading = job.reading
             assert reading is not None

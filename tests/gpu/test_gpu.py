@@ -166,7 +166,7 @@ def test_a_row_depends_on_its_path_alone(wide):
             at = len(tokens) - 1
         assert differing(wide, [slot], [TokenTree.build(tokens, parents)], n, at, expected) == 0
     for rows in ROWS[1:]:
-        wide._alike = dict.fromkeys(ROWS, False)  # no shortcut: compute as many rows as asked for
+        wide._alike = {(n, False): False for n in ROWS}  # no shortcut: compute as many rows as asked for
         assert differing(wide, [slot], [chain], rows, 5, expected) == 0
     for size in (2, 4, 16):
         trees = [chain, *(TokenTree.chain(noise[i], noise[:i]) for i in range(size - 1))]
@@ -198,6 +198,27 @@ def test_a_tree_grows_level_by_level_with_the_same_bits(wide):
         (scores,) = wide.score([slot], [part], Want(), known=known)
         assert all(torch.equal(scores.logits(i), expected[i]) for i in range(known, end))
     wide.close(slot)
+
+
+@pytest.mark.parametrize("count", [1, 40])
+def test_a_step_that_reads_prompts_besides_gives_the_same_bits(count, wide):
+    """Each tree's rows, and what is read along: its last row, and what is written after it."""
+    free, tree = wide.arena.free, TokenTree.build(some(8, 2), [-1, 0, 0, 1, 2, 2, 5, 6])
+    slots, texts = [read(wide, some(150 + i, i)) for i in range(count)], [some(20 + i, 50 + i) for i in range(count)]
+    expected = [wide.score([slot], [tree], Want())[0].every().clone() for slot in slots]
+    readers, alone = ([read(wide, some(140, 99)) for _ in range(count)] for _ in range(2))
+    scored, found = wide.score_and_read(slots, [tree] * count, readers, texts, Want(samplers=()))
+    scored = [scores.every().clone() for scores in scored]
+    ends = [scores.logits(0).clone() for scores in found]
+    assert all(torch.equal(*pair) for pair in zip(scored, expected, strict=True))
+    for slot, other, text, end in zip(readers, alone, texts, ends, strict=True):
+        (own,) = wide.read([other], [text], Want())
+        assert torch.equal(own.logits(0), end)
+        after = [wide.score([each], [tree], Want())[0].every().clone() for each in (slot, other)]
+        assert torch.equal(*after)
+    for slot in (*slots, *readers, *alone):
+        wide.close(slot)
+    assert wide.arena.free == free
 
 
 def test_twins_share_pages_until_they_write(wide):

@@ -171,6 +171,7 @@ class Target(ABC):
     # Whether texts lie in pages: copies of a slot share them, and a text's bits are the same in whatever pieces it was
     # read, and how often.
     paged: bool = False
+    mixes: bool = False  # whether it can `score_and_read`
     chunk: int = 1 << 30  # tokens that are read at a time at most
     block: int = 0  # tokens of a text that `select` takes or leaves together; 0: it can't select
     widths: tuple[int, ...] = ()  # a step is padded to one of these numbers of rows; empty: it is not
@@ -224,6 +225,17 @@ class Target(ABC):
     def score(self, slots: Sequence[Slot], trees: Sequence[TokenTree], want: Want, known: int = 0) -> list[Scores]:
         """ONE forward for the whole batch. The first `known` nodes of each tree were scored by the call before and
         are not computed again: that is how a tree grows level by level."""
+
+    def score_and_read(
+        self,
+        slots: Sequence[Slot],
+        trees: Sequence[TokenTree],
+        readers: Sequence[Slot],
+        pieces: Sequence[Sequence[int]],
+        want: Want,
+    ) -> tuple[list[Scores], list[Scores]]:
+        """`score` of some texts and `read` of others in ONE forward, of at most a chunk of rows."""
+        raise NotImplementedError(f"{type(self).__name__} reads prompts by forwards of their own")
 
     def extend(
         self, slots: Sequence[Slot], trees: Sequence[TokenTree], known: Sequence[int], want: Want

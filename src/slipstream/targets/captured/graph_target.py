@@ -45,6 +45,7 @@ SEQUENCES = (1, 64, 512)  # that a step has room for
 BATCHES = (1, 2, 4, 8, 16, 32, 64)  # of sequences that heads draft for together
 HISTORIES = (4, 16, 64, 256, 1024)  # sequences whose penalties there is room for
 DEPTHS = (32, DEEPEST)  # of paths, where some are longer than their step has rows
+SAMPLE = 1, (2, 3, 4)  # the end of the text by which widths of steps are compared: a root, and a chain
 BEYOND = 512  # positions after a full context that a step's padding and drafts may have
 
 
@@ -69,7 +70,7 @@ class GraphTarget(Target):
     """A target whose steps are replayed."""
 
     widths = LONE
-    flat = paged = ahead = True
+    flat = paged = ahead = mixes = True
     block = PAGE
 
     def __init__(
@@ -104,7 +105,7 @@ class GraphTarget(Target):
         self._histories: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
         self._told: dict[int, Told] = {}  # by row of the arena's table
         self._may_be_wide = same_bits_in_wide_tiles(self.device, self.dtype)
-        self._alike: dict[int, bool] = {}  # by rows
+        self._alike: dict[tuple[int, bool], bool] = {}  # by rows, and whether they are text
         self._sample: torch.Tensor | None = None  # logits that every shape of step should give its sample text
 
     @property
@@ -181,15 +182,40 @@ class GraphTarget(Target):
         """By the same steps, of which the rows are text from the beginning."""
         if any(s is not None and needs_history(s.sampling) for s in want.samplers):
             want = replace(want, samplers=())  # penalties of an output that has not begun: the sampler's own business
-        trees = [TokenTree.chain(piece[0], piece[1:]) for piece in pieces]
-        rows = bucket(sum(map(len, pieces)), READING)
-        step = self._replay(slots, trees, rows, want, [0] * len(slots), text=True)
-        chosen, found, begin = bool(self._followed(want.samplers, len(slots))), [], 0
+        return self.score_and_read([], [], slots, pieces, want)[1]
+
+    @torch.inference_mode()
+    def score_and_read(
+        self,
+        slots: Sequence[Slot],
+        trees: Sequence[TokenTree],
+        readers: Sequence[Slot],
+        pieces: Sequence[Sequence[int]],
+        want: Want,
+    ) -> tuple[list[Scores], list[Scores]]:
+        rows = bucket(sum(map(len, trees)) + sum(map(len, pieces)), READING)
+        if trees and self.exact_together and not self.alike(rows, want.layers, text=True):
+            self.exact_together = False
+        chains = [TokenTree.chain(piece[0], piece[1:]) for piece in pieces]
+        every, known = [*slots, *readers], [0] * (len(slots) + len(readers))
+        step = self._replay(every, [*trees, *chains], rows, want, known, len(pieces))
+        chosen = bool(self._followed(want.samplers, len(every)))
+        # Copies: what lies in these steps' tensors would make a draft wait for them, or be captured for each of them.
+        nodes = sum(map(len, trees))
+        hidden = {layer: h[:nodes].clone() for layer, h in step.hidden.items()} if trees else {}
+        scored = self._scored(step, trees, known[: len(trees)], chosen, hidden)
+        return scored, self._read(step, readers, pieces, nodes, chosen)
+
+    def _read(
+        self, step: FixedStep, slots: Sequence[Slot], pieces: Sequence[Sequence[int]], begin: int, chosen: bool
+    ) -> list[Scores]:
+        """What a step says behind each piece. begin: the first one's row, and its number among the ends."""
+        found, first = [], begin
         for i, (slot, piece) in enumerate(zip(slots, pieces, strict=True)):
             slot.tokens.extend(piece)
             slot.tree = None
             stop = begin + len(piece)
-            end = i if step.shape.ends < step.shape.rows else stop - 1
+            end = first + i if step.shape.ends < step.shape.rows else stop - 1
             # Copies: another sequence's prompt may be read before this one's states are looked at.
             hidden = {layer: h[begin:stop].clone() for layer, h in step.hidden.items()}
             scores = Scores(step.logits[end : end + 1], hidden, np.array([slot.length - 1]))
@@ -202,11 +228,11 @@ class GraphTarget(Target):
     @torch.inference_mode()
     def _watched(self, slot: Slot, tokens: Sequence[int]) -> torch.Tensor | None:
         """By a step that is not captured: it is rare, and as wide as its text."""
-        shape = self._shape(1, bucket(len(tokens), READING), 1, text=True)
+        shape = self._shape(1, bucket(len(tokens), READING), 1, ends=1)
         step = FixedStep(self, shape, (), BEST, captured=False)
         self.arena.reach(slot, slot.length + len(tokens))
         tree = TokenTree.chain(tokens[0], tokens[1:])
-        fill(step.host, self.arena.table, self.groups, [slot], [tree], [0], text=True)
+        fill(step.host, self.arena.table, self.groups, [slot], [tree], [0], texts=1)
         self.arena.tell()
         with watching.watching(slot.length + len(tokens)) as seen:
             step()
@@ -222,14 +248,26 @@ class GraphTarget(Target):
         if any(slot.position + tree.depth >= self.context for slot, tree in zip(slots, trees, strict=True)):
             raise ModelError(f"a draft reaches past the model's {self.context} positions: the engine must cut it")
         step = self._replay(slots, trees, self._rows(trees, want, known), want, known)
-        chosen, tokens, values = bool(self._followed(want.samplers, len(slots))), step.tokens.tolist(), step.values
-        positions = step.host.positions[0].copy()
+        found = self._scored(step, trees, known, bool(self._followed(want.samplers, len(slots))), step.hidden)
+        for scores in found:
+            scores.replayed = True
+        return found
+
+    def _scored(
+        self,
+        step: FixedStep,
+        trees: Sequence[TokenTree],
+        known: Sequence[int],
+        chosen: bool,
+        hidden: dict[int, torch.Tensor],
+    ) -> list[Scores]:
+        """What a step says about trees, which are its first rows."""
+        tokens, values, positions = step.tokens.tolist(), step.values, step.host.positions[0].copy()
         sound = bool(np.isfinite(values[: sum(map(len, trees)) - sum(known)]).all())
         found, begin = [], 0
         for tree, before in zip(trees, known, strict=True):
             end = begin + len(tree) - before
-            scores = Scores(step.logits, step.hidden, positions[begin:end], before, begin)
-            scores.replayed = True
+            scores = Scores(step.logits, hidden, positions[begin:end], before, begin)
             if chosen:
                 scores.take(tokens[begin:end], None if sound else values[begin:end].tolist())
             found.append(scores)
@@ -244,35 +282,42 @@ class GraphTarget(Target):
         rows: int,
         want: Want,
         known: Sequence[int],
-        text: bool = False,
+        texts: int = 0,
     ) -> FixedStep:
-        """One step for all of them, done. known: nodes of each that were computed before. text: the trees are chains
-        that become text."""
+        """One step for all of them, done. known: nodes of each that were computed before. texts: how many of the last
+        trees are chains that become text."""
         samplers = self._followed(want.samplers, len(slots))
-        depth = 1 if text else max(tree.depth for tree in trees) + 1
-        step = self.step(self._shape(len(slots), rows, depth, text), want.layers, choice(samplers))
+        drafts = trees[: len(trees) - texts]
+        depth = max((tree.depth for tree in drafts), default=0) + 1
+        ends = sum(map(len, drafts)) + texts if texts else None
+        step = self.step(self._shape(len(slots), rows, depth, ends), want.layers, choice(samplers))
         for slot, tree in zip(slots, trees, strict=True):
             self.arena.reach(slot, slot.length + len(tree))
             slot.tree = tree
             if slot.pending is not None and len(slot.pending) > step.shape.reach:
                 self._settle(slot)
-        fill(step.host, self.arena.table, self.groups, slots, trees, known, text, step.shape.tile)
-        self._tell(step, slots, trees, samplers, text)
+        fill(step.host, self.arena.table, self.groups, slots, trees, known, texts, step.shape.tile)
+        self._tell(step, slots, trees, samplers, texts)
         self.arena.tell()
         step(want.during if samplers else None)  # whoever decides on the host knows what follows only then
         return step
 
-    def _shape(self, sequences: int, rows: int, depth: int, text: bool) -> Shape:
-        """Of a step that is wide enough."""
+    def _shape(self, sequences: int, rows: int, depth: int, ends: int | None = None) -> Shape:
+        """Of a step that is wide enough. ends: of a step that reads text, the rows after which a token is wanted; else
+        all are nodes of trees."""
+        text = ends is not None
         sequences = bucket(sequences, SEQUENCES)
         many = (text or sequences == 1) and rows * min(self.groups) >= 2 * WIDE
         tile = WIDE if many and self._may_be_wide else TILE
         tiles: tuple[int, ...] = ()
         if sequences > 1:  # at most one of a sequence is not full, and none is without a row
             tiles = tuple(min(rows * -(-g // tile), -(-rows * g // tile) + sequences) for g in self.groups)
-        ends = min(rows, sequences) if text and self._keeps_logits else rows
+        ends = min(rows, bucket(ends, SEQUENCES)) if ends is not None and self._keeps_logits else rows
         usual = min(rows, DEEPEST)
-        depth = 1 if text else usual if depth <= usual else bucket(depth, DEPTHS)
+        if text:  # few shapes: its rows are many, and paths of drafts among them short
+            depth = bucket(depth, (1, *DEPTHS))
+        else:
+            depth = usual if depth <= usual else bucket(depth, DEPTHS)
         return Shape(sequences, rows, depth, ends, tiles, tile)
 
     def chooses(self, sampler: Sampler | None) -> bool:
@@ -292,19 +337,33 @@ class GraphTarget(Target):
             self.exact_together = False
         return least
 
-    def alike(self, rows: int, layers: tuple[int, ...] = ()) -> bool:
+    def alike(self, rows: int, layers: tuple[int, ...] = (), *, text: bool = False) -> bool:
         """Whether steps of so many rows give a text the bits that others give it. Tried once for each, on a sample
         text; the first sets the example. layers: whose states are wanted, so that the step which is tried is one that
-        will be used."""
-        if rows not in self._alike:
+        will be used. text: of steps that read it."""
+        if (rows, text) not in self._alike:
             with preparing:
-                self._alike[rows] = self._try(rows, layers)
-        return self._alike[rows]
+                self._alike[rows, text] = self._read_alike(rows, layers) if text else self._try(rows, layers)
+        return self._alike[rows, text]
 
-    def _try(self, rows: int, layers: tuple[int, ...]) -> bool:
-        slot, tree = self.open(), TokenTree.chain(1, [2, 3, 4][: rows - 1])
+    def _read_alike(self, rows: int, layers: tuple[int, ...]) -> bool:
+        """The end of the sample text, read as text."""
+        self.alike(ROWS[1], layers)  # the example
+        assert self._sample is not None
+        slot, tree = self._sample_text(), TokenTree.chain(SAMPLE[0], SAMPLE[1][: len(self._sample) - 1])
+        step = self._replay([slot], [tree], rows, Want(layers), [0], texts=1)
+        self.close(slot)
+        end = 0 if step.shape.ends < step.shape.rows else len(tree) - 1
+        return torch.equal(self._sample[-1], step.logits[end])
+
+    def _sample_text(self) -> Slot:
+        slot = self.open()
         for _ in self.prefill(slot, [1 + 389 * i % (self.vocabulary - 1) for i in range(40)], Want()):
             pass
+        return slot
+
+    def _try(self, rows: int, layers: tuple[int, ...]) -> bool:
+        slot, tree = self._sample_text(), TokenTree.chain(SAMPLE[0], SAMPLE[1][: rows - 1])
         step = self._replay([slot], [tree], rows, Want(layers), [0])
         self.close(slot)
         found = step.logits[: len(tree)].clone()
@@ -356,19 +415,22 @@ class GraphTarget(Target):
         slots: Sequence[Slot],
         trees: Sequence[TokenTree],
         samplers: Sequence[Sampler | None],
-        text: bool,
+        texts: int,
     ) -> None:
         """How each sequence draws, its noise, and what is new in its text."""
-        host, begin = step.host, 0
-        if text:
+        host, begin, drafts = step.host, 0, len(trees) - texts
+        if texts:
+            sizes = [len(tree) for tree in trees]
+            nodes = sum(sizes[:drafts])
             host.ends[:] = 0
-            host.ends[: len(trees)] = np.cumsum([len(tree) for tree in trees]) - 1
+            host.ends[:nodes] = np.arange(nodes)
+            host.ends[nodes : nodes + texts] = np.cumsum(sizes)[drafts:] - 1
         if step.choice == BEST:
             return
         for i, (slot, tree, sampler) in enumerate(zip(slots, trees, samplers, strict=True)):
             assert sampler is not None, "a step that draws has all samplers"
             positions = slot.position + tree.depths + 1  # of the tokens after the nodes
-            if step.shape.ends < step.shape.rows:
+            if i >= drafts and step.shape.ends < step.shape.rows:
                 positions = positions[-1:]
             end = begin + len(positions)
             host.draws.put(slice(begin, end), sampler.sampling)

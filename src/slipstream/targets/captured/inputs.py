@@ -96,7 +96,7 @@ def fill(
     slots: Sequence[Slot],
     trees: Sequence[TokenTree],
     known: Sequence[int],  # nodes of each tree that were computed before
-    text: bool = False,  # whether the trees are chains that become text
+    texts: int = 0,  # how many of the last trees are chains that become text
     tile: int = TILE,  # how high the attention's tiles are
 ) -> None:
     """The rows of all trees, and padding. What the step before accepted is moved into place by this one."""
@@ -113,7 +113,7 @@ def fill(
     paths = np.array([node for path in moved for node in path], np.int32)
     rows = h.ids, h.positions, h.depths, h.columns, h.parents, h.slots, h.lengths, h.paths, h.ancestors
     sequences = h.owners, h.moves, h.sources, h.places, h.emitted
-    _put(table, *rows, *sequences, *nodes, sizes, of_slots, paths, text)
+    _put(table, *rows, *sequences, *nodes, sizes, of_slots, paths, len(trees) - texts)
     for count, tiles in zip(groups, h.tiles, strict=False):
         _put_tiles(tiles, sizes - of_slots[:, 3], count, tile)
     for slot in slots:
@@ -135,7 +135,7 @@ def _put(  # type: ignore[no-untyped-def]
     of_slots,  # each sequence's row of the table, its length, how many nodes the step before accepted, and are known,
     # and the position of node 0, which is the length but for part of a text
     moved,  # those that were accepted: their keys stand in a row from here on
-    text,
+    first_text,  # from which sequence on trees are text
 ):
     # fmt: on
     """The rows of a step: each tree after its sequence's text, but for the nodes that are known; then padding."""
@@ -147,7 +147,7 @@ def _put(  # type: ignore[no-untyped-def]
             depth = tree_depths[node + j]
             ids[0, row], positions[0, row], slots[0, row] = tokens[node + j], position + depth, slot
             columns[0, row] = _column(table, slot, length + j)
-            if text:
+            if s >= first_text:
                 depths[0, row], lengths[0, row], parents[0, row] = TEXT, length + j + 1, -1
                 row += 1
                 continue

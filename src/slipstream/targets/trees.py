@@ -17,6 +17,7 @@ from slipstream.targets.attention import our_attention
 from slipstream.targets.base import Part, Scores, Slot, Target, Want
 from slipstream.targets.cache import KeyValuePool, LayerShape, Window
 from slipstream.targets.masks import MaskKind, additive_masks, key_positions, visible
+from slipstream.targets.packed import PackedLayers
 from slipstream.targets.states import asked_states
 from slipstream.tree import TokenTree
 
@@ -46,6 +47,7 @@ class TreeTarget(Target):
         accepted = inspect.signature(unwrapped(model).forward).parameters
         self._takes_positions = "position_ids" in accepted
         self._keeps_logits = "logits_to_keep" in accepted
+        self._packed = PackedLayers.of(model)
 
     # ---- slots
 
@@ -96,6 +98,7 @@ class TreeTarget(Target):
     # ---- forwards
 
     def prefill(self, slot: Slot, tokens: Sequence[int], want: Want) -> Iterator[Scores]:
+        self._packed.follow()
         for start in range(0, len(tokens), self.chunk):
             part = tokens[start : start + self.chunk]
             tree = TokenTree.chain(part[0], part[1:])
@@ -161,7 +164,8 @@ class TreeTarget(Target):
         if told is not None:  # others tell it themselves
             inputs["output_attentions"] = True
         asked = asked_states(self.model, want.layers)
-        with our_attention(self._config), alibi_by_position(self.model, key), asked as states:
+        attention, alibi = our_attention(self._config), alibi_by_position(self.model, key)
+        with attention, alibi, self._packed.in_place(), asked as states:
             out = self.model(**inputs)
         if told is not None:
             for weights in out.attentions or ():

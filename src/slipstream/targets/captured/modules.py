@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from slipstream.kernels.ops import linear, norm
+from slipstream.targets.packed import is_plain
 
 LASTING = ("default", "linear", "llama3", "yarn")  # ways to turn positions into angles that no text changes
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -50,16 +51,6 @@ class StandIns:
         finally:
             for parent, name, layer, _ in self._places:
                 parent._modules[name] = layer
-
-
-def is_plain(layer: Any) -> bool:
-    """A linear layer that computes x·Wᵀ + b and nothing else: no adapter, no hook, no quantised weights."""
-    return (
-        type(layer) is nn.Linear
-        and not (layer._forward_hooks or layer._forward_pre_hooks or hasattr(layer, "_hf_hook"))
-        and layer.weight.is_floating_point()
-        and layer.weight.is_contiguous()
-    )
 
 
 def can_join(layers: list[Any]) -> bool:

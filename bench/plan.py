@@ -39,7 +39,7 @@ from slipstream.drafters._capabilities import layers
 from slipstream.evaluate.contestants import Answer, Decoding, Ours
 from slipstream.evaluate.measure import Item, MeasuredRun, measure, prepare
 from slipstream.evaluate.replay import record
-from slipstream.evaluate.report import provenance
+from slipstream.evaluate.report import finite, provenance
 from slipstream.evaluate.workloads import Prompt, read, select
 from slipstream.plan.forecast import Forecast, as_row, forecast, outcome
 from slipstream.plan.survival import DEEPEST, Tally, replayed
@@ -86,7 +86,7 @@ def main() -> None:
     show(rows)
     about = {**provenance(plain.llm.name, plain.llm.target), "options": {k: str(v) for k, v in vars(given).items()}}
     counted = {"known": len(known), "unseen": asked}
-    print(json.dumps({"benchmark": "plan", "provenance": about, "prompts": counted, "rows": rows}))
+    print(json.dumps(finite({"benchmark": "plan", "provenance": about, "prompts": counted, "rows": rows})))
 
 
 def arguments() -> argparse.Namespace:

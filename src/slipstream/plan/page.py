@@ -41,7 +41,8 @@ def _notes(said: Sequence[str]) -> str:
 
 
 def _figures(document: Document) -> str:
-    best, figures = best_first(document)[0], []
+    best = best_first(document)[0]
+    figures = []
     if best["best"]:
         found = best["best"]["speedup"]
         over = term("speed-up", "over plain decoding", "head")

@@ -1,4 +1,4 @@
-"""A plan against reality: python bench/plan.py --prompts FILE [--store STORE] [--device cuda]
+r"""A plan against reality: python bench/plan.py --prompts FILE [--store STORE] [--device cuda]
 
 Half of the prompts are answered plainly and recorded. Each drafter is replayed on them, which tells its survival and
 what its drafts take. From that and from the costs of steps, tokens per step and the speed-up on the other half are
@@ -10,11 +10,12 @@ all are, since drafts there begin behind the steps they follow, which a replay h
 
 `model` drafts with the target's own layers but for those that its answers miss least. `rest` needs --store.
 
-On two CPU cores, ten minutes each; on a GPU the same with --device cuda:
+For two quiet CPU cores, by estimate ten minutes each; on a GPU with --device cuda, and rather without --nodes:
 
-    python bench/plan.py --prompts HUMANEVAL --store STORE --drafters suffix,rest,eagle3,redrafter --limit 24 --nodes 7
-    python bench/plan.py --prompts HUMANEVAL --drafters model --limit 24
-    python bench/plan.py --prompts SPECBENCH --categories rag --drafters magicdec --keys 256 --limit 16
+    python bench/plan.py --prompts HUMANEVAL --store STORE --drafters suffix,rest,eagle3,redrafter,model \
+        --limit 20 --nodes 2 --tokens 32
+    python bench/plan.py --prompts SPECBENCH --categories rag --drafters magicdec --keys 256 \
+        --limit 14 --nodes 2 --tokens 32
 
 Prints a table to stderr and one JSON line.
 """

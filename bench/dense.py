@@ -10,8 +10,9 @@ speed     tokens per second without and with drafts
 host      one CPU thread: time and recall within groups, exactly and through graphs; building those
 
 --answers is what `slipstream collect` wrote; one in --hold of its conversations is in no store, to be asked about.
---ood has lines of id, kind (code or chat), prompt and answer, with the ids of the same prompts there. What the parts
-share is kept in --work and made once. Each part prints a table to stderr and one JSON line.
+--ood has lines of id, kind (code or chat), prompt and answer, with the ids of the same prompts there; or it is a .json
+file of code tasks in Alpaca's layout, which those answers were collected from. What the parts share is kept in --work
+and made once. Each part prints a table to stderr and one JSON line.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ from slipstream.evaluate.workloads import read, select
 from slipstream.loading.models import load_model
 from slipstream.targets.captured.function import Captured
 from slipstream.text import encode
+from slipstream.training.prompts import Question
 
 LONGEST = 1024  # tokens of a stored document
 MOST = 40  # drafts that are found on the device at most
@@ -120,7 +122,14 @@ class Given:
 
     @cached_property
     def others(self) -> list[dict[str, Any]]:
-        return list(lines(self.options.ood))
+        if self.options.ood.suffix != ".json":
+            return list(lines(self.options.ood))
+        records = json.loads(self.options.ood.read_text("utf-8"))
+        asked = [Question(prompt.turns) for prompt in read(self.options.ood)]
+        return [
+            {"id": q.id, "kind": "code", "prompt": q.turns[0], "answer": r.get("output") or r["response"]}
+            for q, r in zip(asked, records, strict=True)
+        ]
 
     @cached_property
     def code(self) -> set[str]:

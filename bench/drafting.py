@@ -44,6 +44,7 @@ def main() -> None:
     parser.add_argument("prompts", type=Path)
     parser.add_argument("--alpaca", type=Path, required=True, help="prompts whose answers become a store")
     parser.add_argument("--count", type=int, default=800, help="of those")
+    parser.add_argument("--limit", type=int, help="prompts at most")
     parser.add_argument("--most", type=int, default=192, help="tokens of an answer")
     parser.add_argument("--model")
     parser.add_argument("--dtype", default="bfloat16")
@@ -54,7 +55,7 @@ def main() -> None:
     if not given.kept.exists():
         llm = slipstream.load(given.model, drafter="none", dtype=given.dtype, max_batch=given.batch)
         told = {
-            "asked": answers(llm, given.prompts, None, given.most),
+            "asked": answers(llm, given.prompts, given.limit, given.most),
             "learned": answers(llm, given.alpaca, given.count, given.most),
             "vocabulary": llm.target.vocabulary,
             "context": llm.target.context,

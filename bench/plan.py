@@ -1,11 +1,21 @@
-"""A plan against reality: python bench/plan.py --prompts FILE [--store STORE] [--device cuda --live]
+r"""A plan against reality: python bench/plan.py --prompts FILE [--store STORE] [--device cuda]
 
-Half of the prompts are answered plainly and recorded. Each drafter is replayed on them (with --live: run on them),
-which tells its survival and what its drafts take. From that and from the costs of steps, tokens per step and the
-speed-up on the other half are forecast, with intervals. Then all answer the other half, in turn. Speed-ups are of
-decoding alone: the prompts, which take everybody as long, are left out.
+Half of the prompts are answered plainly and recorded. Each drafter is replayed on them, which tells its survival and
+what its drafts take. From that and from the costs of steps, tokens per step and the speed-up on the other half are
+forecast, with intervals. Then all answer the other half, in turn. Speed-ups are of decoding alone: the prompts, which
+take everybody as long, are left out.
 
-`model` drafts with the target's own layers but for those that its answers miss least.
+Drafters that ask the target itself (magicdec) are run on the first half instead, in turn with plain decoding. On a GPU
+all are, since drafts there begin behind the steps they follow, which a replay has none of; --live does so anywhere.
+
+`model` drafts with the target's own layers but for those that its answers miss least. `rest` needs --store.
+
+For two quiet CPU cores, by estimate ten minutes each; on a GPU with --device cuda, and rather without --nodes:
+
+    python bench/plan.py --prompts HUMANEVAL --store STORE --drafters suffix,rest,eagle3,redrafter,model \
+        --limit 20 --nodes 2 --tokens 32
+    python bench/plan.py --prompts SPECBENCH --categories rag --drafters magicdec --keys 256 \
+        --limit 14 --nodes 2 --tokens 32
 
 Prints a table to stderr and one JSON line.
 """
@@ -16,8 +26,10 @@ import argparse
 import copy
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +38,11 @@ import torch
 from slipstream import LLM
 from slipstream.drafters._capabilities import layers
 from slipstream.evaluate.contestants import Answer, Decoding, Ours
-from slipstream.evaluate.measure import Item, measure, prepare
-from slipstream.evaluate.replay import Recording, record
-from slipstream.evaluate.report import provenance
+from slipstream.evaluate.measure import Item, MeasuredRun, measure, prepare
+from slipstream.evaluate.replay import record
+from slipstream.evaluate.report import finite, provenance
 from slipstream.evaluate.workloads import Prompt, read, select
-from slipstream.plan.forecast import as_row, forecast, outcome
+from slipstream.plan.forecast import Forecast, as_row, forecast, outcome
 from slipstream.plan.survival import DEEPEST, Tally, replayed
 from slipstream.targets import load_model
 
@@ -43,44 +55,55 @@ def main() -> None:
     if given.threads:
         torch.set_num_threads(given.threads)
     model, tokenizer = load_model(given.model, dtype=given.dtype, device=given.device)
-    options: dict[str, dict[str, Any]] = {name: {} for name in given.drafters.split(",")}
-    if "rest" in options:
-        options["rest"]["store"] = given.store
-    if "model" in options:
-        options["model"] |= {"draft_model": draft_of(model, given.draft), "draft_tokenizer": tokenizer}
+    options = options_of(given, model, tokenizer)
     decoding = Decoding(given.tokens)
     plain = Ours("none", LLM(model, tokenizer, "none"))
-    known, unseen = halves(given.prompts, given.limit)
-    items = [list(prepare(plain, half, decoding)) for half in (known, unseen)]
-    tell(f"recorded {len(items[0])} known and {len(items[1])} unseen prompts")
-    contestants = [plain, *(Ours(name, LLM(model, tokenizer, name, **own)) for name, own in options.items())]
-    if given.live:
-        trial = lived(contestants, items[0], decoding, 1)
+    halved = halves(given.prompts, given.categories, given.limit)
+    known, unseen = (list(prepare(plain, half, decoding)) for half in halved)
+    tell(f"recorded {len(known)} known and {len(unseen)} unseen prompts")
+    drafting = [Ours(name, LLM(model, tokenizer, name, **own), given.nodes) for name, own in options.items()]
+    forecasts: dict[str, Callable[[int], Forecast]] = {}  # by how many prompts are unseen
+    live = [one for one in drafting if given.live or plain.llm.target.device.type == "cuda" or asks_target(one)]
+    if live:
+        trial = lived([plain, *live], known, decoding, given.repeats)
         each = sum(t.seconds for t in trial["none"]) / sum(t.tokens for t in trial["none"])
-    else:
-        wanted = sorted({layer for one in contestants for layer in layers(one.llm.engine.drafter)})
-        recording = record(plain.llm.target, plain.llm.name, items[0], decoding, wanted)
-        trial = {name: replay(recording, name, own, model, tokenizer) for name, own in ({"none": {}} | options).items()}
-        each = recording.seconds(1) + sum(t.host for t in trial["none"]) / sum(t.steps for t in trial["none"])
-    expected = {name: forecast(trial[name], each, len(items[1])) for name in options}
-    for name, one in expected.items():
-        tell(f"{name}: forecast {one.tokens} tokens per step, {one.speedup} × plain")
-    found = lived(contestants, items[1], decoding, given.repeats)
-    rows = [as_row(name, one, outcome(found[name], found["none"])) for name, one in expected.items()]
+        forecasts |= {one.name: partial(forecast, trial[one.name], each) for one in live}
+    if replaying := [one for one in drafting if one not in live]:
+        wanted = sorted({layer for one in replaying for layer in layers(one.llm.engine.drafter)})
+        recording = record(plain.llm.target, plain.llm.name, known, decoding, wanted)
+        tell("ms by rows: " + ", ".join(f"{rows}: {1e3 * seconds:.1f}" for rows, seconds in recording.cost.items()))
+        alone = replayed(recording, "none", {}, model, tokenizer)
+        each = recording.seconds(1) + sum(t.host for t in alone) / sum(t.steps for t in alone)
+        for one in replaying:
+            tell(f"replaying {one.name}")
+            tallies = replayed(recording, one.name, options[one.name], model, tokenizer, given.nodes)
+            forecasts[one.name] = partial(forecast, tallies, each)
+    for name, of in forecasts.items():
+        expected = of(len(unseen))
+        tell(f"{name}: forecast {expected.tokens} tokens per step, {expected.speedup} × plain")
+    found = lived([plain, *drafting], unseen, decoding, given.repeats)
+    asked = len(found["none"])  # fewer than there are if it was interrupted
+    rows = [as_row(name, of(asked), outcome(found[name], found["none"])) for name, of in forecasts.items()]
     show(rows)
     about = {**provenance(plain.llm.name, plain.llm.target), "options": {k: str(v) for k, v in vars(given).items()}}
-    print(json.dumps({"benchmark": "plan", "provenance": about, "rows": rows}))
+    counted = {"known": len(known), "unseen": asked}
+    print(json.dumps(finite({"benchmark": "plan", "provenance": about, "prompts": counted, "rows": rows})))
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=Path, nargs="+", required=True)
+    parser.add_argument("--categories", nargs="*", help="of the prompts; default: all")
     parser.add_argument("--limit", type=int, default=8, help="known prompts, and as many unseen ones, of each file")
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--drafters", default="suffix,rest,eagle3,redrafter,model")
+    parser.add_argument("--drafters", default="suffix,rest,eagle3,redrafter,model,magicdec")
+    parser.add_argument("--nodes", type=int, help="that a step drafts at most; default: as always on this device")
     parser.add_argument("--store", help="for rest")
     parser.add_argument("--draft", help="for model: a smaller model")
+    parser.add_argument(
+        "--keys", type=float, default=512, help="for magicdec, which drafts in texts of any length here"
+    )
     parser.add_argument("--model")
     parser.add_argument("--dtype")
     parser.add_argument("--device")
@@ -89,13 +112,30 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def halves(files: Sequence[Path], limit: int) -> tuple[list[Prompt], list[Prompt]]:
+def options_of(given: argparse.Namespace, model: Any, tokenizer: Any) -> dict[str, dict[str, Any]]:
+    """Of each drafter that was named."""
+    options: dict[str, dict[str, Any]] = {name: {} for name in given.drafters.split(",")}
+    if "rest" in options:
+        options["rest"]["store"] = given.store
+    if "model" in options:
+        options["model"] |= {"draft_model": draft_of(model, given.draft), "draft_tokenizer": tokenizer}
+    if "magicdec" in options:
+        options["magicdec"] |= {"keys": given.keys, "shortest": 0}
+    return options
+
+
+def asks_target(one: Ours) -> bool:
+    """Whether it drafts by forwards of the target, which a recording can't answer."""
+    return one.name in ("magicdec", "lookahead")
+
+
+def halves(files: Sequence[Path], categories: Sequence[str] | None, limit: int) -> tuple[list[Prompt], list[Prompt]]:
     """First questions, spread over the categories: of each category every other one is kept unseen."""
     known, unseen = list[Prompt](), list[Prompt]()
     for file in files:
         turns = {prompt.id: prompt.turns[:1] for prompt in read(file)}
         every = [Prompt(p.id, p.category, turns[p.id]) for p in read(file)]
-        chosen = select(every, None, 2 * limit)
+        chosen = select(every, categories, 2 * limit)
         for category in dict.fromkeys(p.category for p in chosen):
             mine = [p for p in chosen if p.category == category]
             known += mine[::2]
@@ -121,24 +161,37 @@ def draft_of(model: Any, name: str | None) -> Any:
     return draft
 
 
-def replay(recording: Recording, name: str, options: dict[str, Any], model: Any, tokenizer: Any) -> list[Tally]:
-    tell(f"replaying {name}")
-    return replayed(recording, name, options, model, tokenizer)
-
-
 def lived(
     contestants: Sequence[Ours], items: Sequence[Item], decoding: Decoding, repeats: int
 ) -> dict[str, list[Tally]]:
     """Everyone's answers to these items, in turn. Ctrl-C ends it with the items that all have answered."""
-    found: dict[str, list[Tally]] = {contestant.name: [] for contestant in contestants}
+    runs: dict[str, list[MeasuredRun]] = {contestant.name: [] for contestant in contestants}
     with suppress(KeyboardInterrupt):
         for run in measure(contestants, items, decoding, repeats):
-            found[run.contestant].append(tally(run.category, run.answer))
+            runs[run.contestant].append(run)
             if not run.equal:
                 tell(f"{run.contestant}: the text of {run.item} differs")
-    answered = min(map(len, found.values()))
+    answered = min(map(len, runs.values()))
     tell(f"{answered} of {repeats * len(items)} prompts were answered by all")
-    return {name: tallies[:answered] for name, tallies in found.items()}
+    return {name: by_item(of[:answered]) for name, of in runs.items()}
+
+
+def by_item(runs: Sequence[MeasuredRun]) -> list[Tally]:
+    """One of each item, the repeats added up: they say the same text, so they are one case."""
+    found: dict[str, list[Tally]] = {}
+    for run in runs:
+        found.setdefault(run.item, []).append(tally(run.category, run.answer))
+    return [
+        replace(
+            of[0],
+            steps=sum(t.steps for t in of),
+            kept=[sum(counts) for counts in zip(*(t.kept for t in of), strict=True)],
+            drafting=sum(t.drafting for t in of),
+            verifying=sum(t.verifying for t in of),
+            host=sum(t.host for t in of),
+        )
+        for of in found.values()
+    ]
 
 
 def tally(category: str, answer: Answer) -> Tally:

@@ -9,6 +9,7 @@ import math
 import numpy as np
 import pytest
 
+from slipstream.budget.chains import expected_tokens
 from slipstream.errors import OptionError
 from slipstream.plan import advice, theory
 from slipstream.plan.forecast import forecast, outcome, why
@@ -24,20 +25,20 @@ from slipstream.plan.words import bar, table
 @pytest.mark.parametrize(("alpha", "gamma"), [(0.1, 3), (0.6, 5), (0.8, 8), (0.95, 16)])
 def test_expected_tokens_are_those_of_simulated_steps(alpha, gamma):
     rejected = np.random.default_rng(0).geometric(1 - alpha, 10_000_000)  # which drafted token is the first wrong one
-    assert theory.expected_tokens(alpha, gamma) == pytest.approx(np.minimum(rejected, gamma + 1).mean(), rel=1e-3)
+    assert expected_tokens(alpha, gamma) == pytest.approx(np.minimum(rejected, gamma + 1).mean(), rel=1e-3)
 
 
 @pytest.mark.parametrize(("alpha", "gamma"), [(0.0, 4), (0.3, 1), (0.6, 5), (0.95, 16), (1.0, 7)])
 def test_the_closed_form_is_the_sum_over_every_outcome(alpha, gamma):
     by_length = [(alpha**k * (1 - alpha if k < gamma else 1), k + 1) for k in range(gamma + 1)]
     assert sum(chance for chance, _ in by_length) == pytest.approx(1)
-    assert theory.expected_tokens(alpha, gamma) == pytest.approx(sum(p * n for p, n in by_length), abs=1e-12)
-    assert theory.tokens_of(theory.survival(alpha, gamma)) == pytest.approx(theory.expected_tokens(alpha, gamma))
+    assert expected_tokens(alpha, gamma) == pytest.approx(sum(p * n for p, n in by_length), abs=1e-12)
+    assert theory.tokens_of(theory.survival(alpha, gamma)) == pytest.approx(expected_tokens(alpha, gamma))
 
 
 @pytest.mark.parametrize("alpha", [0.05, 0.5, 0.99])
 def test_alpha_comes_back_from_its_tokens(alpha):
-    assert theory.alpha_of(theory.expected_tokens(alpha, 6), 6) == pytest.approx(alpha, abs=1e-9)
+    assert theory.alpha_of(expected_tokens(alpha, 6), 6) == pytest.approx(alpha, abs=1e-9)
 
 
 def test_drawn_tokens_are_accepted_as_often_as_the_formula_says():
@@ -128,7 +129,7 @@ def test_no_tree_of_as_many_nodes_gives_more_than_the_best_one(alpha, nodes):
 def test_a_tree_of_one_child_each_is_a_chain():
     parents, chances = theory.best_tree([0.6], 5)
     assert parents == [-1, 0, 1, 2, 3, 4]
-    assert theory.tree_tokens(parents, chances) == pytest.approx(theory.expected_tokens(0.6, 5))
+    assert theory.tree_tokens(parents, chances) == pytest.approx(expected_tokens(0.6, 5))
     assert theory.depth_of(theory.best_tree([0.6, 0.2], 9, depth=2)[0]) == 2
 
 
@@ -238,6 +239,18 @@ def test_fewer_keys_pay_only_where_keys_are_most_of_a_step():
     assert gain(2, 8192) < gain(8, 8192) < gain(32, 8192) < 4
 
 
+def test_a_plan_for_magicdec_says_what_the_roofline_says_of_part_of_the_keys():
+    def deepest(batch, context):
+        at = advice.on_chip("H200", CHIPS["H200"], GROUPED, batch, context, "bfloat16")
+        return advice.consider(guessed("magicdec", Interval(0.8, 0.7, 0.9), 4), at)["by_depth"][-1]["speedup"]["value"]
+
+    for batch, context in ((1, 512), (8, 32_768)):
+        tokens = expected_tokens(0.8, 4)
+        by_hand = drafting_on_part(GROUPED, CHIPS["H200"], batch, context, advice.PART, 4, tokens)
+        assert deepest(batch, context) == pytest.approx(by_hand)
+    assert deepest(1, 512) < 1 < deepest(8, 32_768)
+
+
 def test_batches_and_contexts_change_what_binds():
     assert step_cost(SEVEN, CHIPS["H200"], batch=64, context=32_768).bound == "keys"
     assert step_cost(SEVEN, CHIPS["H200"], rows=8, batch=128, context=64).bound == "arithmetic"
@@ -290,9 +303,9 @@ def test_survival_is_counted_as_it_was_drawn():
     assert found.widths == (1.0, 1.0, 1.0, 1.0)
     assert found.alpha.holds(0.6)
     assert found.alpha.high - found.alpha.low < 0.05
-    assert found.tokens().holds(theory.expected_tokens(0.6, 4))
+    assert found.tokens().holds(expected_tokens(0.6, 4))
     assert found.rows(2) == 3
-    assert found.tokens(2).value == pytest.approx(theory.expected_tokens(0.6, 2), abs=0.03)
+    assert found.tokens(2).value == pytest.approx(expected_tokens(0.6, 2), abs=0.03)
 
 
 def test_children_are_counted_by_rank():
@@ -466,6 +479,24 @@ def test_the_page_shows_every_drafter_in_every_chart(config, tmp_path, browser):
     assert browser.run("document.querySelectorAll('tr.row').length") == drafters
     assert browser.run("document.documentElement.scrollWidth") <= 1280
     assert browser.run("document.querySelectorAll('.notes li').length") == len(words(document))
+
+
+@pytest.mark.parametrize(("padded", "nodes", "most"), [(False, None, 16), (True, None, 31), (True, 3, 3)])
+def test_a_replay_drafts_as_much_as_decoding_does_where_it_was_recorded(tiny, padded, nodes, most):
+    from dataclasses import replace
+
+    from slipstream import LLM
+    from slipstream.evaluate.contestants import Decoding, Ours
+    from slipstream.evaluate.measure import Item
+    from slipstream.evaluate.replay import record
+    from slipstream.plan.survival import replayed
+
+    plain, decoding = Ours("none", LLM(tiny("llama"), drafter="none")), Decoding(60)
+    prompt = list(range(3, 40)) * 3  # in which there is always much to copy
+    items = [Item("a", "x", prompt, prompt[:60], 0.0)]
+    recording = replace(record(plain.llm.target, "tiny", items, decoding), padded=padded)
+    (tally,) = replayed(recording, "pld", {"length": 40}, None, None, nodes)
+    assert max(k for k, n in enumerate(tally.nodes, 1) if n) == most
 
 
 def test_recordings_are_replayed_with_any_drafter(tmp_path, tiny):

@@ -51,8 +51,9 @@ class Contestant(ABC):
 class Ours(Contestant):
     """This engine."""
 
-    def __init__(self, name: str, llm: LLM) -> None:
-        self.name, self.llm = name, llm
+    def __init__(self, name: str, llm: LLM, max_draft: int | None = None) -> None:
+        """max_draft: as in `generate`."""
+        self.name, self.llm, self.max_draft = name, llm, max_draft
 
     def answers(self, prompts: Sequence[list[int]], decoding: Decoding) -> list[Answer]:
         self.llm.engine.max_batch = max(self.llm.engine.max_batch, len(prompts))
@@ -63,6 +64,7 @@ class Ours(Contestant):
             temperature=decoding.temperature,
             top_p=decoding.top_p,
             seed=decoding.seed,
+            max_draft=self.max_draft,
         )
         share = (perf_counter() - start) / len(prompts)
         return [Answer(r.tokens, share, r.stats.first_token_seconds, r.stats) for r in results]

@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from slipstream import drafters
 from slipstream.accept import Rule
 from slipstream.budget.costs import Costs
+from slipstream.drafters import _capabilities as can
 from slipstream.engine import Engine
 from slipstream.errors import OptionError
 from slipstream.evaluate.contestants import Answer, Contestant, Decoding
@@ -147,6 +148,11 @@ class ReplayTarget(TextTarget):
         self._text: list[int] = []
         self._number = 0
 
+    @property
+    def default_draft(self) -> int:
+        """As it was where the texts were recorded, though nothing is padded here."""
+        return 31 if self._recording.padded else super().default_draft
+
     def play(self, number: int) -> Item:
         """Which item is recited from now on."""
         item = self._recording.items[number]
@@ -188,10 +194,10 @@ class Replayed(Contestant):
         self, name: str, recording: Recording, tokenizer: Any = None, model: Any = None, **options: Any
     ) -> None:
         self.name, self.recording = name, recording
-        self.max_draft = Request.max_draft  # nodes of a step at most
         self.target = ReplayTarget(recording, model)
-        drafter, _, _ = name.partition(" ")
-        self.engine = Engine(self.target, drafters.make(drafter, self.target, tokenizer, **options), name)
+        drafter = drafters.make(name.partition(" ")[0], self.target, tokenizer, **options)
+        self.engine = Engine(self.target, drafter, name)
+        self.max_draft = can.default_draft(drafter, self.target)  # nodes of a step at most
         self.watch: Callable[[Step], None] | None = None  # is shown every step besides
         self._numbers = {tuple(item.tokens): n for n, item in enumerate(recording.items)}
 

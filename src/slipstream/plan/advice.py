@@ -8,7 +8,7 @@ from typing import Any
 
 from slipstream.errors import OptionError
 from slipstream.plan import theory
-from slipstream.plan.roofline import LAUNCH, SIZES, Chip, Shape, StepCost, head_shape, memory, step_cost
+from slipstream.plan.roofline import LAUNCH, SIZES, Chip, Shape, StepCost, head_shape, memory, on_part, step_cost
 from slipstream.plan.survival import Survival, fade, guessed
 from slipstream.plan.theory import Interval
 
@@ -30,10 +30,13 @@ NEEDS = {
     "redrafter": "a trained head",
     "eagle3": "a trained head (`slipstream tune` makes one)",
     "model": "a smaller model with the same vocabulary",
+    "magicdec": "nothing: the target drafts for itself with part of its keys",
 }
+PART = 512  # keys that magicdec drafts with: its own default
 # Where nothing is known: the α that gives the tokens per step which the embedded model has on Spec-Bench, with drafts
-# of so many nodes and levels (docs/benchmarks.md, docs/heads.md; `model`: T5's table in the speculative decoding
-# paper). How far it may be off is a judgement: texts that repeat themselves have far more, prose has far less.
+# of so many nodes and levels (docs/benchmarks.md, docs/heads.md; `model`: T5's table in the speculative decoding paper;
+# `magicdec`: how often part of the keys says what all say, docs/log/long-texts.md). How far it may be off is a
+# judgement: texts that repeat themselves have far more, prose has far less.
 GUESSES: Mapping[str, tuple[float, float, int, int]] = {  # α, how far off, levels, nodes
     "pld": (0.48, 0.2, 10, 10),
     "suffix": (0.55, 0.2, 10, 31),
@@ -42,6 +45,7 @@ GUESSES: Mapping[str, tuple[float, float, int, int]] = {  # α, how far off, lev
     "redrafter": (0.58, 0.1, 5, 31),
     "eagle3": (0.68, 0.1, 6, 31),
     "model": (0.65, 0.1, 5, 5),
+    "magicdec": (0.7, 0.15, 4, 4),
 }
 
 
@@ -77,6 +81,8 @@ def on_chip(
             if draft is None:
                 raise OptionError("what `model` takes depends on the draft model: name one with --draft-model")
             return levels * cost(draft, 1)
+        if drafter == "magicdec":
+            return levels * cost(on_part(shape, PART), 1)
         if drafter == "medusa":  # all levels in one go
             return LAUNCH + levels * cost(head_shape(shape, drafter), 1)
         if drafter in HEADS:

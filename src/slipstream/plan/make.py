@@ -106,6 +106,8 @@ def _share(shape: Shape, drafter: str, small: Shape | None) -> float:
     """Operations of a drafted token over those of the target's."""
     if drafter == "model" and small is not None:
         return small.parameters / shape.parameters
+    if drafter == "magicdec":
+        return 1.0
     if drafter in advice.HEADS:
         return head_shape(shape, drafter).dense / shape.parameters
     return 0.0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from functools import partial
 from html import escape
 from pathlib import Path
@@ -10,9 +12,8 @@ from typing import Any
 from slipstream.evaluate.charts import PLAIN, looks, speedups
 from slipstream.evaluate.drawing import Places, horizontal, scale, svg, text, ticks, vertical, width_of
 from slipstream.evaluate.glossary import term
-from slipstream.evaluate.metrics import ALL
 from slipstream.evaluate.page import figure, headline, number, numbers, sheet
-from slipstream.plan.words import Document, advice
+from slipstream.plan.words import Document, best_first, of_others, summary
 from slipstream.user_files import write_text
 
 Series = list[tuple[str, list[tuple[float, float]]]]  # by drafter: points
@@ -29,21 +30,20 @@ def page(document: Document) -> str:
         f"What speculation would give {place}, {document['batch']} at a time, after {document['context']:,} tokens. "
         "A forecast, not a measurement."
     )
-    notes = "".join(f"<li>{escape(said)}</li>" for said in advice(document))
-    return sheet(
-        document, "plan", escape(measured), _figures(document), f'<ul class="notes">{notes}</ul>', *_main(document)
-    )
+    main = [_charts(document), _notes(of_others(document)), _table(document)]
+    return sheet(document, "plan", escape(measured), _figures(document), _notes(summary(document)), *main)
 
 
-def _main(document: Document) -> list[str]:
-    return [_charts(document), _table(document)]
+def _notes(said: Sequence[str]) -> str:
+    """A list, in which `words` are code."""
+    told = [re.sub("`([^`]+)`", r"<code>\1</code>", escape(each)) for each in said]
+    return f'<ul class="notes">{"".join(f"<li>{each}</li>" for each in told)}</ul>' if told else ""
 
 
 def _figures(document: Document) -> str:
-    rows = [row for row in document["drafters"] if row["best"]]
-    best = max(rows, key=lambda row: row["best"]["speedup"]["value"], default=None)
+    best = best_first(document)[0]
     figures = []
-    if best is not None:
+    if best["best"]:
         found = best["best"]["speedup"]
         over = term("speed-up", "over plain decoding", "head")
         figures.append(
@@ -54,13 +54,13 @@ def _figures(document: Document) -> str:
 
 
 def _charts(document: Document) -> str:
-    rows = [row for row in document["drafters"] if row["best"]]
+    rows = [row for row in best_first(document) if row["best"]]
     look = looks(row["drafter"] for row in rows)
     keys = {escape(row["drafter"]): look[row["drafter"]].mark(7, 6, kind="key") for row in rows}
     as_rows = [
-        {"contestant": row["drafter"], "category": ALL, "speedup": {PLAIN: row["best"]["speedup"]}} for row in rows
+        {"contestant": row["drafter"], "category": "drafter", "speedup": {PLAIN: row["best"]["speedup"]}}
+        for row in rows
     ]
-    as_rows.sort(key=lambda row: -row["speedup"][PLAIN]["value"])
     deep: Series = [(row["drafter"], [(at["depth"], at["speedup"]["value"]) for at in row["by_depth"]]) for row in rows]
     kept: Series = [(row["drafter"], list(enumerate(row["survival"], 1))) for row in rows]
     batches = document.get("batches") or []
@@ -134,7 +134,7 @@ def _table(document: Document) -> str:
     ]
     heads += [((word, word),) for word in ("ahead", "rows", "α", "c", "operations")]
     body = []
-    for row in sorted(document["drafters"], key=lambda row: -(row["best"]["speedup"]["value"] if row["best"] else 0)):
+    for row in best_first(document):
         if not (best := row["best"]):
             continue
         speed, tokens, alpha = best["speedup"], best["tokens"], row["alpha"]

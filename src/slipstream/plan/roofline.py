@@ -20,26 +20,28 @@ LAUNCH = 25e-6
 
 
 class Chip(NamedTuple):
-    """Public numbers of its maker."""
+    """What its maker says of it."""
 
     bandwidth: float  # bytes per second
-    peak: float  # dense operations per second, multiplying and adding counted as two, in `dtype`
+    peak: float  # dense operations per second of its matrix units, multiplying and adding counted as two, in `dtype`
     memory: float  # bytes
     dtype: str = "bfloat16"
 
 
+# From the makers' data sheets, as pages of vendors, clouds and computing centres repeat them; each was looked up in two
+# of those or more. Sheets since the A100 print peaks with structured sparsity: half of that is dense.
 CHIPS: Mapping[str, Chip] = {
-    "B200": Chip(8.0e12, 2250e12, 180e9),
-    "H200": Chip(4.8e12, 989e12, 141e9),
-    "H100": Chip(3.35e12, 989e12, 80e9),  # SXM
-    "A100": Chip(2.039e12, 312e12, 80e9),  # SXM, 80 GB
-    "L40S": Chip(864e9, 362e12, 48e9),
-    "A6000": Chip(768e9, 155e12, 48e9),
-    "RTX4090": Chip(1008e9, 165e12, 24e9),
-    "L4": Chip(300e9, 121e12, 24e9),
-    "V100": Chip(900e9, 125e12, 32e9, "float16"),
-    "T4": Chip(320e9, 65e12, 16e9, "float16"),
-    "MI300X": Chip(5.3e12, 1307e12, 192e9),
+    "B200": Chip(8.0e12, 2250e12, 180e9),  # HGX board at 1,000 W, 4,500 sparse; 192 GB are built in, 180 sold
+    "H200": Chip(4.8e12, 989e12, 141e9),  # SXM sheet, 1,979 sparse; the NVL card has 1,671
+    "H100": Chip(3.35e12, 989e12, 80e9),  # SXM sheet, 1,979 sparse
+    "A100": Chip(2.039e12, 312e12, 80e9),  # sheet of the 80 GB SXM module; as a PCIe card 1.935e12 bytes
+    "L40S": Chip(864e9, 362e12, 48e9),  # sheet: 362.05, sparse 733
+    "A6000": Chip(768e9, 154.8e12, 48e9),  # Ampere's RTX A6000; sheet: 309.7 sparse
+    "RTX4090": Chip(1008e9, 165.2e12, 24e9),  # Ada white paper, sums in float32: twice that with sums in float16
+    "L4": Chip(300e9, 121e12, 24e9),  # sheet: 242 sparse
+    "V100": Chip(900e9, 125e12, 32e9, "float16"),  # SXM2 sheet; as a PCIe card 112
+    "T4": Chip(320e9, 65e12, 16e9, "float16"),  # sheet; no sparsity yet
+    "MI300X": Chip(5.3e12, 1307e12, 192e9),  # AMD's sheet, 2,615 sparse
 }
 SIZES = {"bfloat16": 2, "float16": 2, "float32": 4, "float8": 1, "int8": 1}  # bytes of a number
 
@@ -152,13 +154,17 @@ def step_cost(
     )
 
 
+def on_part(target: Shape, keys: int) -> Shape:
+    """A target that looks at so many of its keys at most."""
+    return replace(target, windows=tuple(keys if window is None else min(window, keys) for window in target.windows))
+
+
 def drafting_on_part(
     target: Shape, on: Chip, batch: int, context: int, keys: int, depth: int, tokens: float, dtype: str = "bfloat16"
 ) -> float:
     """How much faster than plain decoding a target is that drafts for itself on `keys` of its keys, `depth` tokens
     ahead, each by a forward. tokens: that a step gives with them, the bonus token included."""
-    windows = tuple(keys if window is None else min(window, keys) for window in target.windows)
-    return drafting_by(target, replace(target, windows=windows), on, batch, context, depth, tokens, dtype)
+    return drafting_by(target, on_part(target, keys), on, batch, context, depth, tokens, dtype)
 
 
 def drafting_by(

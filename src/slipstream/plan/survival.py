@@ -188,11 +188,16 @@ def from_recording(folder: Path, drafter: str, options: dict[str, Any], model: A
     return counted(drafter, replayed(recording, drafter, options, model, tokenizer), f"{folder.name}, replayed")
 
 
-def replayed(recording: Any, drafter: str, options: dict[str, Any], model: Any, tokenizer: Any) -> list[Tally]:
-    """A tally for each of its texts. model: for drafters that need its weights."""
+def replayed(
+    recording: Any, drafter: str, options: dict[str, Any], model: Any, tokenizer: Any, nodes: int | None = None
+) -> list[Tally]:
+    """A tally for each of its texts. model: for drafters that need its weights. nodes: that a step drafts at most;
+    None: as it would where the texts were recorded."""
     from slipstream.evaluate.replay import Replayed
 
     contestant = Replayed(drafter, recording, tokenizer, model, **options)
+    if nodes is not None:
+        contestant.max_draft = nodes
     contestant.answer(recording.items[0].tokens, recording.decoding)  # code is loaded or compiled
     found = []
     for item in recording.items:

@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 from typing import NamedTuple
 
+from slipstream.budget.chains import expected_tokens
+
 FURTHEST = 64  # tokens ahead that are looked at for the best γ: nobody drafts more
 
 StepTime = Callable[[int], float]  # of a step that verifies so many rows, over that of a step with one
@@ -44,11 +46,6 @@ def lenient_range(alpha: float, lenience: float) -> tuple[float, float]:
 def survival(alpha: float, gamma: int) -> list[float]:
     """The chance that at least 1, 2, …, γ drafted tokens are kept, if each is accepted with α."""
     return [alpha**k for k in range(1, gamma + 1)]
-
-
-def expected_tokens(alpha: float, gamma: int) -> float:
-    """Tokens of a step with a chain of γ: (1 - α^(γ+1)) / (1 - α)."""
-    return gamma + 1.0 if alpha >= 1 else (1 - alpha ** (gamma + 1)) / (1 - alpha)
 
 
 def tokens_of(reached: Sequence[float]) -> float:

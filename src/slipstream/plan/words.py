@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 from rich.table import Table
@@ -14,8 +13,24 @@ BAR = 32  # letters of the longest bar
 
 def advice(document: Document) -> list[str]:
     """What to do, the best first, and why."""
-    rows: list[dict[str, Any]] = sorted(document["drafters"], key=lambda row: -_speedup(row)["value"])
-    return [*_step(document), *[_about(row) for row in rows], *_when(document, rows), *_caveats(document)]
+    first, *others = best_first(document)
+    return [*_step(document), _about(first), *map(_about, others), *_when(document, first), *_caveats(document)]
+
+
+def summary(document: Document) -> list[str]:
+    """The same of the best drafter alone."""
+    first, *_ = best_first(document)
+    return [*_step(document), _about(first), *_when(document, first), *_caveats(document)]
+
+
+def of_others(document: Document) -> list[str]:
+    """What `summary` leaves out."""
+    return [_about(row) for row in best_first(document)[1:]]
+
+
+def best_first(document: Document) -> list[dict[str, Any]]:
+    """Its drafters, the fastest first."""
+    return sorted(document["drafters"], key=lambda row: -_speedup(row)["value"])
 
 
 def _step(document: Document) -> list[str]:
@@ -61,12 +76,11 @@ def _why(row: dict[str, Any], alpha: float, c: float) -> str:
     return f"α is {alpha:.2f}, c {c:.3f}; it computes {row['operations']:.1f} times as much per token.{shape}"
 
 
-def _when(document: Document, rows: Sequence[dict[str, Any]]) -> list[str]:
-    """From how many sequences on nothing pays."""
-    batches = document.get("batches") or []
-    if not batches or not rows:
+def _when(document: Document, best: dict[str, Any]) -> list[str]:
+    """From how many sequences on it no longer pays."""
+    batches, name = document.get("batches") or [], best["drafter"]
+    if not batches:
         return []
-    name = rows[0]["drafter"]
     losing = [each["batch"] for each in batches if each["speedup"].get(name, 1) <= 1]
     if not losing:
         return [f"{name} still pays with {batches[-1]['batch']} sequences at a time."]
@@ -96,7 +110,7 @@ def table(document: Document) -> Table:
     shown = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("", "", "× plain", "interval", "", "tokens/step", "ahead", "rows", "α", "c", "operations"):
         shown.add_column(name, justify="right" if name else "left")
-    rows = sorted(document["drafters"], key=lambda row: -_speedup(row)["value"])
+    rows = best_first(document)
     longest = max([1.0, *(_speedup(row)["high"] for row in rows)])
     for row in rows:
         best, found = row["best"], _speedup(row)

@@ -1,7 +1,7 @@
 """Whether a draft model can pay: what drafting takes and gives, before anything is trained.
 
-With acceptance a per token, drafting d tokens gives (1 - a^(d+1)) / (1 - a) tokens for d steps of the draft and one of
-the target, which verifies d + 1 rows.
+Drafting d tokens (`budget/chains.py` says what they give) takes d steps of the draft and one of the target, which
+verifies d + 1 rows.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from slipstream.budget.chains import expected_tokens
 from slipstream.budget.costs import Costs
 from slipstream.errors import OptionError
 from slipstream.targets import open_target
@@ -33,9 +34,8 @@ class Pair:
 
     def gain(self, acceptance: float, depth: int) -> float:
         """How many times as fast as plain decoding."""
-        tokens = sum(acceptance**i for i in range(depth + 1))
         seconds = depth * self.draft.seconds(1) + self.target.seconds(depth + 1)
-        return tokens * self.target.seconds(1) / seconds
+        return expected_tokens(acceptance, depth) * self.target.seconds(1) / seconds
 
     def best_depth(self, acceptance: float) -> int:
         return max(DEPTHS, key=lambda depth: self.gain(acceptance, depth))

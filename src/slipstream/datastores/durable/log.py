@@ -2,8 +2,8 @@
 specified in docs/store-format.md.
 
 A record is acknowledged once it is on the disk; only then the acknowledged length in the header grows, and after it
-that of the witness, a file beside the log. So a torn record behind that length is one nobody was promised, and a
-damaged one before it is an error, never a silent loss. Beside a writer, readers stop at that length: what lies behind
+that of the witness, a file beside the log. So a torn record beyond that length is one nobody was promised, and a
+damaged one before it is an error, never a silent loss. Beside a writer, readers stop at that length: what lies beyond
 may yet be taken back, if the disk is full.
 """
 
@@ -20,9 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.compiled import compiled
+from slipstream.datastores.durable.disk import write_whole
 from slipstream.datastores.durable.names import ENCODING
 from slipstream.datastores.durable.pages import PAGE, checksum, xxh64
-from slipstream.datastores.durable.segment import sync_folder
 from slipstream.datastores.durable.witness import ODD, SLOTS, Place, Witness
 from slipstream.errors import DamagedError, StoreError
 
@@ -88,22 +88,16 @@ class LogWriter:
         self.head = head
         slots = _read_slots(page)
         self._turn = slots.index(min(slots))
-        os.ftruncate(self._file, place.length)  # what lies behind is a record that was never acknowledged
+        os.ftruncate(self._file, place.length)  # what lies beyond is a record that was never acknowledged
         os.fdatasync(self._file)  # what lies before may not have been either, but will be seen from now on
         self._acknowledge(place)
 
     @classmethod
     def create(cls, path: Path, head: LogHead) -> LogWriter:
-        made = path.with_suffix(".making")
         page, slot = head.page(), _slot(PAGE)
         for at in SLOTS:
             page[at : at + len(slot)] = slot
-        with made.open("wb") as file:
-            file.write(page)
-            file.flush()
-            os.fsync(file.fileno())
-        made.rename(path)
-        sync_folder(path.parent)
+        write_whole(path, page, path.with_suffix(".making"))
         return cls(path, Place())
 
     @property
@@ -178,7 +172,7 @@ class LogRead:
 
 
 def read_log(path: Path, start: Place = START, beyond: bool = False) -> LogRead:
-    """Every acknowledged record from a place on. beyond: also what is whole behind them: after a power failure the
+    """Every acknowledged record from a place on. beyond: also what is whole after them: after a power failure the
     acknowledged length may be that of a moment before. Only where no writer may take it back."""
     with path.open("rb") as file:
         for _ in range(3):  # a writer may just be writing a slot
@@ -194,7 +188,7 @@ def read_log(path: Path, start: Place = START, beyond: bool = False) -> LogRead:
             )
         size = os.fstat(file.fileno()).st_size
         file.seek(start.length)
-        # No further for readers: a bulk append leaves much behind that, to be read in vain at every refresh.
+        # No further for readers: a bulk append leaves much beyond that, to be read in vain at every refresh.
         data = file.read(max(0, min(promised, size) - start.length) if sure and not beyond else -1)
         size = max(size, start.length + len(data))  # it may have grown meanwhile
     spans, total = _whole_records(np.frombuffer(data, np.uint8), start.length, _seed(head), np.uint64(start.sum))

@@ -80,7 +80,7 @@ class LogWriter:
     def __init__(self, path: Path, place: Place) -> None:
         self.path, self.place, self._synced = path, place, place
         self._witness: tuple[Witness, int] | None = None
-        self._in_doubt = False  # the disk refused a sync: what was to be synced may be lost
+        self.doubtful = False  # the disk refused a sync: what was to be synced may be lost
         self._file = os.open(path, os.O_RDWR)
         page = os.pread(self._file, PAGE, 0)
         head = LogHead.parse(page)
@@ -97,17 +97,13 @@ class LogWriter:
         page, slot = head.page(), _slot(PAGE)
         for at in SLOTS:
             page[at : at + len(slot)] = slot
-        write_whole(path, page, path.with_suffix(".making"))
+        write_whole(path, bytes(page), path.with_suffix(".making"))
         return cls(path, Place())
-
-    @property
-    def doubtful(self) -> bool:
-        return self._in_doubt
 
     def append(self, records: Iterable[Record], sync: bool = True) -> None:
         """All of them durable, or an error and none of them acknowledged. Without sync they may become so later: in
         bulk, waiting for the disk at every turn would be most of the time."""
-        if self._in_doubt:
+        if self.doubtful:
             raise StoreError(
                 f"{self.path}: the disk failed, and what was added in bulk may be lost: open the store again"
             )
@@ -125,7 +121,7 @@ class LogWriter:
             if sync or place.length - self._synced.length > UNSYNCED:
                 self._sync(place)
         except OSError as error:
-            self._in_doubt = self._synced.length < start
+            self.doubtful = self._synced.length < start
             with suppress(OSError):  # else a whole record of a failed batch could be taken for one that was added
                 os.ftruncate(self._file, start)
             raise StoreError(f"{self.path}: nothing was added, since writing failed: {error}") from error
@@ -151,7 +147,7 @@ class LogWriter:
                 witness.say(generation, self.head.log, place)
 
     def close(self, sync: bool = True) -> None:
-        if sync and self._synced != self.place and not self._in_doubt:
+        if sync and self._synced != self.place and not self.doubtful:
             self._sync(self.place)
         os.close(self._file)
 
@@ -168,7 +164,6 @@ class LogRead:
     head: LogHead
     records: list[Record]
     place: Place  # where the last of them ends
-    acknowledged: int  # bytes, as far as the log itself knows
 
 
 def read_log(path: Path, start: Place = START, beyond: bool = False) -> LogRead:
@@ -199,7 +194,7 @@ def read_log(path: Path, start: Place = START, beyond: bool = False) -> LogRead:
             f"{path}: the record at byte {end} is damaged or missing, and {promised} bytes were acknowledged; "
             "`slipstream store repair` keeps the others"
         )
-    return LogRead(head, _parsed(data, spans), Place(end, int(total)), promised)
+    return LogRead(head, _parsed(data, spans), Place(end, int(total)))
 
 
 def sum_at(path: Path, length: int) -> int | None:

@@ -70,10 +70,7 @@ def write_segment(path: Path, content: Content, positions: Pieces) -> None:
     }
     sizes = {n: len(p) for n, p in parts.items()} | lengths
     sizes |= {n + "_sums": 8 * -(-size // PAGE) for n, size in lengths.items()}
-    offset, sections = PAGE, {}
-    for name in SECTIONS:
-        sections[name] = [offset, sizes[name]]
-        offset += -(-sizes[name] // PAGE) * PAGE
+    sections, offset = _laid_out(sizes)
     made = path.with_suffix(".making")
     try:
         with made.open("wb") as file:
@@ -113,6 +110,15 @@ def write_segment(path: Path, content: Content, positions: Pieces) -> None:
         made.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
+
+
+def _laid_out(sizes: dict[str, int]) -> tuple[dict[str, list[int]], int]:
+    """Offset and size of each section: on whole pages, after the header's. And where the last one ends."""
+    offset, sections = PAGE, {}
+    for name in SECTIONS:
+        sections[name] = [offset, sizes[name]]
+        offset += -(-sizes[name] // PAGE) * PAGE
+    return sections, offset
 
 
 class _Sections:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from slipstream import LLM, DraftSession, OptionError, Proposal, TokenTree
-from slipstream.cli.options import sweep_contestants
+from slipstream.cli.bench import sweep_contestants
 from slipstream.drafters.base import Drafter
 from slipstream.engine import Engine
 from slipstream.evaluate.compare import compare_files

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from dataclasses import asdict
 from random import Random
 
 import pytest
@@ -52,7 +53,7 @@ def make_document(contestants=CONTESTANTS, categories=CATEGORIES, seed=0, **chan
         "complete": True,
         "missing": None,
         "peak_memory_mb": 1413.5,
-        "rows": [json.loads(json.dumps(row.as_dict())) for row in rows],
+        "rows": [json.loads(json.dumps(asdict(row))) for row in rows],
     } | change
 
 

@@ -25,6 +25,7 @@ from slipstream.heads.ranks import assumed, save_tree, tune
 from slipstream.kernels.ops import gathered_attention
 from slipstream.request import Request
 from slipstream.sampling import Sampling, gumbel, noise_key
+from trees import dynamic_tree, spelled
 
 LAYERS = 6
 ALL = Budget(1000, 1000)
@@ -103,30 +104,9 @@ def says(head, seed, end, path, start=0):
     return torch.zeros(VOCABULARY, dtype=p.dtype).index_copy(0, head.draft_ids, p).numpy()
 
 
-def eagle2(head, seed, end, width, depth, nodes):
+def eagle2(head, seed, end, *shape):
     """{path: probability given its parent} of the tree that EAGLE-2 keeps."""
-    found = {}
-
-    def value(path):
-        return np.prod([found[path[: i + 1]] for i in range(len(path))])
-
-    frontier = [()]
-    for _ in range(depth):
-        children = []
-        for path in frontier:
-            p = says(head, seed, end, path)
-            best = [int(token) for token in np.argsort(-p)[:width] if p[token] > 0]
-            found |= {(*path, token): p[token] for token in best}
-            children += [(*path, token) for token in best]
-        frontier = sorted(children, key=value, reverse=True)[:width]
-    return {path: found[path] for path in sorted(found, key=value, reverse=True)[:nodes]}
-
-
-def spelled(tree):
-    """{path: probability given its parent} of a tree."""
-    paths = [tuple(tree.tokens[tree.path_to(i)][1:].tolist()) for i in range(len(tree))]
-    assert len(set(paths)) == len(paths)
-    return dict(zip(paths[1:], tree.score[1:].tolist(), strict=True))
+    return dynamic_tree(lambda path: says(head, seed, end, path), *shape)
 
 
 def same(tree, expected):

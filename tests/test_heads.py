@@ -18,6 +18,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from families import tiny_model
+from published import doubles, write
 from slipstream.errors import DrafterError, OptionError
 from slipstream.heads import HEADS, export_head, load_head, save_head
 from slipstream.heads import checkpoint as head_files
@@ -47,19 +48,6 @@ def states_of(head, layers=7, family="llama"):
 def made_up(shapes, seed=0):
     random = torch.Generator().manual_seed(seed)
     return {name: torch.randn(shape, generator=random) * 0.3 for name, shape in shapes.items()}
-
-
-def doubles(tensors):
-    return {name: tensor.double().numpy() for name, tensor in tensors.items()}
-
-
-def write(folder, config, tensors, name="model.safetensors"):
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    if name.endswith(".safetensors"):
-        save_file(tensors, folder / name)
-    else:
-        torch.save(tensors, folder / name)
 
 
 # ---- the layouts: each writes a folder and gives guess(hidden, tokens, i, k) -> logits of depth k at position i, where

@@ -1,5 +1,7 @@
 """Heads as others publish them: what is drafted is what the reference code computes, for six tokens and for a tree."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -36,6 +38,7 @@ from slipstream.request import Request
 from slipstream.sampling import Sampling
 from slipstream.targets import open_target
 from slipstream.targets.base import Want
+from trees import dynamic_tree, spelled
 
 pytestmark = pytest.mark.slow
 
@@ -57,30 +60,6 @@ def says(head, guess, end, path):
     every = np.zeros(V)
     every[np.arange(V) if head.draft_ids is None else head.draft_ids.numpy()] = p / p.sum()
     return every
-
-
-def eagle2(head, guess, end, width, depth, nodes):
-    """{path: probability given its parent} of the tree that EAGLE-2 grows from the reference's guesses."""
-    found = {}
-
-    def value(path):
-        return np.prod([found[path[: i + 1]] for i in range(len(path))])
-
-    frontier = [()]
-    for _ in range(depth):
-        children = []
-        for path in frontier:
-            p = says(head, guess, end, path)
-            best = [(*path, int(token)) for token in np.argsort(-p)[:width] if p[token] > 0]
-            found |= {child: p[child[-1]] for child in best}
-            children += best
-        frontier = sorted(children, key=value, reverse=True)[:width]
-    return {path: found[path] for path in sorted(found, key=value, reverse=True)[:nodes]}
-
-
-def spelled(tree):
-    paths = [tuple(tree.tokens[tree.path_to(i)][1:].tolist()) for i in range(len(tree))]
-    return dict(zip(paths[1:], tree.score[1:].tolist(), strict=True))
 
 
 @torch.no_grad()
@@ -106,7 +85,7 @@ def drafts_as(guess, folder, **options):
             piece = Hidden({layer: states[start:end] for layer, states in seen.items()})
             session.observe(Seen(tokens[start:end].tolist(), start, piece))
             tree = session.propose(int(tokens[end]), Budget(100, 100)).tree
-            expected = eagle2(head, guess, end, width, DEPTHS, nodes)
+            expected = dynamic_tree(partial(says, head, guess, end), width, DEPTHS, nodes)
             assert spelled(tree) == pytest.approx(expected, rel=1e-3, abs=NEAR)
     return head
 

@@ -14,10 +14,9 @@ from slipstream.server.tool_calls import (
     Hermes,
     Llama,
     ToolCall,
-    forced_call,
     forced_schema,
     form_of,
-    parse,
+    read_call,
 )
 
 PARIS = '{"name": "weather", "arguments": {"city": "Paris"}}'
@@ -39,6 +38,21 @@ def deltas(parser, pieces):
         else:
             joined.append(delta)
     return joined
+
+
+def parse(text, parser):
+    """The content and the calls of a whole answer, by a fresh parser."""
+    content, names, arguments = "", [], []
+    for delta in [*parser.feed(text), *parser.finish()]:
+        match delta:
+            case Content():
+                content += delta.text
+            case CallBegins():
+                names.append(delta.name)
+                arguments.append("")
+            case CallArguments():
+                arguments[delta.index] += delta.piece
+    return content, [ToolCall(*call) for call in zip(names, arguments, strict=True)]
 
 
 # Worked examples
@@ -408,7 +422,7 @@ def test_a_grammar_follows_the_schema_and_the_definitions_of_its_tools():
 
 
 def test_a_forced_answer_is_a_call_unless_it_was_cut_short():
-    assert forced_call(PARIS) == PARIS_CALL
-    assert forced_call(f" {PARIS}\n") == PARIS_CALL
+    assert read_call(PARIS) == PARIS_CALL
+    assert read_call(f" {PARIS}\n") == PARIS_CALL
     for length in range(len(PARIS)):
-        assert forced_call(PARIS[:length]) is None
+        assert read_call(PARIS[:length]) is None

@@ -277,7 +277,7 @@ def test_gradients_in_pieces_are_those_of_the_defined_loss(tiny, monkeypatch, ki
             made.counted[made.starts[text] :][:2] = False
         own = [(t, made.counted[a:b].tolist()) for t, a, b in zip(texts, made.starts, made.starts[1:], strict=False)]
         recipe = recipes.find(kind, hass)
-        depths = recipe.depths or head.taught
+        depths = recipe.depths_for(head)
         weights = Weights(recipe, 0.7, losses.LABELS[labels])
 
         # Blocks: behind which positions there are some, the first and how many lie between two.

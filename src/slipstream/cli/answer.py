@@ -13,7 +13,7 @@ import typer
 
 from slipstream import drafters as registry
 from slipstream.cli import options as o
-from slipstream.cli.terminal import busy, err, open_llm, say, status
+from slipstream.cli.terminal import busy, err, open_llm, say, tell_status
 from slipstream.drafters._capabilities import takes
 from slipstream.errors import OptionError
 from slipstream.user_files import check_writable, told
@@ -62,8 +62,6 @@ def generate(
     trust_remote_code: o.Trust = False,
 ) -> None:
     """Answer a prompt."""
-    if learn:
-        option = [*(option or []), "learn=true"]
     if raw and system is not None:
         raise OptionError("--system needs the chat template, which --raw does without: leave one of them out")
     asked: Any = o.read_prompt(prompt)
@@ -82,19 +80,18 @@ def generate(
     o.at_least(0, logprobs=logprobs)
     with busy("loading the model"):
         o.check_decoding(max_new_tokens, accept, max_draft, **sampling)
-    wanted: dict[str, Any] = {
-        "prediction": o.read_text(prediction),
-        "json_schema": o.schema_text(json_schema),
-        "regex": regex,
-        "stop": stop or (),
-    }
-    llm = open_llm(model, drafter, o.with_path(option, drafter_path, head), dtype, device, trust_remote_code, compile)
+    expected, schema = o.prediction_text(prediction), o.schema_text(json_schema)
+    words = o.drafter_options(option, drafter_path, head, learn)
+    llm = open_llm(model, drafter, words, dtype, device, trust_remote_code, compile)
     results = []
     for sample in range(answers):
         stream = llm.stream(
             asked,
             **sampling,
-            **wanted,
+            prediction=expected,
+            json_schema=schema,
+            regex=regex,
+            stop=stop or (),
             max_new_tokens=max_new_tokens,
             seed=seed,
             sample=sample,
@@ -106,23 +103,29 @@ def generate(
             template=not raw,
             trace=explain,
         )
-        say(stream)
-        if stream.stats is None:
-            raise typer.Exit(130)
-        results.append(stream.result)
-        seed = stream.result.seed  # one for all: the answers differ by their sample index
+        result = spoken(stream)
+        results.append(result)
+        seed = result.seed  # one for all: the answers differ by their sample index
         if explain:
-            tell_steps(llm, drafter, stream.result)
+            tell_steps(llm, drafter, result)
         if logprobs is not None and not as_json:
-            tell_logprobs(llm, stream.result)
-        err.print(f"[dim]{status(stream.stats, accept, stream.result.finish_reason)}[/dim]")
-        if stream.result.finish_reason == "cancelled":
+            tell_logprobs(llm, result)
+        tell_status(result, accept)
+        if result.finish_reason == "cancelled":
             break
     if as_json:
         for result in results:
             print(json.dumps(result.as_dict(), ensure_ascii=False), flush=True)
     if results[-1].finish_reason == "cancelled":
         raise typer.Exit(130)
+
+
+def spoken(stream: Any) -> Result:
+    """Print an answer while it comes. Where Ctrl-C left nothing of it, the command ends."""
+    say(stream)
+    if stream.stats is None:
+        raise typer.Exit(130)
+    return stream.result
 
 
 def tell_steps(llm: LLM, drafter: str, result: Result) -> None:
@@ -184,8 +187,8 @@ def trace(
         raise OptionError("a page shows one trace or two: give --from twice at most, and --against with a prompt")
     if html is None and jsonl is None:
         html = Path("trace.html")
-    named = jsonl.with_suffix(f".{against}{jsonl.suffix}") if jsonl and against else None
-    check_writable(html, jsonl, named)
+    jsonl_against = jsonl.with_suffix(f".{against}{jsonl.suffix}") if jsonl and against else None
+    check_writable(html, jsonl, jsonl_against)
     if source:
         tell_page([read(file) for file in source], html)
         return
@@ -202,23 +205,26 @@ def trace(
         "accept": accept,
         "template": not raw,
     }
-    wishes = {"prediction": o.read_text(prediction), "drafters": drafters}
+    # Of a drafter that does not take these, they are left out below.
+    perhaps = {"prediction": o.prediction_text(prediction), "drafters": drafters}
     with busy("loading the model"):
         o.check_decoding(max_new_tokens, accept, max_draft, temperature=temperature, top_p=top_p)
-    llm = open_llm(model, drafter, o.with_path(option, drafter_path, head), dtype, device, trust_remote_code, compile)
+    words = o.drafter_options(option, drafter_path, head)
+    llm = open_llm(model, drafter, words, dtype, device, trust_remote_code, compile)
     other = None
     if against is not None:
         other = type(llm)(llm.model, llm.tokenizer, against, compile=compile)
         other.generate("Hello!", max_new_tokens=2)  # a model's first steps are slow, whoever drafts
-    with line_writer(jsonl) as write, line_writer(named) as write_other:
-        traces = [recorded(llm, write, asked | wishes)]
+    with line_writer(jsonl) as write, line_writer(jsonl_against) as write_other:
+        traces = [recorded(llm, write, asked | perhaps)]
         if other is not None:
-            taken = {name: wish for name, wish in wishes.items() if name in takes(other.engine.drafter)}
+            taken = {name: value for name, value in perhaps.items() if name in takes(other.engine.drafter)}
             traces.append(recorded(other, write_other, asked | taken))
         tell_page(traces, html)
 
 
 def tell_page(traces: list[list[dict[str, Any]]], html: Path | None) -> None:
+    """Write the page of one trace or of two."""
     from slipstream.trace.page import write_page
 
     if html is not None:
@@ -228,12 +234,9 @@ def tell_page(traces: list[list[dict[str, Any]]], html: Path | None) -> None:
 
 def recorded(llm: LLM, write: Any, asked: dict[str, Any]) -> list[dict[str, Any]]:
     """Answer aloud; the lines of the trace, each of which is written at once if there is somebody to write it."""
-    stream = llm.stream(**asked, trace=write or True)
-    say(stream)
-    if stream.stats is None:
-        raise typer.Exit(130)
-    err.print(f"[dim]{status(stream.stats, asked['accept'], stream.result.finish_reason)}[/dim]")
-    return stream.result.trace or []
+    result = spoken(llm.stream(**asked, trace=write or True))
+    tell_status(result, asked["accept"])
+    return result.trace or []
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from slipstream import drafters as registry
 from slipstream.cli import options as o
 from slipstream.cli.terminal import busy, check_place, ensure_embedded, err, out, progress_bars
 from slipstream.errors import OptionError, SlipstreamError
@@ -79,22 +81,22 @@ def bench(
             out.print(escape(said))
         return
     check_writable(html, None if out_json == Path("-") else out_json)
+    asked = {"prompts": prompts.name if prompts else "built-in", "limit": limit, "categories": categories}
     if serve is not None:
         from slipstream.evaluate.load import LoadPlan
 
         o.at_least(1, limit=limit, max_new_tokens=max_new_tokens)
         # First questions alone: the later ones of a conversation need the answers in between.
-        asked = [prompt.turns[0] for prompt in choose(prompts, categories, limit)]
-        load_plan = LoadPlan(asked, parse_rates(rates), seconds, max_new_tokens, seed)
-        about = {"prompts": prompts.name if prompts else "built-in", "limit": limit, "categories": categories}
-        load(serve, model, load_plan, about, html, out_json)
+        first = [prompt.turns[0] for prompt in choose(prompts, categories, limit)]
+        load_plan = LoadPlan(first, parse_rates(rates), seconds, max_new_tokens, seed)
+        load(serve, model, load_plan, asked, html, out_json)
         return
     if record is not None:
         check_folder(record)
     o.at_least(1, repeats=repeats, batch=batch, limit=limit)
     with busy("loading the model"):
         o.check_decoding(max_new_tokens, temperature=temperature, top_p=top_p)
-    names, drafter_options = o.sweep_contestants(contestants.split(","), sweep or [])
+    names, drafter_options = sweep_contestants(contestants.split(","), sweep or [])
     if replay is not None:
         from slipstream.evaluate.replay import Recording
         from slipstream.evaluate.run import replay as replayed
@@ -119,20 +121,13 @@ def bench(
         )
         loaded, tokenizer = load_model(model, dtype=dtype, device=device)
         draft = load_draft(draft_model, dtype, device)
-    options = {
-        "prompts": prompts.name if prompts else "built-in",
-        "limit": limit,
-        "categories": categories,
-        "contestants": names,
-        "draft_model": draft_model,
-        "batch": batch,
-    }
     if record is not None:
         with progress_bars() as progress:
             make_recording(plan, loaded, tokenizer, progress).save(record)
         err.print(f"wrote {record}")
         return
     with progress_bars() as progress:
+        options = {**asked, "contestants": names, "draft_model": draft_model, "batch": batch}
         rows, document = benchmark(plan, loaded, tokenizer, progress, draft, options)
     tell(rows, document, html, out_json)
     if document["missing"]:
@@ -151,14 +146,35 @@ def choose(prompts: Path | None, categories: str | None, limit: int | None) -> l
 
 def check_given(ctx: typer.Context, serving: bool) -> None:
     """Refuse options that would have no effect, with --serve and without."""
-    source = ctx.get_parameter_source
-    given = {
-        p.name: p.opts[0] for p in ctx.command.params if p.name and getattr(source(p.name), "name", "") == "COMMANDLINE"
-    }
+    given = o.given_flags(ctx)
     if serving and (useless := [option for name, option in given.items() if name not in SERVED]):
         raise OptionError(f"{', '.join(useless)} has no effect on a server: leave it out, or leave out --serve")
     if not serving and (useless := [option for name, option in given.items() if name in ONLY_SERVED]):
         raise OptionError(f"{', '.join(useless)} is for a load on a server: name it with --serve URL")
+
+
+def sweep_contestants(names: list[str], sweeps: list[str]) -> tuple[list[str], dict[str, dict[str, Any]]]:
+    """Each drafter once per value of the swept options it has; others as they are."""
+    swept: list[str] = []
+    options: dict[str, dict[str, Any]] = {}
+    used = set()
+    for name in names:
+        variants = [""]
+        if name in registry.names():
+            known = {f.name for f in fields(registry.find(name).Options)}
+            for word in sweeps:
+                option, _, values = word.partition("=")
+                if option in known:
+                    used.add(word)
+                    variants = [f"{v} {option}={value}".strip() for v in variants for value in values.split(",")]
+        for variant in variants:
+            full = f"{name} {variant}".strip()
+            swept.append(full)
+            if variant:
+                options[full] = o.parse_options(registry.find(name).Options, variant.split())
+    if unused := set(sweeps) - used:
+        raise OptionError(f"--sweep {', '.join(sorted(unused))}: none of {', '.join(names)} has such an option")
+    return swept, options
 
 
 def parse_rates(given: str) -> list[float]:

@@ -46,7 +46,7 @@ def chat(
     """Talk with a model. Enter sends, Alt+Enter adds a line, /help lists commands, Ctrl-C ends an answer, Ctrl-D the
     chat."""
     typed = sys.stdin.isatty()
-    words = o.with_path(option, drafter_path, head)
+    words = o.drafter_options(option, drafter_path, head)
     loading = Loading(
         lambda: open_llm(model, drafter, words, dtype, device, trust_remote_code, compile, shown=not typed)
     )

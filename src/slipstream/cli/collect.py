@@ -10,7 +10,7 @@ import typer
 
 from slipstream.cli import options as o
 from slipstream.cli.store import cluster
-from slipstream.cli.terminal import busy, check_place, counting_bars, ensure_embedded, err, out
+from slipstream.cli.terminal import busy, check_place, counting_bars, ensure_embedded, err, out, per_second
 from slipstream.user_files import check_writable
 
 
@@ -59,8 +59,8 @@ def collect(
         task = bars.add_task("answering", total=len(questions))
 
         def progress(done: int, of: int, tokens: int) -> None:
-            rate = tokens / max(bars.tasks[task].elapsed or 0, 1e-9)
-            bars.update(task, description=f"{tokens:,} tokens, {rate:,.0f}/s", completed=done, total=of)
+            text = f"{tokens:,} tokens, {per_second(bars, task, tokens):,.0f}/s"
+            bars.update(task, description=text, completed=done, total=of)
 
         try:
             if ray is None:
@@ -71,9 +71,9 @@ def collect(
         except KeyboardInterrupt:
             err.print(f"stopped: what was answered is in {out_file}; the same command goes on from here", markup=False)
             raise
-    more = [f"{found.known:,} were there already"] * bool(found.known)
-    more += [f"{found.too_long:,} don't fit the model's context"] * bool(found.too_long)
-    said = "; ".join([f"{found.conversations:,} conversations, {found.tokens:,} tokens written", *more])
+    said = f"{found.conversations:,} conversations, {found.tokens:,} tokens written"
+    for count, what in ((found.known, "were there already"), (found.too_long, "don't fit the model's context")):
+        said += f"; {count:,} {what}" if count else ""
     out.print(f"{said}; in {out_file}", markup=False)
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slipstream.cli.prompt import PlainLines, TypedLines
-from slipstream.cli.terminal import busy, err, say, status
+from slipstream.cli.terminal import busy, err, say, tell_status
 from slipstream.errors import OptionError
+from slipstream.user_files import write_text
 
 if TYPE_CHECKING:
     from slipstream.llm import LLM, Chat
@@ -44,7 +44,7 @@ class Conversation:
         self._begin()
 
     def take(self, line: str) -> None:
-        """Answer a question or carry out a command. A question may begin with a slash behind a space."""
+        """Answer a question or carry out a command. After a space, a question may begin with a slash."""
         if line.startswith("/"):
             self._obey(line)
         elif line.strip():
@@ -84,7 +84,7 @@ class Conversation:
                 self._answered = len(self._messages) > before
         if stream.stats:
             self._all.append(stream.stats)
-            err.print(f"[dim]{status(stream.stats, options['accept'], stream.result.finish_reason)}[/dim]")
+            tell_status(stream.result, options["accept"])
 
     def _obey(self, line: str) -> None:
         name, *rest = line.split(maxsplit=1)
@@ -121,8 +121,8 @@ class Conversation:
     def _save(self, name: str) -> None:
         text = json.dumps(self._messages, ensure_ascii=False, indent=1) + "\n"
         try:
-            write_whole(Path(name).expanduser(), text)
-        except (OSError, ValueError, RuntimeError) as error:  # no name, a name of zero bytes, an unknown ~user
+            write_text(Path(name).expanduser(), text)
+        except (OptionError, ValueError, RuntimeError) as error:  # no file, a name of zero bytes, an unknown ~user
             raise OptionError(f"/save {name}: nothing was written: {error}") from error
         err.print(f"wrote {name}", markup=False)
 
@@ -165,13 +165,3 @@ def numbers(answers: list[Stats]) -> dict[str, str]:
         "tokens/step": f"{tokens / steps:.2f}" if steps else "-",
         "tokens that were drafted": str(sum(s.accepted for s in answers)),
     }
-
-
-def write_whole(path: Path, text: str) -> None:
-    """A file that is there whole or not at all; one that was there before stays until then."""
-    new = path.with_name(f"{path.name}.{os.getpid()}")
-    try:
-        new.write_text(text, encoding="utf-8")
-        new.replace(path)
-    finally:
-        new.unlink(missing_ok=True)

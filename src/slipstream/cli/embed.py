@@ -13,7 +13,7 @@ import typer
 
 from slipstream.cli import options as o
 from slipstream.cli.store import Collection, Folder, cluster, load_encoder
-from slipstream.cli.terminal import busy, check_place, counting_bars, err, out
+from slipstream.cli.terminal import busy, check_place, counting_bars, err, out, per_second
 from slipstream.errors import OptionError
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ def _bar() -> Iterator[Any]:
             stage = doing if doing in ("linking", "uploading") else "embedding"  # the others share one count
             if stage not in tasks:
                 tasks[stage] = bars.add_task(stage)
-            rate = done / max(bars.tasks[tasks[stage]].elapsed or 0, 1e-9)
-            bars.update(tasks[stage], description=f"{doing}: {rate:,.0f} positions/s", completed=done, total=of)
+            text = f"{doing}: {per_second(bars, tasks[stage], done):,.0f} positions/s"
+            bars.update(tasks[stage], description=text, completed=done, total=of)
 
         yield progress

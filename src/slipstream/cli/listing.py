@@ -93,12 +93,12 @@ def _options_class(family: list[tuple[Module, ast.ClassDef]]) -> tuple[Module, s
 
 
 def _comment(lines: list[str], node: ast.AnnAssign) -> str:
-    """What stands behind a field, or above it."""
-    behind = lines[(node.end_lineno or node.lineno) - 1][node.end_col_offset or 0 :].partition("#")[2]
+    """What stands after a field, or above it."""
+    after = lines[(node.end_lineno or node.lineno) - 1][node.end_col_offset or 0 :].partition("#")[2]
     first = last = node.lineno - 1
     while lines[first - 1].lstrip().startswith("#"):
         first -= 1
-    return behind.strip() or " ".join(line.strip(" #") for line in lines[first:last])
+    return after.strip() or " ".join(line.strip(" #") for line in lines[first:last])
 
 
 def _value(node: ast.expr) -> str:

@@ -63,11 +63,42 @@ Ray = Annotated[
 ]
 Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")]
 
+# Sizes of heads, for train and tune
+Block = Annotated[int | None, typer.Option(help="Places of dflash's block (8), or tokens of a pass of falcon (2).")]
+Bias = Annotated[
+    int | None, typer.Option(help="dflash: the rank of a bias by the token before, as DSpark has it: 256.")
+]
+Window = Annotated[int | None, typer.Option(help="spire: the latest tokens of the text that it sees (64); 0: all.")]
+Sinks = Annotated[int | None, typer.Option(help="spire: the first tokens of the text, which it sees too (1).")]
+Feedback = Annotated[
+    bool | None,
+    typer.Option("--feedback/--no-feedback", help="spire: drafted tokens leave a mixture of all their streams."),
+]
+Activations = Annotated[
+    bool | None,
+    typer.Option("--activations/--no-activations", help="spire: it sees the target's states, or embeddings alone."),
+]
+Pruned = Annotated[
+    bool | None,
+    typer.Option("--pruned/--no-pruned", help="spire: it begins with the target's last layers, or random ones."),
+]
+Confidence = Annotated[
+    bool | None, typer.Option("--confidence", help="dflash: it also learns how often it is right, as DSpark does.")
+]
 
-def with_path(option: list[str] | None, drafter_path: str | None, heads: list[str] | None = None) -> list[str]:
-    """A drafter's options, the folder of its head, or those of auto's, among them."""
-    path = [f"drafter_path={drafter_path}"] if drafter_path is not None else []
-    return [*(option or []), *path, *([f"heads={','.join(heads)}"] if heads else [])]
+
+def drafter_options(
+    option: list[str] | None, drafter_path: str | None, heads: list[str] | None, learn: bool = False
+) -> list[str]:
+    """NAME=VALUE words: those that were given as such, and those that have an option of their own."""
+    words = list(option or [])
+    if drafter_path is not None:
+        words.append(f"drafter_path={drafter_path}")
+    if heads:
+        words.append(f"heads={','.join(heads)}")
+    if learn:
+        words.append("learn=true")
+    return words
 
 
 def parse_options(kind: type, given: list[str]) -> dict[str, Any]:
@@ -91,6 +122,15 @@ def parse_options(kind: type, given: list[str]) -> dict[str, Any]:
         except (ValueError, KeyError) as error:
             raise OptionError(f"--option {word!r}: {name} must be a {type(default).__name__}") from error
     return options
+
+
+def given_flags(ctx: typer.Context) -> dict[str, str]:
+    """The options that stand on the command line: how each is written there, by the name of its parameter."""
+    return {
+        p.name: p.opts[0]
+        for p in ctx.command.params
+        if p.name and getattr(ctx.get_parameter_source(p.name), "name", "") == "COMMANDLINE"
+    }
 
 
 def at_least(least: int, **numbers: int | None) -> None:
@@ -126,7 +166,7 @@ def read_prompt(given: str) -> str:
     return given
 
 
-def read_text(file: Path | None) -> str | None:
+def prediction_text(file: Path | None) -> str | None:
     try:
         return None if file is None else file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -134,59 +174,10 @@ def read_text(file: Path | None) -> str | None:
 
 
 def schema_text(given: str | None) -> str | None:
+    """A JSON schema as it was given, or what the file holds that was named."""
     if given and not given.lstrip().startswith(("{", "[")):
         try:
             return Path(given).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise OptionError(f"--json-schema {given!r} is neither JSON nor a readable file: {error}") from error
     return given
-
-
-def sweep_contestants(names: list[str], sweeps: list[str]) -> tuple[list[str], dict[str, dict[str, Any]]]:
-    """Each drafter once per value of the swept options it has; others as they are."""
-    from slipstream import drafters as registry
-
-    swept: list[str] = []
-    options: dict[str, dict[str, Any]] = {}
-    used = set()
-    for name in names:
-        variants = [""]
-        if name in registry.names():
-            known = {f.name for f in fields(registry.find(name).Options)}
-            for word in sweeps:
-                option, _, values = word.partition("=")
-                if option in known:
-                    used.add(word)
-                    variants = [f"{v} {option}={value}".strip() for v in variants for value in values.split(",")]
-        for variant in variants:
-            full = f"{name} {variant}".strip()
-            swept.append(full)
-            if variant:
-                options[full] = parse_options(registry.find(name).Options, variant.split())
-    if unused := set(sweeps) - used:
-        raise OptionError(f"--sweep {', '.join(sorted(unused))}: none of {', '.join(names)} has such an option")
-    return swept, options
-
-
-# Sizes of heads, for train and tune
-Block = Annotated[int | None, typer.Option(help="Places of dflash's block (8), or tokens of a pass of falcon (2).")]
-Bias = Annotated[
-    int | None, typer.Option(help="dflash: the rank of a bias by the token before, as DSpark has it: 256.")
-]
-Window = Annotated[int | None, typer.Option(help="spire: the latest tokens of the text that it sees (64); 0: all.")]
-Sinks = Annotated[int | None, typer.Option(help="spire: the first tokens of the text, which it sees too (1).")]
-Feedback = Annotated[
-    bool | None,
-    typer.Option("--feedback/--no-feedback", help="spire: drafted tokens leave a mixture of all their streams."),
-]
-Activations = Annotated[
-    bool | None,
-    typer.Option("--activations/--no-activations", help="spire: it sees the target's states, or embeddings alone."),
-]
-Pruned = Annotated[
-    bool | None,
-    typer.Option("--pruned/--no-pruned", help="spire: it begins with the target's last layers, or random ones."),
-]
-Confidence = Annotated[
-    bool | None, typer.Option("--confidence", help="dflash: it also learns how often it is right, as DSpark does.")
-]

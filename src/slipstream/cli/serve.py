@@ -50,7 +50,7 @@ def serve(
     from slipstream.server.asking import Limits
 
     sock = listening(host, port)  # before the model is loaded: a port in use should not cost that time
-    words = o.with_path(option, drafter_path, head) + (["learn=true"] if learn else [])
+    words = o.drafter_options(option, drafter_path, head, learn)
     llm = open_llm(model, drafter, words, dtype, device, trust_remote_code, compile, max_batch=max_batch)
     called = name or (Path(llm.name).name if model is not None else llm.name.rpartition("/")[2])
     limits = Limits(max_body, max_prompt, max_tokens, max_waiting, max_seconds)

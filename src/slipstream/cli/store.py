@@ -12,7 +12,7 @@ import typer
 from rich.markup import escape
 
 from slipstream.cli import options as o
-from slipstream.cli.terminal import busy, counting_bars, ensure_embedded, err, out
+from slipstream.cli.terminal import busy, counting_bars, ensure_embedded, err, out, per_second
 from slipstream.errors import DamagedError, OptionError, StoreError
 
 if TYPE_CHECKING:
@@ -110,18 +110,18 @@ def info(
     if as_json:
         print(json.dumps(told, ensure_ascii=False))
         return
-    for name, value in told.items():
+    print_nested(told)
+
+
+def print_nested(values: dict[str, Any], indent: str = "") -> None:
+    for name, value in values.items():
+        label = f"{indent}{escape(name or '(no name)')}:"
         if isinstance(value, dict):
-            out.print(f"{name}:")
-            for key, inner in value.items():
-                if isinstance(inner, dict):
-                    out.print(f"  {escape(str(key) or '(no name)')}:")
-                    for part, count in inner.items():
-                        out.print(f"    {escape(str(part) or '(no name)')}: {_readable(count)}")
-                else:
-                    out.print(f"  {escape(str(key) or '(no name)')}: {_readable(inner)}")
+            out.print(label)
+            print_nested(value, indent + "  ")
         else:
-            out.print(f"{name}: {_readable(value)}")
+            number = isinstance(value, int) and not isinstance(value, bool)
+            out.print(f"{label} {value:,}" if number else f"{label} {escape(str(value))}")
 
 
 @app.command()
@@ -280,8 +280,7 @@ def fill(
         task = bars.add_task("reading", total=None)
 
         def progress(done: int, of: int, tokens: int) -> None:
-            rate = tokens / max(bars.tasks[task].elapsed or 0, 1e-9)
-            text = f"{tokens / 1e6:.1f}M tokens, {rate / 1e6:.2f}M/s"
+            text = f"{tokens / 1e6:.1f}M tokens, {per_second(bars, task, tokens) / 1e6:.2f}M/s"
             bars.update(task, description=text, completed=done, total=of)
 
         try:
@@ -293,13 +292,14 @@ def fill(
         except KeyboardInterrupt:
             err.print("stopped: what was read is in the store; the same command goes on from here")
             raise
-    more = [f"{counts.duplicates} duplicates left out"] * bool(counts.duplicates)
-    more += [f"{counts.known} sources were there already"] * bool(counts.known)
-    more += [f"{counts.replaced} had changed and were replaced"] * bool(counts.replaced)
-    out.print(
-        f"{counts.sources} sources, {counts.documents:,} documents, {counts.tokens:,} tokens"
-        + "".join(f"; {m}" for m in more)
-    )
+    said = f"{counts.sources} sources, {counts.documents:,} documents, {counts.tokens:,} tokens"
+    for count, what in (
+        (counts.duplicates, "duplicates left out"),
+        (counts.known, "sources were there already"),
+        (counts.replaced, "had changed and were replaced"),
+    ):
+        said += f"; {count} {what}" if count else ""
+    out.print(said)
 
 
 @contextmanager
@@ -318,7 +318,3 @@ def cluster(address: str, load: Callable[[], Any], gpus: float = 0) -> Iterator[
 def returned(value: Any) -> Any:
     """For workers that are sent what they need."""
     return value
-
-
-def _readable(value: Any) -> str:
-    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else escape(str(value))

@@ -16,6 +16,7 @@ from slipstream.notices import show_with
 if TYPE_CHECKING:
     from rich.progress import Progress
 
+    from slipstream.answers import Result
     from slipstream.llm import LLM
     from slipstream.stats import Stats
 
@@ -141,6 +142,10 @@ def status(stats: Stats, accept: str, finish: str | None = None) -> str:
     )
 
 
+def tell_status(result: Result, accept: str) -> None:
+    err.print(f"[dim]{status(result.stats, accept, result.finish_reason)}[/dim]")
+
+
 def counting_bars(shown: bool = True, counts: bool = True, **options: Any) -> Progress:
     """Bars with time taken and time left, and with counts; a line for every tenth where there is no terminal."""
     from rich.progress import (
@@ -178,8 +183,14 @@ def tenths(done: float, of: float | None) -> int:
     return int(10 * done / of) if of else 0
 
 
+def per_second(bars: Progress, task: Any, count: float) -> float:
+    """How many since the task's bar began."""
+    return count / max(bars.tasks[task].elapsed or 0, 1e-9)
+
+
 @contextmanager
 def progress_bars() -> Iterator[Any]:
+    """A function that is told stage, done and of how many: each stage gets a bar."""
     with counting_bars() as bars:
         tasks: dict[str, Any] = {}
 
@@ -193,6 +204,7 @@ def progress_bars() -> Iterator[Any]:
 
 @contextmanager
 def busy(what: str) -> Iterator[None]:
+    """Say on a terminal what the user waits for."""
     if err.is_terminal:
         with err.status(what + " …"):
             yield

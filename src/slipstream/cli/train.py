@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -17,8 +17,10 @@ from slipstream.errors import OptionError
 from slipstream.user_files import check_folder
 
 if TYPE_CHECKING:
-    from slipstream.training.distill import Distillation, DraftSource
-    from slipstream.training.loop import TrainingPlan
+    from slipstream.training.distill import Distilled
+    from slipstream.training.loop import Watch
+    from slipstream.training.processes import Processes
+    from slipstream.training.train import Trained
 
 
 # Options that belong to heads alone, and to draft models alone.
@@ -137,8 +139,10 @@ def train(
     refuse(ctx, head)
     if minutes is None and steps is None and epochs is None:
         minutes = 10
-    planned = partial(
-        make_plan,
+    from slipstream.training.loop import TrainingPlan
+
+    plan = partial(
+        TrainingPlan,
         steps=steps,
         epochs=epochs,
         minutes=minutes,
@@ -152,18 +156,33 @@ def train(
         eval_every=eval_every,
         save_every=save_every,
     )
-    how: dict[str, Any] = {"resume": resume}
     if head == "model":
-        from slipstream.training.distill import RATE, Distillation, DraftSource
+        from slipstream.training.distill import RATE, Distillation, DraftSource, distill
 
         source = DraftSource(draft, cut, layers)
         texts = Distillation(divergence, beta, on_policy, length, count_all, any_author)
-        plan = planned(rate=rate or RATE)
-        with opened(out_folder, model, dtype, device, trust_remote_code) as (target, tokenizer, processes, watch):
-            how |= {"processes": processes, "watch": watch, "tell": lambda said: err.print(said, markup=False)}
-            distil(target, tokenizer, data, out_folder, source, texts, plan, force, how)
+        own_plan = plan(rate=rate or RATE)
+        with opened(out_folder, model, dtype, device, trust_remote_code) as run:
+            made = distill(
+                run.target,
+                run.tokenizer,
+                data,
+                out_folder,
+                source,
+                texts,
+                own_plan,
+                resume=resume,
+                force=force,
+                processes=run.processes,
+                tell=lambda said: err.print(said, markup=False),
+                watch=run.watch,
+            )
+        if run.processes.rank == 0:
+            tell_draft(made, out_folder)
         return
     from slipstream.training.recipes import find, name_sizes
+    from slipstream.training.train import Lesson
+    from slipstream.training.train import train as learn
 
     recipe = find(head, hass)
     given = {
@@ -183,44 +202,46 @@ def train(
         "pruned": pruned,
     }
     sizes = name_sizes(head, {name: value for name, value in given.items() if value is not None})
-    from slipstream.training.train import Lesson
-    from slipstream.training.train import train as run
-
     lesson = Lesson(head, hass, labels, depths, decay, length, count_all, any_author)
-    plan = planned(rate=rate or recipe.rate)
-    with opened(out_folder, model, dtype, device, trust_remote_code) as (target, _, processes, watch):
-        how |= {"start": start, "processes": processes, "watch": watch}
-        done = run(target, data, out_folder, lesson, plan, sizes, **how)
-    if processes.rank == 0:
-        tell_size(done)
-        out.print(
-            f"right on held-out texts: {shares(done.accuracy)}; the head is in {out_folder}: "
-            f"use it with --drafter {head} --drafter-path {out_folder}",
-            markup=False,
+    own_plan = plan(rate=rate or recipe.rate)
+    with opened(out_folder, model, dtype, device, trust_remote_code) as run:
+        done = learn(
+            run.target,
+            data,
+            out_folder,
+            lesson,
+            own_plan,
+            sizes,
+            start=start,
+            resume=resume,
+            processes=run.processes,
+            watch=run.watch,
         )
+    if run.processes.rank == 0:
+        tell_head(done, head, out_folder)
 
 
 def refuse(ctx: typer.Context, kind: str) -> None:
     """Options that were given and belong to another kind."""
     others = OF_HEADS if kind == "model" else OF_MODELS
-    given = [name for name in others if getattr(ctx.get_parameter_source(name), "name", "") == "COMMANDLINE"]
-    if given:
-        wrong = ", ".join("--" + name.replace("_", "-") for name in given)
+    given = o.given_flags(ctx)
+    if wrong := ["--" + name.replace("_", "-") for name in others if name in given]:
         whose = "trained heads" if kind == "model" else "`train model`"
-        raise OptionError(f"{kind} has no {wrong}: that belongs to {whose}")
+        raise OptionError(f"{kind} has no {', '.join(wrong)}: that belongs to {whose}")
 
 
-def make_plan(**plan: Any) -> TrainingPlan:
-    from slipstream.training.loop import TrainingPlan
+class Run(NamedTuple):
+    """What training needs besides its options."""
 
-    return TrainingPlan(**plan)
+    target: Any
+    tokenizer: Any
+    processes: Processes
+    watch: Watch
 
 
 @contextmanager
-def opened(
-    folder: Path, model: str | None, dtype: str | None, device: str | None, trust: bool
-) -> Iterator[tuple[Any, Any, Any, Any]]:
-    """The target, its tokenizer, the processes and what watches. An interrupted run says how it goes on."""
+def opened(folder: Path, model: str | None, dtype: str | None, device: str | None, trust: bool) -> Iterator[Run]:
+    """The target is loaded, and a bar shows what happens. An interrupted run says how it goes on."""
     from slipstream.training import checkpoint
     from slipstream.training.processes import Processes
 
@@ -236,29 +257,23 @@ def opened(
         target, tokenizer = load_model(model, dtype=kind, device=processes.device, trust_remote_code=trust)
     with watching(processes) as watch:
         try:
-            yield target, tokenizer, processes, watch
+            yield Run(target, tokenizer, processes, watch)
         except KeyboardInterrupt:
             if (folder / checkpoint.NAME).exists():
                 err.print(f"stopped: the same command with --resume goes on from {folder}", markup=False)
             raise
 
 
-def distil(
-    target: Any,
-    tokenizer: Any,
-    data: list[Path],
-    folder: Path,
-    source: DraftSource,
-    texts: Distillation,
-    plan: TrainingPlan,
-    force: bool,
-    how: dict[str, Any],
-) -> None:
-    from slipstream.training.distill import distill as run
+def tell_head(done: Trained, kind: str, folder: Path) -> None:
+    tell_size(done)
+    out.print(
+        f"right on held-out texts: {shares(done.accuracy)}; the head is in {folder}: "
+        f"use it with --drafter {kind} --drafter-path {folder}",
+        markup=False,
+    )
 
-    done = run(target, tokenizer, data, folder, source, texts, plan, force=force, **how)
-    if how["processes"].rank:
-        return
+
+def tell_draft(done: Distilled, folder: Path) -> None:
     tell_size(done)
     for name, said in (("accuracy", "greedily"), ("overlap", "sampled")):
         out.print(f"accepted of a token, {said}: {done.before[name]:.1%} before, {done.after[name]:.1%} now")
@@ -275,7 +290,7 @@ def distil(
     )
 
 
-def tell_size(done: Any) -> None:
+def tell_size(done: Trained | Distilled) -> None:
     out.print(f"{done.steps:,} steps in {done.seconds / 60:.1f} minutes, {done.parameters / 1e6:.1f}M parameters")
 
 

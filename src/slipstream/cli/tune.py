@@ -17,7 +17,7 @@ from slipstream.kept import cache_folder
 from slipstream.user_files import check_folder
 
 if TYPE_CHECKING:
-    from slipstream.training.tuned import TuneSettings
+    from slipstream.training.tuned import Tuned, TuneSettings
 
 
 def tune(
@@ -104,6 +104,12 @@ def tune(
     except KeyboardInterrupt:
         err.print(f"stopped: the same command goes on from here; so far: {folder / PAGE}", markup=False)
         raise
+    tell_outcome(found, folder)
+    out.print(f"charts and all numbers: {folder / PAGE}", markup=False)
+
+
+def tell_outcome(found: Tuned, folder: Path) -> None:
+    store, old = found.settings.store, found.settings.start
     taken = ", ".join(f"{name} {seconds / 60:.1f}" for name, seconds in found.spent.items())
     texts = "prompts" if store is None else f"answers from {store}"
     out.print(f"{found.prompts:,} {texts}; minutes: {taken}; right on held-out texts: {shares(found.accuracy)}")
@@ -117,7 +123,6 @@ def tune(
         out.print(f"That it is better is not shown, so {old} stays; the new one is in {folder / 'head'}.", markup=False)
     else:
         out.print(f"That it pays is not shown, so it is not registered; it is in {folder / 'head'}.", markup=False)
-    out.print(f"charts and all numbers: {folder / PAGE}", markup=False)
 
 
 def whole_path(start: str) -> str:

@@ -31,7 +31,7 @@ class LiveText:
         self.dtype = np.dtype(dtype)
         self.tokens = np.empty(1024, self.dtype)
         self._separator = separator(self.tokens)
-        self.tokens[: DEPTH + 1] = self._separator  # there is always one behind the last token too
+        self.tokens[: DEPTH + 1] = self._separator  # there is always one after the last token too
         self.end = DEPTH
         self.long = np.empty(0, np.uint32)
         self.short, self.count = np.empty(SHORT, np.uint32), 0

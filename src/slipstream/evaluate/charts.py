@@ -58,6 +58,11 @@ class Mark:
         at = f'transform="translate({x:.1f} {y:.1f}) scale({size})"'
         return f'<path class="{kind}{" plain" * self.plain}" {self.paint} d="{self.shape}" {at}/>'
 
+    def line(self, points: Sequence[tuple[float, float]]) -> str:
+        """Through these points; "" where there is one alone."""
+        joined = "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
+        return f'<path class="whisker" {self.paint} d="M{joined}"/>' if len(points) > 1 else ""
+
 
 def looks(names: Iterable[str]) -> dict[str, Mark]:
     """Each takes the shape taken least so far, first of all in its own colour: contestants of one drafter share it."""

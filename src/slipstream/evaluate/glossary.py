@@ -46,7 +46,7 @@ GLOSSARY = {
     "refused": "Requests that the server told to come again later, with status 429.",
     "failed": "Requests that ended in any other way: another status, a cut connection, an answer that can’t be read.",
     "time to first token": "Milliseconds from when a request was due to the first token of its answer. Waiting counts.",
-    "time per token": "Milliseconds per token behind the first: of each answer the mean, over the answers p50 and p99.",
+    "time per token": "Milliseconds per token after the first: of each answer the mean, over the answers p50 and p99.",
     "p50": "Half of the answers were faster, half were slower.",
     "p99": "One answer of a hundred was slower. Of fewer than a hundred answers it is nearly the slowest.",
     "tokens/s in all": "Tokens of all answers, divided by the seconds from the beginning to the last answer’s end.",

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from slipstream.errors import OptionError
-from slipstream.evaluate.remote import Body, Clock, Outcome, Server, ask, chat
+from slipstream.evaluate.remote import Body, Outcome, Server, ask, chat
 
 Progress = Callable[[str, int, int], None]  # stage, done, of
 Row = dict[str, Any]
@@ -89,21 +89,20 @@ async def offer(
     bodies: Iterator[Body],
     times: Sequence[float],
     told: Callable[[int, int], None],
-    clock: Clock = perf_counter,
 ) -> tuple[list[Outcome], float]:
     """Send a request at each of these times, and wait for the last answer. Returns the seconds that took, too."""
     outcomes: list[Outcome] = []
 
     async def one(body: Body, due: float) -> None:
-        outcomes.append(await ask(server, body, due, clock))
+        outcomes.append(await ask(server, body, due))
         told(len(outcomes), len(times))
 
-    start = clock()
+    start = perf_counter()
     async with asyncio.TaskGroup() as group:
         for time in times:
-            await asyncio.sleep(start + time - clock())
+            await asyncio.sleep(start + time - perf_counter())
             group.create_task(one(next(bodies), start + time))
-    return outcomes, clock() - start
+    return outcomes, perf_counter() - start
 
 
 def summarise(rate: float, outcomes: Sequence[Outcome], seconds: float) -> Row:

@@ -16,7 +16,7 @@ from slipstream.evaluate.charts import SHAPES, Mark, known
 from slipstream.evaluate.drawing import Places, Scale, horizontal, scale, svg, text, ticks, vertical, width_of
 from slipstream.evaluate.glossary import term
 from slipstream.evaluate.load import LoadPlan, Row
-from slipstream.evaluate.page import figure, headline, number, numbers, sheet
+from slipstream.evaluate.page import figure, headline, number, numbers, row_of, sheet
 from slipstream.evaluate.remote import Server
 from slipstream.evaluate.report import commit, cpu_name, finite
 from slipstream.user_files import write_text
@@ -135,7 +135,7 @@ def _charts(rows: Sequence[Row]) -> str:
         {term(name, name, "first"): key for name, key in keys.items()},
     ) + figure(
         "each",
-        "Time per token behind the first",
+        "Time per token after the first",
         "Milliseconds, on a logarithmic scale.",
         partial(lines, rates, each, "ms", True),
         {term(name, name, "each"): key for name, key in keys.items()},
@@ -177,8 +177,7 @@ def lines(
     parts.append(text(0, 14, unit) + text(width, bottom + 34, "requests/s", "end"))
     for mark, found in series:
         points = sorted((x(r), y(v)) for r, v in zip(rates, found, strict=True) if v is not None and (v > 0 or not log))
-        joined = "L".join(f"{at:.1f} {up:.1f}" for at, up in points)
-        parts.append(f'<path class="whisker" {mark.paint} d="M{joined}"/>' if len(points) > 1 else "")
+        parts.append(mark.line(points))
         parts += [mark.mark(at, up) for at, up in points]
     return svg(width, bottom + 40, parts, f"{unit} by requests per second")
 
@@ -222,6 +221,5 @@ def _table(rows: Sequence[Row]) -> str:
         cells += [number(first["p50"], 0), number(first["p99"], 0), number(each["p50"], 1), number(each["p99"], 1)]
         cells += [number(row["tokens"], 0), number(row["tokens_per_second"], 1), number(row["tokens_per_step"])]
         cells += [number(row["late_ms"]["p99"], 1)]
-        told = "".join(f"<td>{cell}</td>" for cell in cells)
-        body.append(f'<tr class="row"><th scope="row">{row["rate"]:g}</th>{told}</tr>')
+        body.append(row_of(f"{row['rate']:g}", cells))
     return numbers(heads, f"<tbody>{''.join(body)}</tbody>")

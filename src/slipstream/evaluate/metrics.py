@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -47,9 +47,6 @@ class Row:
     accepted_lengths: dict[int, int] = field(default_factory=dict)
     ms_per_step: dict[str, float] = field(default_factory=dict)  # draft, verify, host, unaccounted
     unaccounted: float | None = None  # share of the time that no stage's clock covers
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def summarise(runs: Sequence[MeasuredRun], baselines: Sequence[str] = ("none", "hf")) -> list[Row]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from html import escape
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -218,16 +219,23 @@ def _table(rows: Sequence[Row]) -> str:
     heads += [((stage, f"{stage} <small>ms/step</small>"),) for stage in STAGES[:3]]
     heads += [(("unaccounted", "unac&shy;counted <small>ms/step</small>"),)]
     heads += [(("first token", "first <small>token ms</small>"),), (("same texts", "same <small>texts</small>"),)]
-    body: list[str] = []
-    category = None
-    for row in rows:
-        if row["category"] != category:
-            category = row["category"]
-            named = f'<th class="category" scope="rowgroup" colspan="{len(heads)}">{escape(category)}</th>'
-            body.append(f"{'</tbody>' if body else ''}<tbody><tr>{named}</tr>")
-        cells = "".join(f"<td>{cell}</td>" for cell in _cells(row, baselines))
-        body.append(f'<tr class="row"><th scope="row">{escape(row["contestant"])}</th>{cells}</tr>')
-    return numbers(heads, f"{''.join(body)}</tbody>")
+    return numbers(heads, by_category(rows, len(heads), lambda row: _cells(row, baselines)))
+
+
+def by_category(
+    rows: Sequence[Row], columns: int, cells: Callable[[Row], Sequence[str]], called: Callable[[str], str] = str
+) -> str:
+    """The rows of a table, in groups with a heading for each category, by the name that it is called."""
+    groups = []
+    for category, own in groupby(rows, key=lambda row: row["category"]):
+        heading = f'<th class="category" scope="rowgroup" colspan="{columns}">{escape(called(category))}</th>'
+        lines = [f"<tr>{heading}</tr>", *(row_of(row["contestant"], cells(row)) for row in own)]
+        groups.append(f"<tbody>{''.join(lines)}</tbody>")
+    return "".join(groups)
+
+
+def row_of(name: str, cells: Sequence[str]) -> str:
+    return f'<tr class="row"><th scope="row">{escape(name)}</th>{"".join(f"<td>{cell}</td>" for cell in cells)}</tr>'
 
 
 def numbers(heads: Sequence[Sequence[tuple[str, str]]], body: str) -> str:

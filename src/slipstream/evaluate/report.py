@@ -46,7 +46,7 @@ def document(
             "complete": missing is None,
             "missing": missing,
             "peak_memory_mb": round(peak_memory(device) / 1e6, 1),
-            "rows": [row.as_dict() for row in rows],
+            "rows": [asdict(row) for row in rows],
         }
     )
 
@@ -94,20 +94,8 @@ def peak_memory(device: torch.device) -> int:
 
 def table(rows: Sequence[Row]) -> Table:
     shown = Table(box=None, pad_edge=False, header_style="bold")
-    for name in (
-        "",
-        "",
-        "tokens/s",
-        "spread",
-        "× none",
-        "95% (of)",
-        "× hf",
-        "M",
-        "accepted",
-        "yield",
-        "first ms",
-        "equal",
-    ):
+    speeds = ("tokens/s", "spread", "× none", "95% (of)", "× hf")
+    for name in ("", "", *speeds, "M", "accepted", "yield", "first ms", "equal"):
         shown.add_column(name, justify="right" if name else "left")
     last = None
     for row in rows:
@@ -125,7 +113,7 @@ def table(rows: Sequence[Row]) -> Table:
             _number(row.node_yield),
             f"{row.first_token_ms:.0f}",
             f"{row.texts_equal}/{row.texts_compared}" if row.texts_compared else "",
-            style="bold" if row.category == "all" else None,
+            style="bold" if row.category == ALL else None,
         )
         last = row.category
     return shown

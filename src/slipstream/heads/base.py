@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from torch.nn import functional
 from slipstream.errors import DrafterError, OptionError
 from slipstream.kernels.ops import linear
 
+EMBEDDING, OUTPUT = "embed_tokens.weight", "lm_head.weight"  # as all published layouts call them
 FEW_ROWS = 64
 
 
@@ -128,7 +129,6 @@ class Head(nn.Module, ABC):
     """A trained head. `borrowed` names the tensors of its layout that it reads from its target, not from itself."""
 
     kind: ClassVar[str]
-    Config: ClassVar[type[HeadConfig]]
     config: Any
 
     def __init__(self, config: Any, borrowed: Iterable[str] = ()) -> None:
@@ -189,10 +189,29 @@ class Head(nn.Module, ABC):
 
     def lent(self, name: str) -> Tensor:
         """What the bound target has in the place of a lendable tensor."""
-        raise NotImplementedError(f"{self.kind} shares no {name}")
+        if name != EMBEDDING:
+            raise NotImplementedError(f"{self.kind} shares no {name}")
+        return self.lender.table()
 
     def refresh(self) -> None:
         """Its weights were changed in place: so must be what it made of them."""
+
+    # ---- parts that several kinds have
+
+    def add_embedding(self, width: int) -> None:
+        """Of its own, unless it is the target's."""
+        if EMBEDDING not in self.borrowed:
+            self.embed_tokens = nn.Embedding(self.config.vocab_size, width).requires_grad_(False)
+
+    def add_layers(self, layers: Iterable[nn.Module]) -> None:
+        """Published as `layers.0.…`; as an attribute that name is a method."""
+        self._modules["layers"] = nn.ModuleList(layers)
+
+    @property
+    def decoders(self) -> list[Any]:
+        """The layers that were added."""
+        layers: Any = self._modules["layers"]
+        return list(layers)
 
     # ---- guessing
 
@@ -207,8 +226,8 @@ class Head(nn.Module, ABC):
         return None
 
     @property
-    def taught(self) -> int | None:
-        """How many depths it is trained on, where nobody says. None: that is up to the recipe."""
+    def trained_depths(self) -> int | None:
+        """How many depths it is trained on, unless the recipe says another number. None: it does."""
         return self.reach
 
     def layers(self, count: int) -> tuple[int, ...]:
@@ -267,6 +286,26 @@ class Head(nn.Module, ABC):
         if depths < 1 or (self.reach is not None and depths > self.reach):
             most = "1 or more" if self.reach is None else f"1 to {self.reach}"
             raise OptionError(f"this {self.kind} head guesses {most} tokens ahead, not {depths}")
+
+
+class Unrolled(NamedTuple):
+    """One depth of guesses at every position, up to the states that the vocabulary is read from."""
+
+    inputs: tuple[Tensor, ...]  # each (b, t, ·)
+    read: Callable[..., Tensor]  # the same rows of each input, (…, ·) -> (…, V') logits
+
+
+class UnrolledHead(Head):
+    """A head that guesses depth by depth, at every position of a text at once."""
+
+    @abstractmethod
+    def unroll(self, states: Tensor, tokens: Tensor, depths: int) -> Iterator[Unrolled]:
+        """As `predict`, before the vocabulary: training enters it at few positions at a time."""
+
+    def predict(self, states: Tensor, tokens: Tensor, depths: int) -> Iterator[Prediction]:
+        self.check_depths(depths)
+        for inputs, read in self.unroll(states, tokens, depths):
+            yield Prediction(read(*inputs))
 
 
 class Residual(nn.Module):

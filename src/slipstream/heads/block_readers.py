@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from slipstream.heads.base import EMBEDDING, OUTPUT
 from slipstream.heads.dflash import DFlash, DFlashConfig
 from slipstream.heads.falcon import Falcon, FalconConfig
 from slipstream.heads.layer_fields import layer_fields, without_frequencies
 from slipstream.heads.published import (
-    EMBEDDING,
-    OUTPUT,
     Json,
     Published,
     Tensors,

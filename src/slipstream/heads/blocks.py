@@ -53,15 +53,15 @@ class Blocks:
 
 
 class Masked:
-    """Attention over all keys that it was given so far. `look` says who sees which of them at the next call."""
+    """Attention over all keys that it was given so far. `under` sets the mask of the next call."""
 
     def __init__(self) -> None:
         self._keys: list[Tensor] = []  # (b, kv, n, d) each
         self._values: list[Tensor] = []
         self._mask = torch.empty(0)
 
-    def look(self, mask: Tensor) -> Masked:
-        """(w, n) the last w of those that are read see these of the first n keys. Nobody will ever see the others."""
+    def under(self, mask: Tensor) -> Masked:
+        """(w, n): which of the first n keys the last w rows see, the queries. Keys after these n are dropped."""
         self._mask = mask
         return self
 

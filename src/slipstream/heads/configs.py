@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
-from slipstream.heads.base import Head
+from slipstream.heads.base import EMBEDDING, Head
 from slipstream.heads.dflash import DFlash, DFlashConfig
 from slipstream.heads.eagle import Eagle
 from slipstream.heads.eagle3 import Eagle3, Eagle3Config
@@ -14,7 +15,7 @@ from slipstream.heads.layer_config import LayerConfig
 from slipstream.heads.medusa import Medusa
 from slipstream.heads.mlp import MLPSpeculator
 from slipstream.heads.redrafter import ReDrafter
-from slipstream.heads.spire import Spire, SpireConfig
+from slipstream.heads.spire import Spire
 
 VERSION = 1  # of what slipstream adds to it
 _DEPTHS = 5  # what an exported head recommends to draft
@@ -22,68 +23,79 @@ _DEPTHS = 5  # what an exported head recommends to draft
 
 def published_config(head: Head) -> dict[str, Any]:
     """The fields of the published config.json."""
-    c: Any = head.config
-    dtype = str(head.dtype).removeprefix("torch.")
-    if isinstance(head, Medusa):
-        return {
-            "medusa_num_heads": c.heads,
-            "medusa_num_layers": c.blocks,
-            "base_model_name_or_path": c.target,
-            "hidden_size": c.hidden_size,
-            "vocab_size": c.vocab_size,
-            "medusa_fc_bias": True,  # without it vLLM leaves the biases out
-            **({} if c.draft_vocab_size is None else {"truncated_vocab_size": c.draft_vocab_size}),
-        }
-    if isinstance(head, ReDrafter):
-        return {
-            "model_type": "recurrent_drafting_drafter",
-            "architectures": ["Drafter"],
-            "vocab_size": c.vocab_size,
-            "hidden_size": c.hidden_size,
-            "exit_dim": c.exit_dim,
-            "num_draft_layers": c.num_draft_layers,
-            "rnn": c.rnn,
-            "torch_dtype": dtype,
-        }
-    if isinstance(head, MLPSpeculator):
-        return {
-            "model_type": "mlp_speculator",
-            "architectures": ["MLPSpeculatorPreTrainedModel"],
-            "vocab_size": c.vocab_size,
-            "emb_dim": c.hidden_size,
-            "inner_dim": c.inner_dim,
-            "n_predict": c.n_predict,
-            "top_k_tokens_per_head": [max(5 - k, 1) for k in range(c.n_predict)],  # vLLM wants one per depth
-            "tie_weights": c.tie_weights,
-            "scale_input": c.scale_input,
-            "torch_dtype": dtype,
-        }
-    if isinstance(head, Eagle):
-        biases = {"bias": c.bias, "attention_bias": c.o_bias, "qkv_bias": c.qkv_bias}
-        return {"architectures": ["LlamaForCausalLM"], **_llama(c, c.hidden_size), **biases, "torch_dtype": dtype}
-    if isinstance(head, Falcon):
-        biases = {"bias": c.bias, "qkv_bias": c.qkv_bias}
-        shape = _llama(c, c.hidden_size)
-        return {"architectures": ["LlamaForCausalLM"], **shape, "k_mask": c.block, **biases, "torch_dtype": dtype}
-    if isinstance(head, DFlash):
-        return {**_llama(c, c.hidden_size), **_dflash(c), "torch_dtype": dtype}
-    if isinstance(head, Spire):
-        return {"architectures": ["SpireDraftModel"], **_llama(c, c.hidden_size), **_spire(c), "torch_dtype": dtype}
+    fields = _FIELDS[head.kind](head)
+    if isinstance(head, Medusa):  # the one whose files say no precision
+        return fields
+    return {**fields, "torch_dtype": str(head.dtype).removeprefix("torch.")}
+
+
+def _medusa(head: Medusa) -> dict[str, Any]:
+    c = head.config
+    return {
+        "medusa_num_heads": c.heads,
+        "medusa_num_layers": c.blocks,
+        "base_model_name_or_path": c.target,
+        "hidden_size": c.hidden_size,
+        "vocab_size": c.vocab_size,
+        "medusa_fc_bias": True,  # without it vLLM leaves the biases out
+        **({} if c.draft_vocab_size is None else {"truncated_vocab_size": c.draft_vocab_size}),
+    }
+
+
+def _redrafter(head: ReDrafter) -> dict[str, Any]:
+    c = head.config
+    return {
+        "model_type": "recurrent_drafting_drafter",
+        "architectures": ["Drafter"],
+        "vocab_size": c.vocab_size,
+        "hidden_size": c.hidden_size,
+        "exit_dim": c.exit_dim,
+        "num_draft_layers": c.num_draft_layers,
+        "rnn": c.rnn,
+    }
+
+
+def _mlp(head: MLPSpeculator) -> dict[str, Any]:
+    c = head.config
+    return {
+        "model_type": "mlp_speculator",
+        "architectures": ["MLPSpeculatorPreTrainedModel"],
+        "vocab_size": c.vocab_size,
+        "emb_dim": c.hidden_size,
+        "inner_dim": c.inner_dim,
+        "n_predict": c.n_predict,
+        "top_k_tokens_per_head": [max(5 - k, 1) for k in range(c.n_predict)],  # vLLM wants one per depth
+        "tie_weights": c.tie_weights,
+        "scale_input": c.scale_input,
+    }
+
+
+def _eagle(head: Eagle) -> dict[str, Any]:
+    c = head.config
+    biases = {"bias": c.bias, "attention_bias": c.o_bias, "qkv_bias": c.qkv_bias}
+    return {"architectures": ["LlamaForCausalLM"], **_llama(c, c.hidden_size), **biases}
+
+
+def _eagle3(head: Eagle3) -> dict[str, Any]:
+    c = head.config
     fields: dict[str, Any] = {
         "architectures": ["Eagle3Qwen3ForCausalLM" if c.qk_norm else "LlamaForCausalLMEagle3"],
         **_llama(c, c.width),
         "draft_vocab_size": c.draft_vocab_size,
-        "torch_dtype": dtype,
     }
-    if "embed_tokens.weight" not in head.borrowed:
+    if EMBEDDING not in head.borrowed:
         fields["target_hidden_size"] = c.hidden_size
     if c.aux_layers is not None:
         fields["eagle_aux_hidden_state_layer_ids"] = list(c.aux_layers)
         fields |= _states(c)
-    fields |= {
-        name: True for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output") if getattr(c, name)
-    }
-    return fields
+    norms = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+    return fields | {name: True for name in norms if getattr(c, name)}
+
+
+def _falcon(head: Falcon) -> dict[str, Any]:
+    c = head.config
+    own = {"k_mask": c.block, "bias": c.bias, "qkv_bias": c.qkv_bias}
+    return {"architectures": ["LlamaForCausalLM"], **_llama(c, c.hidden_size), **own}
 
 
 def _llama(c: LayerConfig, width: int) -> dict[str, Any]:
@@ -110,9 +122,10 @@ def _llama(c: LayerConfig, width: int) -> dict[str, Any]:
     }
 
 
-def _dflash(c: DFlashConfig) -> dict[str, Any]:
+def _dflash(head: DFlash) -> dict[str, Any]:
     """As DeepSpec has it where the root's place guesses, else as z-lab has it."""
-    fields: dict[str, Any] = {"block_size": c.block_size, "num_target_layers": c.target_layers}
+    c = head.config
+    fields = {**_llama(c, c.hidden_size), "block_size": c.block_size, "num_target_layers": c.target_layers}
     ids = [number - 1 for number in c.aux_layers]
     if c.draft_vocab_size != c.vocab_size:
         fields["draft_vocab_size"] = c.draft_vocab_size
@@ -134,10 +147,24 @@ def _spark(c: DFlashConfig) -> dict[str, Any]:
     }
 
 
-def _spire(c: SpireConfig) -> dict[str, Any]:
+def _spire(head: Spire) -> dict[str, Any]:
     """Nobody has published such a head in files of transformers' kind: these fields are ours."""
+    c = head.config
     own = {"states": list(c.aux_layers), "window": c.recent, "sinks": c.sinks, "feedback": c.feedback}
-    return {"draft_vocab_size": c.draft_vocab_size, "spire_config": own}
+    shape = {"architectures": ["SpireDraftModel"], **_llama(c, c.hidden_size)}
+    return {**shape, "draft_vocab_size": c.draft_vocab_size, "spire_config": own}
+
+
+_FIELDS: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "medusa": _medusa,
+    "redrafter": _redrafter,
+    "mlp": _mlp,
+    "eagle": _eagle,
+    "eagle3": _eagle3,
+    "falcon": _falcon,
+    "dflash": _dflash,
+    "spire": _spire,
+}
 
 
 def _states(c: Eagle3Config) -> dict[str, int]:

@@ -1,7 +1,7 @@
 """Decoder layers of Llama's shape, and the heads made of one or few, which predict states and read them again.
 
 A layer owns no cache: whoever calls it passes `attend`, a function of queries, keys and values. `Chains` is the one
-for training: it attends as if a chain were being drafted from every position at once. `keys.Look` is the one for
+for training: it attends as if a chain were being drafted from every position at once. `keys.Attention` is the one for
 drafting, which on a GPU takes few launches.
 """
 
@@ -17,17 +17,17 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.activations import ACT2FN
 
-from slipstream.heads.base import Head, Prediction, by_kernels, follow, later
+from slipstream.heads.base import Prediction, Unrolled, UnrolledHead, by_kernels, follow, later
 from slipstream.heads.keys import Attention
 from slipstream.heads.layer_config import LayerConfig
 from slipstream.heads.rotary import Rotary, rotate
 from slipstream.targets.captured.modules import JointPart
 
-# (b, heads, n, d), (b, kv, n, d), (b, kv, n, d) -> (b, w, heads, d) of the last w, those that look
+# (b, heads, n, d), (b, kv, n, d), (b, kv, n, d) -> (b, w, heads, d) of the last w rows, the queries
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-class FeatureHead(Head):
+class FeatureHead(UnrolledHead):
     """A head that predicts the target's next state, reads it again and goes on: EAGLE's kind."""
 
     config: Any
@@ -76,7 +76,7 @@ class FeatureHead(Head):
         self, tokens: Tensor, features: Tensor, chain: Tensor | None, positions: Tensor, look: Attention
     ) -> tuple[Tensor, Tensor | None]:
         """A step of those (b, n) tokens whose features (b, ·, H) before them have the numbers chain (b, n); None: one
-        after the other. Gives the features after the last w, those that look, and the same under the last norm."""
+        after the other. Gives the features after the last w, the queries, and the same under the last norm."""
         looks = look.for_layers(1 + len(self.further))
         rest, h = self._carry(*self.enter(tokens, features, chain), positions, looks)
         if self.last_norm is None:
@@ -110,15 +110,19 @@ class FeatureHead(Head):
         both = (norms[0](embedding), norms[1](features)) if norms else (embedding, features)
         return torch.cat(both, dim=-1), features
 
-    def predict(self, states: Tensor, tokens: Tensor, depths: int) -> Iterator[Prediction]:
-        """From depth 1 on it reads its own features, through which gradients flow."""
-        self.check_depths(depths)
-        features = self.read(states)
+    def unroll(self, states: Tensor, tokens: Tensor, depths: int) -> Iterator[Unrolled]:
+        """From depth 1 on it reads its own features, through which gradients flow: HASS's aligned contexts, EAGLE-3's
+        training-time test."""
+        features, attends = self.read(states), self.chains()
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-        attends = self.chains()
         for k in range(depths):
-            features = self.step(later(tokens, 1 + k), features, positions + k, *attends)
-            yield Prediction(self.logits(features), features)
+            features = self.step(later(tokens, 1 + k), features, positions + k, *attends)  # (b, t, H)
+            yield Unrolled((features,), self.logits)
+
+    def predict(self, states: Tensor, tokens: Tensor, depths: int) -> Iterator[Prediction]:
+        self.check_depths(depths)
+        for (features,), read in self.unroll(states, tokens, depths):
+            yield Prediction(read(features), features)
 
     def chains(self) -> list[Chains]:
         """Attention for its layers, for one unrolling of `step`."""
@@ -179,7 +183,7 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(width, config.rms_norm_eps)
 
     def carry(self, x: Tensor, residual: Tensor, positions: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
-        """(b, n, reads), (b, n, H), (b, n) -> twice (b, w, H), whose sum is the result for the last w: those that look.
+        """(b, n, reads), (b, n, H), (b, n) -> twice (b, w, H), whose sum is the result for the last w, the queries.
         The others are there for their keys."""
         mixed = self.self_attn(x, positions, attend)
         silent = residual.shape[1] - mixed.shape[1]

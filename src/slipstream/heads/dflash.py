@@ -1,7 +1,7 @@
 """DFlash: a few layers guess a whole block at once, from the target's states at every position of the text.
 
 Every layer makes keys and values of the text from the same features: some of the target's states, joined and normed.
-The block is the root and masks behind it; its places see the text and each other. A mask says what stands in its own
+The block is the root and masks after it; its places see the text and each other. A mask says what stands in its own
 place; where the root guesses too (`from_anchor`, as DeepSpec trains), each place says what follows it.
 
 DSpark adds two parts. A bias on the logits that comes from the token before, so that guesses depend on each other; and
@@ -10,19 +10,20 @@ a guess of how likely a token of this place is to be accepted.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from slipstream.errors import DrafterError, OptionError
-from slipstream.heads.base import Lender, Prediction
+from slipstream.errors import OptionError
+from slipstream.heads.base import EMBEDDING, Lender, Prediction
 from slipstream.heads.blocks import Blocks, Masked, same_block
 from slipstream.heads.decoder import Attend, FurtherLayer, RMSNorm, add_norm
 from slipstream.heads.layer_config import LayerConfig, layer_sizes
-from slipstream.heads.vocabulary import VocabularyHead, check_draft_ids
+from slipstream.heads.layered import LayeredHead
+from slipstream.heads.vocabulary import check_draft_ids
 
 BIASES = ("vanilla", "gated", "rnn")
 STATES = 5  # that a fresh head reads, as published ones do
@@ -56,20 +57,17 @@ class DFlashConfig(LayerConfig):
             )
 
 
-class DFlash(VocabularyHead):
+class DFlash(LayeredHead):
     kind = "dflash"
-    Config = DFlashConfig
     config: DFlashConfig
 
     def __init__(self, config: DFlashConfig, borrowed: Iterable[str] = ()) -> None:
         super().__init__(config, borrowed)
         size, eps = config.hidden_size, config.rms_norm_eps
-        if "embed_tokens.weight" not in self.borrowed:
-            self.embed_tokens = nn.Embedding(config.vocab_size, size).requires_grad_(False)
+        self.add_embedding(size)
         self.fc = nn.Linear(len(config.aux_layers) * size, size, bias=False)
         self.hidden_norm = RMSNorm(size, eps)
-        # As an attribute, this name is a method of every head.
-        self._modules["layers"] = nn.ModuleList(FurtherLayer(config, size) for _ in range(config.num_hidden_layers))
+        self.add_layers(FurtherLayer(config, size) for _ in range(config.num_hidden_layers))
         self.norm = RMSNorm(size, eps)
         self.add_vocabulary(size)
         self.markov_head = None if config.markov_rank is None else Markov(config, config.markov_rank)
@@ -114,45 +112,17 @@ class DFlash(VocabularyHead):
                 **sizes,
             },
         )
-        head = cls.begin(config, cls.lendable(config) if tied else ("embed_tokens.weight",), model, seed, dtype)
+        head = cls.begin(config, cls.lendable(config) if tied else (EMBEDDING,), model, seed, dtype)
         if head.markov_head is not None:  # it begins without a say
             head.markov_head.markov_w2.weight.data.zero_()
         head.start_vocabulary(model, ids)
         return head
 
-    @classmethod
-    def lendable(cls, config: DFlashConfig) -> tuple[str, ...]:  # noqa: ARG003
-        return ("embed_tokens.weight", "lm_head.weight")
-
-    def bind(self, model: Any) -> Self:
-        super().bind(model)
-        count = self.lender.layers
-        if max(self.config.aux_layers) >= count:
-            raise DrafterError(
-                f"this dflash head reads hidden states {self.config.aux_layers}, and {self.lender.name} has those from "
-                f"0 to {count - 1}: use it with the model it was trained for. (State {count}, of the last layer, is "
-                "taken before the final norm by some and after it by others)"
-            )
-        return self
-
     @property
     def reach(self) -> int:
         return self.config.block_size - (not self.config.from_anchor)
 
-    def layers(self, count: int) -> tuple[int, ...]:  # noqa: ARG002
-        return self.config.aux_layers
-
-    def join(self, hidden: Mapping[int, Tensor]) -> Tensor:
-        if not set(self.config.aux_layers) <= set(hidden):
-            raise DrafterError(f"this dflash head reads hidden states {self.config.aux_layers}, got {sorted(hidden)}")
-        return torch.cat([hidden[layer] for layer in self.config.aux_layers], dim=-1)
-
     # ---- a block
-
-    @property
-    def decoders(self) -> list[FurtherLayer]:
-        layers: Any = self._modules["layers"]
-        return list(layers)
 
     def read(self, states: Tensor) -> Tensor:
         """(…, ·) as join gives them -> (…, H) features, of which every layer makes keys."""
@@ -164,13 +134,13 @@ class DFlash(VocabularyHead):
         return torch.cat((roots[..., None], masks), dim=-1)
 
     def remember(self, features: Tensor, positions: Tensor, attends: Sequence[Attend]) -> None:
-        """Hand the keys of a text's features (b, n, H) to attentions for which nobody looks."""
+        """Give the keys and values of a text's features (b, n, H) to the attentions. There are no queries."""
         for layer, attend in zip(self.decoders, attends, strict=True):
             layer.self_attn(features, positions, attend)
 
     def fill(self, tokens: Tensor, features: Tensor, positions: Tensor, attends: Sequence[Attend]) -> Tensor:
         """Blocks' tokens (b, w), and features of the text (b, n, H) that are read along, at positions (b, n + w) ->
-        (b, w, H) under the last norm. attends: one for each layer, by which the last w look."""
+        (b, w, H) under the last norm. attends: one for each layer; the last w rows are queries."""
         h, rest = self.embed(tokens), None
         for layer, attend in zip(self.decoders, attends, strict=True):
             if rest is None:
@@ -181,22 +151,22 @@ class DFlash(VocabularyHead):
         assert rest is not None, "there is a layer"
         return add_norm(rest, h, self.norm)[1]
 
-    def guessing(self, states: Tensor, depths: int | None = None) -> Tensor:
+    def guessing(self, states: Tensor, depths: int) -> Tensor:
         """(…, places, H) -> (…, depths, H) of the places that guess."""
         first = 0 if self.config.from_anchor else 1
-        return states[..., first : first + (depths or self.reach), :]
+        return states[..., first : first + depths, :]
 
     # ---- whole texts
 
     def hidden_blocks(self, states: Tensor, tokens: Tensor, blocks: Blocks) -> Tensor:
-        """Blocks behind texts, all at once: (b, t, ·), (b, t) -> (b, count, depths, H)."""
+        """The blocks of texts, all at once: (b, t, ·), (b, t) -> (b, count, depths, H)."""
         ends, places = blocks.ends(tokens.device), self.config.block_size
         filled = self.block_of(blocks.following(tokens, 1)[..., 0])  # (b, count, places)
         text = torch.arange(blocks.length, device=tokens.device)
         spread = (ends[:, None] + 1 + torch.arange(places, device=tokens.device)).flatten()
         before = (text <= ends[:, None]).repeat_interleave(places, 0)
         mask = torch.cat((before, same_block(blocks.count, places, tokens.device)), dim=1)
-        attends = [Masked().look(mask) for _ in self.decoders]
+        attends = [Masked().under(mask) for _ in self.decoders]
         positions = torch.cat((text, spread)).expand(len(tokens), -1)
         hidden = self.fill(filled.flatten(1), self.read(states), positions, attends)
         return self.guessing(hidden.unflatten(1, (blocks.count, places)), blocks.depths)
@@ -269,7 +239,7 @@ def spread_layers(count: int, states: int) -> tuple[int, ...]:
 
 
 def spare_token(text: Any) -> int:
-    """A token that stands for what is not known: one that texts don't go on behind."""
+    """A token that stands for what is not known: one after which texts end."""
     for name in ("pad_token_id", "eos_token_id"):
         found = getattr(text, name, None)
         found = found[0] if isinstance(found, list) else found

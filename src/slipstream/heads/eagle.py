@@ -12,7 +12,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from slipstream.heads.base import Lender
+from slipstream.heads.base import EMBEDDING, Lender
 from slipstream.heads.decoder import FeatureHead, Layer
 from slipstream.heads.layer_config import LayerConfig, layer_sizes
 
@@ -24,17 +24,14 @@ class EagleConfig(LayerConfig):
 
 class Eagle(FeatureHead):
     kind = "eagle"
-    Config = EagleConfig
     config: EagleConfig
 
     def __init__(self, config: EagleConfig, borrowed: Iterable[str] = ()) -> None:
         super().__init__(config, borrowed)
         size = config.hidden_size
-        if not self.borrowed:
-            self.embed_tokens = nn.Embedding(config.vocab_size, size).requires_grad_(False)
+        self.add_embedding(size)
         self.fc = nn.Linear(2 * size, size, bias=config.bias)
-        # Published as `layers.0.…`; as an attribute that name is a method of every head.
-        self._modules["layers"] = nn.ModuleList([Layer(config, width=size, reads=size)])
+        self.add_layers([Layer(config, width=size, reads=size)])
 
     @classmethod
     def fresh(
@@ -44,11 +41,7 @@ class Eagle(FeatureHead):
         read; sizes: fields of EagleConfig."""
         size = Lender.of(model)
         fields = {**layer_sizes(model.config.get_text_config(), size.hidden_size), **sizes}
-        config = EagleConfig(
-            **size.sizes(),
-            bias=bias,
-            **fields,
-        )
+        config = EagleConfig(**size.sizes(), bias=bias, **fields)
         head = cls.begin(config, cls.lendable(config), model, seed, dtype)
         head.fc.weight.data[:, size.hidden_size :] = torch.eye(size.hidden_size)
         head.decoder.self_attn.o_proj.weight.data.zero_()
@@ -57,15 +50,11 @@ class Eagle(FeatureHead):
 
     @classmethod
     def lendable(cls, config: EagleConfig) -> tuple[str, ...]:  # noqa: ARG003
-        return ("embed_tokens.weight",)
-
-    def lent(self, name: str) -> Tensor:  # noqa: ARG002
-        return self.lender.table()
+        return (EMBEDDING,)
 
     @property
     def decoder(self) -> Any:
-        layers: Any = self._modules["layers"]
-        return layers[0]
+        return self.decoders[0]
 
     def read(self, states: Tensor) -> Tensor:
         return states.to(self.dtype)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.errors import DrafterError
-from slipstream.heads.base import Lender
+from slipstream.heads.base import EMBEDDING, OUTPUT, Lender
 from slipstream.heads.decoder import FeatureHead, FurtherLayer, Layer, RMSNorm
 from slipstream.heads.layer_config import LayerConfig, layer_sizes
 from slipstream.heads.vocabulary import VocabularyHead, check_draft_ids
@@ -41,15 +41,13 @@ class Eagle3Config(LayerConfig):
 
 class Eagle3(VocabularyHead, FeatureHead):
     kind = "eagle3"
-    Config = Eagle3Config
     config: Eagle3Config
 
     def __init__(self, config: Eagle3Config, borrowed: Iterable[str] = ()) -> None:
         super().__init__(config, borrowed)
         width, eps, reads = config.width, config.rms_norm_eps, config.states * config.hidden_size
         self.norm_output = config.norm_output
-        if "embed_tokens.weight" not in self.borrowed:
-            self.embed_tokens = nn.Embedding(config.vocab_size, width).requires_grad_(False)
+        self.add_embedding(width)
         if config.norm_before_fc:
             self.input_norm = RMSNorm(reads, eps)
         if config.fc_norm:
@@ -88,13 +86,13 @@ class Eagle3(VocabularyHead, FeatureHead):
                 **sizes,
             },
         )
-        head = cls.begin(config, cls.lendable(config) if tied else ("embed_tokens.weight",), model, seed, dtype)
+        head = cls.begin(config, cls.lendable(config) if tied else (EMBEDDING,), model, seed, dtype)
         head.start_vocabulary(model, ids)
         return head
 
     @classmethod
     def lendable(cls, config: Eagle3Config) -> tuple[str, ...]:
-        return ("embed_tokens.weight", "lm_head.weight") if config.width == config.hidden_size else ()
+        return (EMBEDDING, OUTPUT) if config.width == config.hidden_size else ()
 
     def bind(self, model: Any) -> Self:
         super().bind(model)

@@ -9,13 +9,12 @@ from typing import Any
 
 from torch import Tensor
 
+from slipstream.heads.base import EMBEDDING, OUTPUT
 from slipstream.heads.configs import spell_speculators
 from slipstream.heads.eagle import Eagle, EagleConfig
 from slipstream.heads.eagle3 import Eagle3, Eagle3Config
 from slipstream.heads.layer_fields import layer_fields, without_frequencies
 from slipstream.heads.published import (
-    EMBEDDING,
-    OUTPUT,
     Json,
     Published,
     Tensors,

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.errors import OptionError
-from slipstream.heads.base import Head, Lender, Prediction, later
+from slipstream.heads.base import EMBEDDING, Head, Lender, Prediction, later
 from slipstream.heads.blocks import Blocks, Masked, same_block
 from slipstream.heads.decoder import Attend, Layer
 from slipstream.heads.layer_config import LayerConfig, layer_sizes
@@ -40,17 +40,14 @@ class FalconConfig(LayerConfig):
 
 class Falcon(Head):
     kind = "falcon"
-    Config = FalconConfig
     config: FalconConfig
 
     def __init__(self, config: FalconConfig, borrowed: Iterable[str] = ()) -> None:
         super().__init__(config, borrowed)
         size = config.hidden_size
-        if not self.borrowed:
-            self.embed_tokens = nn.Embedding(config.vocab_size, size).requires_grad_(False)
+        self.add_embedding(size)
         self.lstm = nn.LSTM(2 * size, size, num_layers=2, bias=config.bias, batch_first=True)
-        # As an attribute, this name is a method of every head.
-        self._modules["layers"] = nn.ModuleList([Layer(config, width=size, reads=size)])
+        self.add_layers([Layer(config, width=size, reads=size)])
 
     @classmethod
     def fresh(
@@ -64,19 +61,15 @@ class Falcon(Head):
 
     @classmethod
     def lendable(cls, config: FalconConfig) -> tuple[str, ...]:  # noqa: ARG003
-        return ("embed_tokens.weight",)
-
-    def lent(self, name: str) -> Tensor:  # noqa: ARG002
-        return self.lender.table()
+        return (EMBEDDING,)
 
     @property
-    def taught(self) -> int:
+    def trained_depths(self) -> int:
         return self.config.block
 
     @property
     def decoder(self) -> Any:
-        layers: Any = self._modules["layers"]
-        return layers[0]
+        return self.decoders[0]
 
     def logits(self, features: Tensor) -> Tensor:
         """(…, H) -> (…, V)."""
@@ -117,16 +110,16 @@ class Falcon(Head):
 
     # ---- the layer
 
-    def guess(self, x: Tensor, looking: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Outputs of the LSTM, (b, n, H) those that are read for their keys, (b, w, H) those that look, at positions
-        (b, n + w) -> (b, w, H) states `block` places further on. Keys of both are handed to `attend`."""
-        rest, h = self.decoder.carry(torch.cat((x, looking), dim=1), looking, positions, attend)
+    def guess(self, x: Tensor, queries: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Outputs of the LSTM, (b, n, H) read for their keys, (b, w, H) of the queries, at positions (b, n + w)
+        -> (b, w, H) states `block` places further on. Keys of both are handed to `attend`."""
+        rest, h = self.decoder.carry(torch.cat((x, queries), dim=1), queries, positions, attend)
         return rest + h
 
     # ---- whole texts
 
     def blocks(self, states: Tensor, following: Tensor, tokens: Tensor, blocks: Blocks) -> Tensor:
-        """Guesses behind texts, all at once: (b, t, H), (b, t) the tokens after them as they are read, (b, t) as they
+        """The guesses of all blocks at once: (b, t, H), (b, t) the tokens after them as they are read, (b, t) as they
         are -> (b, count, depths, H). A block needs as many states before its end as it has places."""
         k, device = self.config.block, tokens.device
         ends, text = blocks.ends(device), torch.arange(blocks.length, device=device)
@@ -137,7 +130,7 @@ class Falcon(Head):
         before = (text <= ends[:, None]).repeat_interleave(k, 0)  # (count·k, t)
         attend, beside = Masked(), same_block(blocks.count, k, device)
         positions = torch.cat((text, own)).expand(len(tokens), -1)
-        found = [self.guess(x, x[:, own], positions, attend.look(before)).unflatten(1, (-1, k))]
+        found = [self.guess(x, x[:, own], positions, attend.under(before)).unflatten(1, (-1, k))]
         chosen = blocks.following(tokens, 1 + (passes - 1) * k)[..., 1:]  # (b, count, ·)
         if memory is not None:
             memory = memory[:, ends]  # (b, count, 4, H)
@@ -148,7 +141,7 @@ class Falcon(Head):
             seen = torch.cat((before, *[beside] * (n + 1)), dim=1)
             at = (ends[:, None] + 1 + n * k + place).flatten().expand(len(tokens), -1)
             read = read.flatten(1, 2)
-            found.append(self.guess(read[:, :0], read, at, attend.look(seen)).unflatten(1, (-1, k)))
+            found.append(self.guess(read[:, :0], read, at, attend.under(seen)).unflatten(1, (-1, k)))
         return torch.cat(found, dim=2)[:, :, : blocks.depths]
 
     def _text(self, pairs: Tensor, every: bool) -> tuple[Tensor, Tensor | None]:

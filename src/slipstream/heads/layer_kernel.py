@@ -1,7 +1,7 @@
 """What a head's layer does between its matrix products while it drafts, in Triton: one launch for each stretch of it.
 
 A step is a few rows, so what it costs is the number of launches. The modules' own code, which training differentiates,
-says the same in many: see `FeatureHead.side_by_side`, `Look.turned`, `Layer.carry`, `Residual` and `ReDrafter`.
+says the same in many: see `FeatureHead.side_by_side`, `Attention.turned`, `Layer.carry`, `Residual` and `ReDrafter`.
 """
 
 from __future__ import annotations

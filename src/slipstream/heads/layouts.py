@@ -17,19 +17,20 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import DrafterError, OptionError
-from slipstream.heads.base import Head, Lender
+from slipstream.heads.base import EMBEDDING, OUTPUT, Head, Lender
 from slipstream.heads.checkpoint import WEIGHTS, find_folder, read_config, read_tensors, write
 from slipstream.heads.configs import VERSION, published_config, speculators_config, spell_speculators
 from slipstream.heads.dflash import DFlash
 from slipstream.heads.eagle3 import Eagle3
 from slipstream.heads.medusa import Medusa
 from slipstream.heads.mlp import MLPSpeculator
-from slipstream.heads.published import EMBEDDING, OUTPUT, Published, Tensors
+from slipstream.heads.published import Published, Tensors
 from slipstream.heads.readers import understand
 from slipstream.heads.redrafter import ReDrafter
 
 log = logging.getLogger("slipstream")
 
+SHOWN = 8  # names in an error, at most
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -63,7 +64,7 @@ def load_head(source: str | Path, model: Any = None, dtype: torch.dtype | str | 
     return head
 
 
-def find_head(folder: Path, config: Mapping[str, Any], vocabulary: int | None = None) -> Published:
+def find_head(folder: Path, config: Mapping[str, Any], vocabulary: int | None) -> Published:
     """What a folder's files say they are. vocabulary: the target's, if it is known."""
     try:
         return understand(folder, config, read_tensors(folder), vocabulary)
@@ -199,8 +200,9 @@ def _check(folder: Path, head: Head, found: Published) -> None:
         raise DrafterError(f"{folder} looks like {head.kind}, but {'; '.join(faults)}")
 
 
-def _some(names: list[str], most: int = 8) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more
 
 
 def _complete(head: Head, borrowed: Iterable[str]) -> Tensors:

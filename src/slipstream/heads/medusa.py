@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from slipstream.heads.base import Head, HeadConfig, Lender, Prediction, Residual
+from slipstream.heads.base import HeadConfig, Lender, Residual, Unrolled, UnrolledHead
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,9 +20,8 @@ class MedusaConfig(HeadConfig):
     draft_vocab_size: int | None = None  # how many tokens it guesses among; None: all
 
 
-class Medusa(Head):
+class Medusa(UnrolledHead):
     kind = "medusa"
-    Config = MedusaConfig
     config: MedusaConfig
     token_map: Tensor
 
@@ -49,11 +49,7 @@ class Medusa(Head):
         """Every head starts as the target's own: its blocks add nothing yet. tied: the output matrices are the
         target's for good, and only the blocks are trained."""
         size = Lender.of(model)
-        config = MedusaConfig(
-            **size.sizes(),
-            heads=heads,
-            blocks=blocks,
-        )
+        config = MedusaConfig(**size.sizes(), heads=heads, blocks=blocks)
         head = cls.begin(config, cls.lendable(config) if tied else (), model, seed, dtype).bind(model)
         for module in head.modules():
             if isinstance(module, Residual):
@@ -98,7 +94,6 @@ class Medusa(Head):
         logits, ids = self.lender.logits(x), self.draft_ids
         return logits if ids is None else logits.index_select(-1, ids)
 
-    def predict(self, states: Tensor, tokens: Tensor, depths: int) -> Iterator[Prediction]:  # noqa: ARG002
-        self.check_depths(depths)
+    def unroll(self, states: Tensor, tokens: Tensor, depths: int) -> Iterator[Unrolled]:  # noqa: ARG002
         for k in range(depths):
-            yield Prediction(self.logits(states, k))
+            yield Unrolled((states,), partial(self.logits, k=k))

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from slipstream.heads.base import Head, HeadConfig, Lender, Prediction, later
+from slipstream.heads.base import HeadConfig, Lender, Unrolled, UnrolledHead, later
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,9 +23,8 @@ class MLPConfig(HeadConfig):
     scale_input: bool = False
 
 
-class MLPSpeculator(Head):
+class MLPSpeculator(UnrolledHead):
     kind = "mlp"
-    Config = MLPConfig
     config: MLPConfig
 
     def __init__(self, config: MLPConfig, borrowed: Iterable[str] = ()) -> None:
@@ -91,13 +91,12 @@ class MLPSpeculator(Head):
         parts: Any = self.speculator
         return parts.head[0 if self.config.tie_weights else depth](state)
 
-    def predict(self, states: Tensor, tokens: Tensor, depths: int) -> Iterator[Prediction]:
-        self.check_depths(depths)
+    def unroll(self, states: Tensor, tokens: Tensor, depths: int) -> Iterator[Unrolled]:
         state = self.start(states, later(tokens, 1))  # (b, t, inner)
         for k in range(depths):
             if k:
                 state = self.advance(state, later(tokens, 1 + k), k)
-            yield Prediction(self.logits(state, k))
+            yield Unrolled((state,), partial(self.logits, depth=k))
 
 
 class _Norm(nn.Module):

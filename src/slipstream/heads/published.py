@@ -9,10 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.heads.base import Head
-
-EMBEDDING = "embed_tokens.weight"
-OUTPUT = "lm_head.weight"
+from slipstream.heads.base import OUTPUT, Head
 
 Json = Mapping[str, Any]
 Tensors = dict[str, Tensor]

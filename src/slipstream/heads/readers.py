@@ -21,7 +21,7 @@ from slipstream.heads.redrafter import ReDrafter, ReDrafterConfig
 from slipstream.heads.spire_reader import read_spire
 
 
-def understand(folder: Path, config: Json, tensors: Tensors, vocabulary: int | None = None) -> Published:
+def understand(folder: Path, config: Json, tensors: Tensors, vocabulary: int | None) -> Published:
     """vocabulary: the target's, if it is known. A few layouts leave it out."""
     ours = config.get("slipstream")
     if ours is not None:

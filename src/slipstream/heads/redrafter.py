@@ -18,7 +18,17 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from slipstream.errors import OptionError
-from slipstream.heads.base import Head, HeadConfig, Lender, Prediction, Residual, by_kernels, follow, later, product
+from slipstream.heads.base import (
+    HeadConfig,
+    Lender,
+    Residual,
+    Unrolled,
+    UnrolledHead,
+    by_kernels,
+    follow,
+    later,
+    product,
+)
 from slipstream.kernels.ops import linear
 
 
@@ -30,9 +40,8 @@ class ReDrafterConfig(HeadConfig):
     draft_vocab_size: int | None = None  # how many tokens `few` is about; None: all
 
 
-class ReDrafter(Head):
+class ReDrafter(UnrolledHead):
     kind = "redrafter"
-    Config = ReDrafterConfig
     config: ReDrafterConfig
     d2t: Tensor
 
@@ -234,10 +243,9 @@ class ReDrafter(Head):
                 place.copy_(now)
                 self._made[name] = self._made[name][0], place
 
-    def predict(self, states: Tensor, tokens: Tensor, depths: int) -> Iterator[Prediction]:
-        self.check_depths(depths)
+    def unroll(self, states: Tensor, tokens: Tensor, depths: int) -> Iterator[Unrolled]:
         state = self.start(states, later(tokens, 1))  # (b, t, H)
         for k in range(depths):
             if k:
                 state = self.advance(state, later(tokens, 1 + k))
-            yield Prediction(self.logits(states, state))
+            yield Unrolled((states, state), self.logits)

@@ -61,6 +61,13 @@ def entries() -> list[Registered]:
         raise DrafterError(f"{file} can't be read: {error}. Delete it and add your heads again") from error
 
 
+def entries_for(model: Any) -> list[Registered]:
+    """Those that are registered for this model."""
+    known = entries()
+    mine = fingerprint(model) if known else ""
+    return [entry for entry in known if entry.fingerprint == mine]
+
+
 def add(folder: str | Path, model: Any) -> Registered:
     """Register a head, once it is seen to fit the model."""
     from slipstream.heads import load_head
@@ -83,9 +90,7 @@ def remove(folder: str | Path) -> None:
 
 def heads_for(model: Any) -> list[tuple[str, Path]]:
     """Kind and folder of each head for this model: the registered ones, then those that come with slipstream."""
-    known = entries()
-    mine = fingerprint(model) if known else ""
-    registered = [(entry.kind, Path(entry.folder)) for entry in known if entry.fingerprint == mine]
+    registered = [(entry.kind, Path(entry.folder)) for entry in entries_for(model)]
     name = Lender.of(model).name
     return [*(head for head in registered if head[1].is_dir()), *(h for h in shipped() if made_for(h[1]) == name)]
 

@@ -13,20 +13,21 @@ that a layer's keys know what higher layers found. To itself a token shows its o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from slipstream.errors import DrafterError, ModelError, OptionError
-from slipstream.heads.base import Lender, Prediction
+from slipstream.errors import ModelError, OptionError
+from slipstream.heads.base import EMBEDDING, Lender, Prediction
 from slipstream.heads.blocks import Blocks, Masked
 from slipstream.heads.decoder import Attend, FurtherLayer, RMSNorm, add_norm
 from slipstream.heads.layer_config import LayerConfig, layer_sizes
 from slipstream.heads.layer_fields import layer_fields
-from slipstream.heads.vocabulary import VocabularyHead, check_draft_ids
+from slipstream.heads.layered import LayeredHead
+from slipstream.heads.vocabulary import check_draft_ids
 from slipstream.targets.states import layers_name
 from slipstream.targets.trees import unwrapped
 
@@ -61,23 +62,20 @@ class SpireConfig(LayerConfig):
         return torch.where(index < self.sinks, index, self.sinks + (index - self.sinks) % self.recent)
 
     def seen(self, index: Tensor, last: Tensor | int) -> Tensor:
-        """Whether tokens of these numbers are seen behind a text that ends with number `last`."""
+        """Whether tokens of these numbers are seen after a text that ends with number `last`."""
         before = index <= last
         return before if self.recent is None else before & ((index < self.sinks) | (index > last - self.recent))
 
 
-class Spire(VocabularyHead):
+class Spire(LayeredHead):
     kind = "spire"
-    Config = SpireConfig
     config: SpireConfig
 
     def __init__(self, config: SpireConfig, borrowed: Iterable[str] = ()) -> None:
         super().__init__(config, borrowed)
         size, count = config.hidden_size, config.num_hidden_layers
-        if "embed_tokens.weight" not in self.borrowed:
-            self.embed_tokens = nn.Embedding(config.vocab_size, size).requires_grad_(False)
-        # As an attribute, this name is a method of every head.
-        self._modules["layers"] = nn.ModuleList(FurtherLayer(config, size) for _ in range(count))
+        self.add_embedding(size)
+        self.add_layers(FurtherLayer(config, size) for _ in range(count))
         self.norm = RMSNorm(size, config.rms_norm_eps)
         if config.feedback:
             self.feedback_weights = nn.Parameter(torch.zeros(count, count + 1))
@@ -126,40 +124,13 @@ class Spire(VocabularyHead):
                 **sizes,
             },
         )
-        head = cls.begin(config, cls.lendable(config) if tied else ("embed_tokens.weight",), model, seed, dtype)
+        head = cls.begin(config, cls.lendable(config) if tied else (EMBEDDING,), model, seed, dtype)
         if feedback:  # all streams alike
             head.feedback_weights.data.zero_()
         head.start_vocabulary(model, ids)
         if pruned:
             head.take_layers(model, cut)
         return head
-
-    @classmethod
-    def lendable(cls, config: SpireConfig) -> tuple[str, ...]:  # noqa: ARG003
-        return ("embed_tokens.weight", "lm_head.weight")
-
-    def bind(self, model: Any) -> Self:
-        super().bind(model)
-        count = self.lender.layers
-        if max(self.config.aux_layers) >= count:
-            raise DrafterError(
-                f"this spire head reads hidden states {self.config.aux_layers}, and {self.lender.name} has those from "
-                f"0 to {count - 1}: use it with the model it was trained for"
-            )
-        return self
-
-    def layers(self, count: int) -> tuple[int, ...]:  # noqa: ARG002
-        return self.config.aux_layers
-
-    def join(self, hidden: Mapping[int, Tensor]) -> Tensor:
-        if not set(self.config.aux_layers) <= set(hidden):
-            raise DrafterError(f"this spire head reads hidden states {self.config.aux_layers}, got {sorted(hidden)}")
-        return torch.cat([hidden[layer] for layer in self.config.aux_layers], dim=-1)
-
-    @property
-    def decoders(self) -> list[FurtherLayer]:
-        layers: Any = self._modules["layers"]
-        return list(layers)
 
     # ---- what it is cut from
 
@@ -182,7 +153,7 @@ class Spire(VocabularyHead):
         ids = torch.arange(FEW, device=self.norm.weight.device)[None] % self.lender.vocab_size
         hidden = whole.base_model(input_ids=ids, use_cache=False, output_hidden_states=True).hidden_states
         causal = torch.ones(FEW, FEW, dtype=torch.bool, device=ids.device).tril()
-        attends = [Masked().look(causal) for _ in self.decoders]
+        attends = [Masked().under(causal) for _ in self.decoders]
         _, mine = self.step(hidden[first].to(self.dtype), None, torch.arange(FEW, device=ids.device)[None], attends)
         its = hidden[self.lender.layers].to(self.dtype)
         return float((mine - its).norm() / its.norm())
@@ -194,14 +165,14 @@ class Spire(VocabularyHead):
         return states.to(self.dtype).chunk(self.config.num_hidden_layers, dim=-1)
 
     def remember(self, memory: Sequence[Tensor], positions: Tensor, attends: Sequence[Attend]) -> None:
-        """Hand the keys of each layer's memory (b, n, H) to attentions for which nobody looks."""
+        """Give the keys and values of each layer's memory (b, n, H) to the attentions. There are no queries."""
         for layer, known, attend in zip(self.decoders, memory, attends, strict=True):
             layer.self_attn(layer.input_layernorm(known), positions, attend)
 
     def step(
         self, x: Tensor, memory: Sequence[Tensor] | None, positions: Tensor, attends: Sequence[Attend]
     ) -> tuple[list[Tensor], Tensor]:
-        """Embeddings (b, w, H) of tokens that look -> their streams (b, w, H), before each layer and after the last,
+        """Embeddings (b, w, H) of tokens, the queries -> their streams (b, w, H), before each layer and after the last,
         and the last one under the norm. memory: of text that is read along, for each layer (b, n, H); positions are
         those of n + w then."""
         streams, rest, h = [x], None, x
@@ -229,25 +200,25 @@ class Spire(VocabularyHead):
     # ---- whole texts
 
     def hidden_blocks(self, states: Tensor, tokens: Tensor, blocks: Blocks) -> Tensor:
-        """Drafts of the true tokens behind texts, all at once: (b, t, ·), (b, t) -> (b, count, depths, H)."""
+        """Drafts of the true tokens, after all ends of blocks at once: (b, t, ·), (b, t) -> (b, count, depths, H)."""
         ends, text = blocks.ends(tokens.device), torch.arange(blocks.length, device=tokens.device)
         seen = self.config.seen(text, ends[:, None])  # (count, keys so far)
         own = torch.eye(blocks.count, dtype=torch.bool, device=tokens.device)
         attends, batch = [Masked() for _ in self.decoders], len(tokens)
 
-        def looking(mask: Tensor) -> list[Masked]:
-            return [attend.look(mask) for attend in attends]
+        def under(mask: Tensor) -> list[Masked]:
+            return [attend.under(mask) for attend in attends]
 
-        self.remember(self.read(states), text.expand(batch, -1), looking(seen[:0]))
+        self.remember(self.read(states), text.expand(batch, -1), under(seen[:0]))
         found = []
         for depth, chosen in enumerate(blocks.following(tokens).unbind(2)):
             positions = (ends + 1 + depth).expand(batch, -1)
-            streams, normed = self.step(self.embed(chosen), None, positions, looking(torch.cat((seen, own), dim=1)))
+            streams, normed = self.step(self.embed(chosen), None, positions, under(torch.cat((seen, own), dim=1)))
             found.append(normed)
             left = self.left(streams)
             if left is not None:  # what a token shows to itself is seen no more
                 seen = torch.cat((seen, torch.zeros_like(own)), dim=1)
-                self.remember(left, positions, looking(torch.cat((seen, own), dim=1)[:0]))
+                self.remember(left, positions, under(torch.cat((seen, own), dim=1)[:0]))
             seen = torch.cat((seen, own), dim=1)
         return torch.stack(found, dim=2)
 

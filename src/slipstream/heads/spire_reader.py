@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+from slipstream.heads.base import EMBEDDING, OUTPUT
 from slipstream.heads.layer_fields import layer_fields, without_frequencies
 from slipstream.heads.published import (
-    EMBEDDING,
-    OUTPUT,
     Json,
     Published,
     Tensors,

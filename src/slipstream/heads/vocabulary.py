@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.errors import OptionError
-from slipstream.heads.base import Head, product
+from slipstream.heads.base import OUTPUT, Head, product
 from slipstream.heads.decoder import RMSNorm
 from slipstream.targets.states import final_norm
 
@@ -25,7 +25,7 @@ class VocabularyHead(Head):
     def add_vocabulary(self, width: int) -> None:
         """What it needs, for states of this width."""
         few, every = self.config.draft_vocab_size, self.config.vocab_size
-        if "lm_head.weight" not in self.borrowed:
+        if OUTPUT not in self.borrowed:
             self.lm_head = nn.Linear(width, few, bias=False)
         if few != every:
             self.register_buffer("d2t", torch.zeros(few, dtype=torch.long))
@@ -40,8 +40,8 @@ class VocabularyHead(Head):
         if (scale := _final_scale(model)) is not None:
             self.norm.weight.data.copy_(scale)
         self.bind(model)
-        if "lm_head.weight" not in self.borrowed:
-            self.lm_head.weight.data.copy_(self.lent("lm_head.weight"))
+        if OUTPUT not in self.borrowed:
+            self.lm_head.weight.data.copy_(self.lent(OUTPUT))
 
     def set_draft_ids(self, ids: Tensor) -> None:
         """(V',) ascending."""
@@ -51,7 +51,7 @@ class VocabularyHead(Head):
 
     def refresh(self) -> None:
         if self._rows is not None:
-            self._rows.copy_(self.lent("lm_head.weight"))
+            self._rows.copy_(self.lent(OUTPUT))
 
     @property
     def draft_ids(self) -> Tensor | None:
@@ -61,19 +61,19 @@ class VocabularyHead(Head):
 
     def bind(self, model: Any) -> Self:
         super().bind(model)
-        if "lm_head.weight" in self.borrowed and self.draft_ids is not None:
-            self._rows = self.lent("lm_head.weight")
+        if OUTPUT in self.borrowed and self.draft_ids is not None:
+            self._rows = self.lent(OUTPUT)
         return self
 
     def lent(self, name: str) -> Tensor:
-        if name == "embed_tokens.weight":
-            return self.lender.table()
+        if name != OUTPUT:
+            return super().lent(name)
         matrix, ids = self.lender.matrix(), self.draft_ids
         return matrix if ids is None else matrix[ids.to(matrix.device)]
 
     def output(self, x: Tensor) -> Tensor:
         """(…, H) under the last norm -> (…, V')."""
-        if "lm_head.weight" not in self.borrowed:
+        if OUTPUT not in self.borrowed:
             return self.lm_head(x)
         return self.lender.logits(x) if self._rows is None else product(x.to(self._rows.dtype), self._rows)
 

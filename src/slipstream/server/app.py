@@ -151,7 +151,7 @@ class Server:
             "drafter": self.llm.engine.name,
             "device": str(self.llm.target.device),
             "dtype": str(self.llm.target.dtype).removeprefix("torch."),
-            "running": [running(job) for job in jobs],
+            "running": [job_summary(job) for job in jobs],
             "waiting": service.waiting(),
             "max_batch": self.llm.engine.max_batch,
             "cache": {"used": len(jobs), "total": self.llm.engine.max_batch},
@@ -178,8 +178,8 @@ class Server:
             self.service, *asked.requests, timeout=self.limits.seconds, priority=body.priority, streams=body.stream
         )
         if body.stream:
-            return EventStream(safely(made.events(told(choices, answers), choices)), answers)
-        await until_left(http, finished(told(choices, answers)), answers)
+            return EventStream(safely(made.events(by_choice(choices, answers), choices)), answers)
+        await unless_client_leaves(http, take_all(by_choice(choices, answers)), answers)
         return JSONResponse(made.answer(choices))
 
     async def _aside(self, work: Callable[[], Any]) -> Any:
@@ -221,10 +221,7 @@ class Server:
         return response
 
     async def _failed(self, _: Request, error: Exception) -> Response:
-        found = refusal(error)
-        if found.status == 500:
-            log.error("a request failed", exc_info=error)
-        return found.response()
+        return logged_refusal(error, "a request").response()
 
 
 class Guard:
@@ -288,13 +285,19 @@ class BodyLimit:
         await self.app(scope, counted, send)
 
 
-async def told(choices: Sequence[bodies.Choice], answers: Updates) -> AsyncIterator[tuple[bodies.Choice, Update]]:
+def logged_refusal(error: Exception, what: str) -> Refused:
+    """What a client is told of an error. Of one that nobody foresaw, only the log has more."""
+    found = refusal(error)
+    if found.status == 500:
+        log.error("%s failed", what, exc_info=error)
+    return found
+
+
+async def by_choice(choices: Sequence[bodies.Choice], answers: Updates) -> AsyncIterator[tuple[bodies.Choice, Update]]:
     """What is new, and of which answer. What ended without being one is raised."""
     async for number, update in answers:
         if update.error is not None:
-            if refusal(update.error).status == 500:
-                log.error("an answer failed", exc_info=update.error)
-            raise refusal(update.error)
+            raise logged_refusal(update.error, "an answer")
         if update.finish == "timeout":
             raise Refused(504, "the answer took longer than this server allows: ask for fewer tokens")
         if update.finish == "cancelled":
@@ -302,7 +305,7 @@ async def told(choices: Sequence[bodies.Choice], answers: Updates) -> AsyncItera
         yield choices[number], update
 
 
-async def finished(updates: AsyncIterator[tuple[bodies.Choice, Update]]) -> None:
+async def take_all(updates: AsyncIterator[tuple[bodies.Choice, Update]]) -> None:
     async for choice, update in updates:
         choice.take(update)
 
@@ -313,14 +316,11 @@ async def safely(events: AsyncIterator[str]) -> AsyncIterator[str]:
         async for each in events:
             yield each
     except Exception as error:
-        found = refusal(error)
-        if found.status == 500:
-            log.error("a stream failed", exc_info=error)
-        yield bodies.event(found.body())
+        yield bodies.event(logged_refusal(error, "a stream").body())
         yield bodies.DONE
 
 
-async def until_left(http: Request, work: Any, answers: Updates) -> None:
+async def unless_client_leaves(http: Request, work: Any, answers: Updates) -> None:
     """Do that, unless the client leaves before: then its answers end."""
     task = asyncio.create_task(work)
 
@@ -340,7 +340,7 @@ async def until_left(http: Request, work: Any, answers: Updates) -> None:
         answers.close()
 
 
-def running(job: Any) -> dict[str, Any]:
+def job_summary(job: Any) -> dict[str, Any]:
     found: dict[str, Any] = {"id": f"{id(job):x}", "prompt_tokens": len(job.request.tokens), "state": "reading"}
     stats = job.sequence.stats if job.sequence is not None else None
     return found | {

@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from slipstream.errors import OptionError, PromptError
 from slipstream.llm import LLM
 from slipstream.request import Request, Step
@@ -46,10 +44,9 @@ class SourceWatch:
         self.names: list[str | None] = []
 
     def __call__(self, step: Step) -> None:
-        tree = step.tree
+        proposed = step.tree.proposed_by()
         for node in step.verdict.path[1:]:
-            said = [name for column, name in enumerate(tree.sources) if not np.isnan(tree.raw[node, column])]
-            self.names.append("+".join(said) or None)
+            self.names.append("+".join(name for name, nodes in proposed.items() if nodes[node]) or None)
         self.names.append(None)
 
 

@@ -16,12 +16,13 @@ from slipstream.sequence import Sequence as Running
 from slipstream.sequence import TokenLogprobs
 from slipstream.server import schema as s
 from slipstream.server.asking import Asked, SourceWatch
-from slipstream.server.tool_calls import CallArguments, CallBegins, Content, Delta, ToolCall, forced_call
+from slipstream.server.tool_calls import CallArguments, CallBegins, Content, Delta, ToolCall, read_call
 
 DONE = "data: [DONE]\n\n"
 # Not in the drafter's own words, which may name files of the server.
 NOT_KEPT = "the drafter failed after the answer, and may not have kept it; the server's log says why"
 Decode = Callable[[int], str]
+LOWEST = -9999.0  # log probability: JSON has no minus infinity, and this is what OpenAI's API writes
 encode = json.JSONEncoder(ensure_ascii=False).encode  # made once: `dumps` would make it for every event
 
 
@@ -72,7 +73,7 @@ class Choice:
             self._forced += update.text
             if update.finish is None:
                 return []
-            call = forced_call(self._forced)
+            call = read_call(self._forced)
             if call is None:  # cut short
                 return [Content(self._forced)]
             return [CallBegins(0, call.name), CallArguments(0, call.arguments)]
@@ -128,7 +129,7 @@ def own_stats(choices: Sequence[Choice]) -> dict[str, Any]:
 def chat_logprobs(found: Sequence[TokenLogprobs], decode: Decode) -> dict[str, Any]:
     def entry(token: int, logprob: float) -> dict[str, Any]:
         text = decode(token)
-        return {"token": text, "logprob": max(-9999.0, logprob), "bytes": list(text.encode())}
+        return {"token": text, "logprob": max(LOWEST, logprob), "bytes": list(text.encode())}
 
     return {
         "content": [
@@ -144,8 +145,8 @@ def completion_logprobs(found: Sequence[TokenLogprobs], decode: Decode, offset: 
     offsets = list(accumulate(map(len, texts[:-1]), initial=offset)) if texts else []
     return {
         "tokens": texts,
-        "token_logprobs": [max(-9999.0, each.logprob) for each in found],
-        "top_logprobs": [{decode(t): max(-9999.0, p) for t, p in each.top.items()} for each in found],
+        "token_logprobs": [max(LOWEST, each.logprob) for each in found],
+        "top_logprobs": [{decode(t): max(LOWEST, p) for t, p in each.top.items()} for each in found],
         "text_offset": offsets,
     }
 
@@ -192,11 +193,9 @@ class Chat:
             extras = self.extras(choice, update)
             logprobs = self.logprobs(choice, update)
             for i, body in enumerate(bodies or ([{}] if extras or logprobs else [])):
-                first = i == 0
-                yield self.chunk(choice.index, body, logprobs if first else None, None, extras if first else None)
+                yield self.chunk(choice.index, body, logprobs if i == 0 else None, None, extras if i == 0 else None)
             if update.finish is not None:
-                told = own_stats([choice]) if self.body.slipstream.stats else None
-                last = {"stats": told} if told else None
+                last = {"stats": own_stats([choice])} if self.body.slipstream.stats else None
                 yield self.chunk(choice.index, self.closing(), None, choice.finish, last)
         options = self.body.stream_options
         if options is not None and options.include_usage:
@@ -311,9 +310,10 @@ class Response:
             "total_tokens": counted["total_tokens"],
         }
 
-    def message(self, choice: Choice, text: str | None = None, status: str | None = None) -> dict[str, Any]:
-        content = [self.part(choice.text)] if text is None else []
-        status = status or ("incomplete" if choice.finish == "length" else "completed")
+    def message(self, choice: Choice, begun: bool = False) -> dict[str, Any]:
+        """begun: there is nothing of it yet."""
+        content = [] if begun else [self.part(choice.text)]
+        status = "in_progress" if begun else "incomplete" if choice.finish == "length" else "completed"
         return {"id": self.item, "type": "message", "role": "assistant", "status": status, "content": content}
 
     def part(self, text: str) -> dict[str, Any]:
@@ -333,8 +333,7 @@ class Response:
         place = {"item_id": self.item, "output_index": 0, "content_index": 0}
         yield told("response.created", response=self.answer(choices, "in_progress"))
         yield told("response.in_progress", response=self.answer(choices, "in_progress"))
-        item = self.message(choice, "", "in_progress")
-        yield told("response.output_item.added", output_index=0, item=item)
+        yield told("response.output_item.added", output_index=0, item=self.message(choice, begun=True))
         yield told("response.content_part.added", **place, part=self.part(""))
         async for _, update in updates:
             for delta in choice.take(update):

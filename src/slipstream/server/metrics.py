@@ -68,7 +68,7 @@ class Collector:
         yield histogram(
             "slipstream_time_to_first_token_seconds", "From a request to its first token", counts.first_token
         )
-        yield histogram("slipstream_inter_token_latency_seconds", "Per token behind the first", counts.per_token)
+        yield histogram("slipstream_inter_token_latency_seconds", "Per token after the first", counts.per_token)
 
 
 def histogram(name: str, told: str, spread: Spread) -> HistogramMetricFamily:

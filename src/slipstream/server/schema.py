@@ -24,7 +24,7 @@ class Body(Strict):
     @model_validator(mode="before")
     @classmethod
     def proper(cls, given: Any) -> Any:
-        """Python's reader takes NaN and half surrogate pairs, which nothing behind it can write. A field that is null
+        """Python's reader takes NaN and half surrogate pairs, which nothing after it can write. A field that is null
         is one that was left out, as OpenAI has it."""
         try:
             json.dumps(given, ensure_ascii=False, allow_nan=False).encode()

@@ -51,25 +51,10 @@ class Parser(Protocol):
         """What is known when the answer has ended."""
 
 
-def parse(text: str, parser: Parser) -> tuple[str, list[ToolCall]]:
-    """The content and the calls of a whole answer, by a fresh parser."""
-    content, names, arguments = "", [], []
-    for delta in [*parser.feed(text), *parser.finish()]:
-        match delta:
-            case Content():
-                content += delta.text
-            case CallBegins():
-                names.append(delta.name)
-                arguments.append("")
-            case CallArguments():
-                arguments[delta.index] += delta.piece
-    return content, [ToolCall(*call) for call in zip(names, arguments, strict=True)]
-
-
 class Hermes:
     """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, anywhere and any number of times: Hermes, Qwen.
 
-    After an opening tag that begins no call, the search goes on right behind that tag.
+    After an opening tag that begins no call, the search goes on right after that tag.
     """
 
     OPENS, CLOSES = "<tool_call>", "</tool_call>"
@@ -117,7 +102,7 @@ class Hermes:
         rest = self._text[end:].lstrip()
         if len(rest) < len(self.CLOSES) and self.CLOSES.startswith(rest):
             return False
-        call = _read_call(self._text[len(self.OPENS) : end])
+        call = read_call(self._text[len(self.OPENS) : end])
         if call is None or not rest.startswith(self.CLOSES):
             self._refuse()
         else:
@@ -181,12 +166,12 @@ class Llama:
             elif rest.startswith(";"):
                 start += 1
             else:
-                raise ValueError("text behind the calls")
+                raise ValueError("text after the calls")
             self._at, self._object = start, _ObjectEnd(start)
         end = self._object.find(self._text)
         if end is None:
             return False
-        call = _read_call(self._text[self._at : end])
+        call = read_call(self._text[self._at : end])
         if call is None:
             raise ValueError("an object that is no call")
         self._calls.append(call)
@@ -212,7 +197,7 @@ def form_of(template: str | None) -> type[Parser] | None:
 
 
 def forced_schema(tools: Sequence[Mapping[str, Any]], choice: str | Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """The JSON schema of the call that `tool_choice` demands, which `forced_call` reads; None if it demands none."""
+    """The JSON schema of the call that `tool_choice` demands, which `read_call` reads; None if it demands none."""
     if choice in (None, "auto", "none"):
         return None
     parameters: dict[str, Mapping[str, Any] | None] = {}
@@ -236,11 +221,6 @@ def forced_schema(tools: Sequence[Mapping[str, Any]], choice: str | Mapping[str,
     if unknown := names - parameters.keys():
         raise OptionError(f"tool_choice names the function {unknown.pop()!r}: there are {', '.join(parameters)}")
     return {"anyOf": [_call_schema(name, parameters[name], at) for at, name in enumerate(names)]}
-
-
-def forced_call(text: str) -> ToolCall | None:
-    """The call that an answer to `forced_schema` is; None if the answer was cut short."""
-    return _read_call(text)
 
 
 _FUNCTION = '{"type": "function", "function": {"name": ...}}'  # how tools and choices are written
@@ -328,7 +308,7 @@ class _ObjectEnd:
         self._in_string = False
 
     def find(self, text: str) -> int | None:
-        """The index behind the object in a text that grew; None if it is not known yet, ValueError if there is none."""
+        """The index after the object in a text that grew; None if it is not known yet, ValueError if there is none."""
         while self._end is None and self._at < len(text):
             if not self._in_string:
                 self._at += 1
@@ -336,7 +316,7 @@ class _ObjectEnd:
                     self._step(char)
             elif special := _SPECIAL.search(text, self._at):
                 self._in_string = special[0] == "\\"
-                self._at = special.end() + self._in_string  # behind what is escaped
+                self._at = special.end() + self._in_string  # after what is escaped
             else:
                 self._at = len(text)
         return self._end
@@ -370,7 +350,8 @@ def _begun(text: str, tag: str) -> int:
     return next(n for n in range(min(len(tag) - 1, len(text)), -1, -1) if text.endswith(tag[:n]))
 
 
-def _read_call(text: str) -> ToolCall | None:
+def read_call(text: str) -> ToolCall | None:
+    """The call that this JSON is; None if it is no whole call."""
     try:
         # Not strict: models write line breaks into strings as they are.
         value = json.loads(text, strict=False, parse_constant=_refuse_constant)

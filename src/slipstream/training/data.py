@@ -12,7 +12,6 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -193,8 +192,6 @@ class Order:
     """The batches of all epochs, one after the other, each a list of texts. A place in it is a number."""
 
     def __init__(self, texts: Texts, batch_tokens: int, seed: int) -> None:
-        if batch_tokens < 1:
-            raise OptionError(f"batch_tokens={batch_tokens} is out of range: a batch holds at least one text")
         self.texts, self.batch_tokens, self.seed = texts, batch_tokens, seed
         self._epoch, self._begin = 0, 0  # of the batches at hand: their epoch, the place of their first
         self._batches = self.epoch(0)
@@ -229,9 +226,7 @@ def cut(texts: NDArray[np.int64], of: Texts, batch_tokens: int) -> Iterator[NDAr
     """Texts in ascending order of length as batches that, padding included, hold so many tokens at most; a text that is
     longer is a batch of its own."""
     begin = 0
-    for end in count(1):
-        if end > len(texts):
-            break
+    for end in range(1, len(texts) + 1):
         width = -(-int(of.lengths[texts[end - 1]]) // _STEP) * _STEP
         if end - begin > 1 and (end - begin) * width > batch_tokens:
             yield texts[begin : end - 1]

@@ -126,9 +126,8 @@ def distill(
     precision. force: even if it can't pay. pair: what steps take; None: it is measured."""
     processes = processes or Processes(str(model.device))
     checkpoint.check_folder(folder, resume)
-    name = Lender.of(model).name
+    name, vocabulary = Lender.of(model).name, Lender.of(model).vocab_size
     author = None if lesson.any_author else name
-    vocabulary = Lender.of(model).vocab_size
     texts, held_out = read_texts(data, vocabulary, author, lesson.length, lesson.count_all)
     draft, own_tokenizer = source.open(model, tokenizer)
     check_vocabularies(open_target(model, graphs=False), tokenizer, open_target(draft, graphs=False), own_tokenizer)
@@ -208,4 +207,4 @@ def attempt(model: Any, tokenizer: Any, drafts: dict[str, tuple[Any, int]], aske
     finally:
         for llm in llms.values():
             llm.close()
-    return [trial for trial in trials if min(trial.tokens.values()) > 1]  # else nothing was decoded behind the first
+    return [trial for trial in trials if min(trial.tokens.values()) > 1]  # else nothing was decoded after the first

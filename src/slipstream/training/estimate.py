@@ -38,7 +38,7 @@ ENOUGH_ANSWERS, ENOUGH_STEPS = 64, 200  # with fewer, more of smaller ones teach
 LEAST_ANSWERS, LEAST_STEPS, LEAST_TRIALS = 16, 50, 4
 
 PROBE = 32  # tokens of a few answers, to see how often they end
-ENDING, BELIEF = 0.0025, 200  # the chance that an answer ends at a token, and how many tokens' worth that is believed
+ENDING, BELIEF = 0.0025, 200  # a prior: the chance that an answer ends at a token, and how many tokens it weighs
 PROMPT = 96  # tokens of a prompt in its template
 WRITTEN = 96  # tokens that the model writes for one prompt of its own; about half of them are thrown away
 TRIED = 3 * 64  # tokens of a prompt of the trial: three contestants
@@ -200,7 +200,7 @@ def step_costs(
     vocabulary, likely = Lender.of(model).vocab_size, DRAFT_VOCAB.get(kind, 0)
     ids = torch.arange(likely) if 0 < likely < vocabulary else None
     head = make_head(model, lesson, 0, own or {}, ids) if start is None else start_from(start, model, lesson, {})
-    depths, weights = recipe.depths or head.taught or 5, Weights(recipe, lesson.decay, LABELS[recipe.labels])
+    depths, weights = recipe.depths_for(head), Weights(recipe, lesson.decay, LABELS[recipe.labels])
     teacher, processes = Teacher(model, head), Processes(str(model.device))
     found: list[float] = []
     for size in sizes:

@@ -2,7 +2,7 @@
 
 Falcon's way to teach the tokens of a block about each other. The head guesses once, without learning. As many positions
 as a share of its mistakes then read, instead of their own state and token, those that they are asked for, at the
-beginning of their block, so that the places behind them learn what follows. The share falls while the head learns.
+beginning of their block, so that the places after them learn what follows. The share falls while the head learns.
 """
 
 from __future__ import annotations

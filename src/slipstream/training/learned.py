@@ -40,7 +40,7 @@ def take_answers(store: Path, collection: str, model: Any, tokenizer: Any, folde
             f"{collection!r}, at least {FEWEST} are needed: let `--learn` append some first, or name another "
             f"--collection (there are: {others})"
         )
-    author = str(getattr(model.config, "_name_or_path", "") or type(model).__name__)
+    author = Lender.of(model).name
     items = list(found.items())
     learnt = [
         {"id": name, "tokens": tokens, "answers": [[0, len(tokens)]], "model": author}

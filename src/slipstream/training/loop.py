@@ -130,7 +130,7 @@ class Steps(ABC):
 
     @abstractmethod
     def measured(self) -> dict[str, list[float]]:
-        """What is told of held-out texts: its accuracy, and perhaps more."""
+        """What is told of held-out texts, numbers by depth: `accuracy`, and perhaps more."""
 
     def run(self, folder: Path, log: Log | None, setup: dict[str, Any], save: Callable[[], None], watch: Watch) -> None:
         """Train to the end. `save` writes the head; the checkpoint beside it holds the `setup`. Only the first process
@@ -138,7 +138,7 @@ class Steps(ABC):
         plan, begun = self.plan, perf_counter() - self.seconds
         while not self.total or self.step < self.total:
             if plan.share < 1:
-                self._slice()
+                self._step_and_pause()
             else:
                 self.train_step()
             line: dict[str, Any] = {}
@@ -158,8 +158,7 @@ class Steps(ABC):
         watch(self.step, self.total, self._evaluate(begun, log))
         self.seconds = perf_counter() - begun
 
-    def _slice(self) -> None:
-        """A step, and the pause that it is followed by."""
+    def _step_and_pause(self) -> None:
         clock = perf_counter()
         self.train_step()
         if self.device.type == "cuda":
@@ -297,10 +296,7 @@ class Loop(Steps):
         return Practice(counted, seed, min(1.0, self.step / self.total) if self.total else 0.0)
 
     def measured(self) -> dict[str, list[float]]:
-        return {"accuracy": self.evaluate()}
-
-    def evaluate(self) -> list[float]:
-        """The share of right guesses on held-out texts, one number per depth."""
+        """accuracy: the share of right guesses on held-out texts, one number per depth."""
         depths = DEPTHS if self.head.reach is None else min(DEPTHS, self.head.reach)
         found = torch.zeros(depths, 2, dtype=torch.long, device=self.teacher.device)
         for batch in self.held_out_batches():
@@ -309,7 +305,7 @@ class Loop(Steps):
                 unrolled = self.weights.recipe.unroll(self.head, states, batch.tokens, depths, None)
                 found += hits(unrolled, batch, self.teacher, depths)
         right, made = self.processes.sum(found).T.tolist()
-        return [r / max(1, m) for r, m in zip(right, made, strict=True)]
+        return {"accuracy": [r / max(1, m) for r, m in zip(right, made, strict=True)]}
 
     def ranks(self, texts: int = 32) -> list[list[float]]:
         """How often the head's guess of each rank is right at each depth, on some held-out texts: for static trees."""

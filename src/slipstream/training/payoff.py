@@ -17,7 +17,7 @@ from slipstream.targets.timing import costs_of
 
 # The best that is plausible: what draft models of a hundredth of their target's size reach on its easiest texts.
 BEST_ACCEPTANCE = 0.9
-DEPTHS = range(1, 17)  # drafts that are thought of; behind sixteen tokens even 0.9 leaves 15%
+DEPTHS = range(1, 17)  # drafts that are thought of; after sixteen tokens even 0.9 leaves 15%
 
 
 @dataclass(frozen=True)

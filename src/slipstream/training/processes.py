@@ -6,7 +6,6 @@ one tensor, when all of them are there.
 
 from __future__ import annotations
 
-import importlib
 import os
 from collections.abc import Iterable
 from typing import Any
@@ -14,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.errors import OptionError
 from slipstream.loading.models import to_device
 
 
@@ -24,14 +22,9 @@ class Processes:
         self.device = to_device(device)
         self._accelerator: Any = None
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            try:
-                accelerate = importlib.import_module("accelerate")
-            except ImportError as error:
-                raise OptionError(
-                    "several processes were launched, which needs accelerate: `pip install accelerate`, or "
-                    "slipstream-llm[train]"
-                ) from error
-            self._accelerator = accelerate.Accelerator(cpu=self.device.type == "cpu")
+            from accelerate import Accelerator  # slow to import, and most runs are one process
+
+            self._accelerator = Accelerator(cpu=self.device.type == "cpu")
             self.rank, self.count = self._accelerator.process_index, self._accelerator.num_processes
             self.device = self._accelerator.device
 

@@ -6,16 +6,15 @@ is entered later, at the positions that count.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from slipstream.errors import OptionError
-from slipstream.heads.base import later
+from slipstream.heads.base import Head, UnrolledHead, later
 from slipstream.heads.blocks import Blocks
 from slipstream.training.data import Batch
 from slipstream.training.glancing import Practice, glance
@@ -31,8 +30,8 @@ class Guess:
     read: Callable[..., Tensor]  # the same rows of each input, (n, ·) -> (n, V') logits
     # The same rows -> (n,) the logit of being accepted, which some heads guess too.
     sure: Callable[..., Tensor] | None = None
-    # Where guesses are made at some positions alone, but several depths of them: inputs are (b, blocks·depths, ·) then,
-    # and of the blocks in which a token is guessed, this is about the turn-th.
+    # Where whole blocks are guessed, at some positions alone: inputs are (b, blocks·depths, ·) then. A token lies in
+    # several blocks; the guess that counts here is that of the turn-th, the nearest being 0.
     blocks: Blocks | None = None
     turn: int = 0
 
@@ -58,37 +57,18 @@ class Recipe:
     features: float = 0.0  # weight of the smooth L1 distance between a guess's first input and the true state
     labels: str = "distill"  # what is learnt, unless told: one of `losses.LABELS`
     top: int = 0  # HASS: the cross-entropy over so many of the target's best tokens is added
-    sizes: tuple[tuple[str, str], ...] = ()  # options of the command, and the names that the head has for them
+    sizes: Mapping[str, str] = field(default_factory=dict)  # options of the command, and the head's names for them
+
+    def depths_for(self, head: Head) -> int:
+        """Guessed in training, by a head of this kind."""
+        return self.depths or head.trained_depths or 5
 
 
-def medusa(head: Any, states: Tensor, tokens: Tensor, depths: int, _: Practice | None = None) -> Iterator[Guess]:  # noqa: ARG001
-    for k in range(depths):
-        yield Guess((states,), partial(head.logits, k=k))
-
-
-def redrafter(head: Any, states: Tensor, tokens: Tensor, depths: int, _: Practice | None = None) -> Iterator[Guess]:
-    state = head.start(states, later(tokens, 1))  # (b, t, H)
-    for k in range(depths):
-        if k:
-            state = head.advance(state, later(tokens, 1 + k))
-        yield Guess((states, state), head.logits)
-
-
-def mlp(head: Any, states: Tensor, tokens: Tensor, depths: int, _: Practice | None = None) -> Iterator[Guess]:
-    state = head.start(states, later(tokens, 1))  # (b, t, inner)
-    for k in range(depths):
-        if k:
-            state = head.advance(state, later(tokens, 1 + k), k)
-        yield Guess((state,), partial(head.logits, depth=k))
-
-
-def eagle(head: Any, states: Tensor, tokens: Tensor, depths: int, _: Practice | None = None) -> Iterator[Guess]:
-    """From depth 1 on the head reads its own features: HASS's aligned contexts, EAGLE-3's training-time test."""
-    features, attends = head.read(states), head.chains()
-    positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-    for k in range(depths):
-        features = head.step(later(tokens, 1 + k), features, positions + k, *attends)  # (b, t, H)
-        yield Guess((features,), head.logits)
+def every_position(
+    head: UnrolledHead, states: Tensor, tokens: Tensor, depths: int, _: Practice | None = None
+) -> Iterator[Guess]:
+    for inputs, read in head.unroll(states, tokens, depths):
+        yield Guess(inputs, read)
 
 
 def falcon(head: Any, states: Tensor, tokens: Tensor, depths: int, practice: Practice | None = None) -> Iterator[Guess]:
@@ -103,7 +83,7 @@ def falcon(head: Any, states: Tensor, tokens: Tensor, depths: int, practice: Pra
 
 
 def dflash(head: Any, states: Tensor, tokens: Tensor, depths: int, practice: Practice | None = None) -> Iterator[Guess]:
-    """Blocks behind some positions, the same distance apart, so that each token is guessed equally often."""
+    """Blocks after some positions, the same distance apart, so that each token is guessed equally often."""
     blocks = Blocks(tokens.shape[1], depths, min(SPACING, depths))
     if practice is not None:
         blocks = replace(blocks, first=practice.seed % blocks.stride)
@@ -121,7 +101,7 @@ def dflash(head: Any, states: Tensor, tokens: Tensor, depths: int, practice: Pra
 
 
 def spire(head: Any, states: Tensor, tokens: Tensor, depths: int, practice: Practice | None = None) -> Iterator[Guess]:
-    """A draft behind every so many positions as it is deep, so that each token is guessed once."""
+    """A draft after every so many positions as it is deep, so that each token is guessed once."""
     blocks = Blocks(tokens.shape[1], depths, depths)
     if practice is not None:
         blocks = replace(blocks, first=practice.seed % blocks.stride)
@@ -136,37 +116,25 @@ def _first_and_last(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return lambda *rows: function(rows[0], rows[-1])
 
 
+def named(*same: str, **others: str) -> dict[str, str]:
+    """Options for sizes: those that a head calls the same, and its own names for others."""
+    return {name: name for name in same} | others
+
+
 RECIPES = {
-    "medusa": Recipe(medusa, None, 1e-3, sizes=(("heads", "heads"), ("layers", "blocks"), ("tied", "tied"))),
-    "redrafter": Recipe(
-        redrafter,
-        5,
-        1e-3,
-        sizes=(("layers", "layers"), ("inner_dim", "exit_dim"), ("draft_vocab", "draft_vocab"), ("rnn", "rnn")),
-    ),
-    "mlp": Recipe(mlp, None, 1e-3, sizes=(("heads", "n_predict"), ("inner_dim", "inner_dim"), ("tied", "tie_weights"))),
-    "eagle": Recipe(eagle, 1, 1e-3, tokens=0.1, features=1.0, sizes=(("inner_dim", "intermediate_size"),)),
-    "eagle3": Recipe(
-        eagle, 5, 1e-3, sizes=(("inner_dim", "intermediate_size"), ("draft_vocab", "draft_vocab"), ("tied", "tied"))
-    ),
+    "medusa": Recipe(every_position, None, 1e-3, sizes=named("heads", "tied", layers="blocks")),
+    "redrafter": Recipe(every_position, 5, 1e-3, sizes=named("layers", "draft_vocab", "rnn", inner_dim="exit_dim")),
+    "mlp": Recipe(every_position, None, 1e-3, sizes=named("inner_dim", heads="n_predict", tied="tie_weights")),
+    "eagle": Recipe(every_position, 1, 1e-3, tokens=0.1, features=1.0, sizes=named(inner_dim="intermediate_size")),
+    "eagle3": Recipe(every_position, 5, 1e-3, sizes=named("draft_vocab", "tied", inner_dim="intermediate_size")),
     # Published: 3e-5 for 20 epochs. Its hard labels are drawn from the target's distribution, which is what they are
     # on average, so one cross-entropy does for both.
-    "falcon": Recipe(
-        falcon, None, 1e-3, tokens=0.1, features=1.0, sizes=(("block", "block"), ("inner_dim", "intermediate_size"))
-    ),
+    "falcon": Recipe(falcon, None, 1e-3, tokens=0.1, features=1.0, sizes=named("block", inner_dim="intermediate_size")),
     "dflash": Recipe(
         dflash,
         None,
         1e-3,
-        sizes=(
-            ("block", "block"),
-            ("layers", "layers"),
-            ("inner_dim", "intermediate_size"),
-            ("bias", "bias"),
-            ("confidence", "confidence"),
-            ("draft_vocab", "draft_vocab"),
-            ("tied", "tied"),
-        ),
+        sizes=named("block", "layers", "bias", "confidence", "draft_vocab", "tied", inner_dim="intermediate_size"),
     ),
     # A third of what others learn with: its layers are the target's, so most is there already.
     "spire": Recipe(
@@ -174,16 +142,7 @@ RECIPES = {
         4,
         3e-4,
         labels="overlap",
-        sizes=(
-            ("layers", "layers"),
-            ("window", "window"),
-            ("sinks", "sinks"),
-            ("feedback", "feedback"),
-            ("activations", "activations"),
-            ("pruned", "pruned"),
-            ("draft_vocab", "draft_vocab"),
-            ("tied", "tied"),
-        ),
+        sizes=named("layers", "window", "sinks", "feedback", "activations", "pruned", "draft_vocab", "tied"),
     ),
 }
 
@@ -200,7 +159,7 @@ def find(name: str, hass: bool = False) -> Recipe:
 
 def name_sizes(name: str, given: dict[str, Any]) -> dict[str, Any]:
     """The sizes under the head's own names. Those it doesn't have are refused."""
-    known = dict(find(name).sizes)
+    known = find(name).sizes
     if unknown := [size for size in given if size not in known]:
         has = ", ".join("--" + size.replace("_", "-") for size in known)
         wrong = ", ".join("--" + size.replace("_", "-") for size in unknown)

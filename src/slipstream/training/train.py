@@ -82,11 +82,9 @@ def train(
     """
     processes = processes or Processes(str(model.device))
     checkpoint.check_folder(folder, resume)
-    author = str(getattr(model.config, "_name_or_path", "") or type(model).__name__)
-    vocabulary = Lender.of(model).vocab_size
-    texts, held_out = read_texts(
-        data, vocabulary, None if lesson.any_author else author, lesson.length, lesson.count_all
-    )
+    name, vocabulary = Lender.of(model).name, Lender.of(model).vocab_size
+    author = None if lesson.any_author else name
+    texts, held_out = read_texts(data, vocabulary, author, lesson.length, lesson.count_all)
     sizes = dict(sizes or {})
     default = {"draft_vocab": DRAFT_VOCAB[lesson.head]} if lesson.head in DRAFT_VOCAB else {}
     likely = frequent(texts, {**default, **sizes}.get("draft_vocab"), vocabulary)
@@ -97,13 +95,13 @@ def train(
         sizes = {**default, **sizes}
         head = make_head(model, lesson, plan.seed, sizes, likely)
     recipe = recipes.find(lesson.head, lesson.hass)
-    depths = lesson.depths or recipe.depths or head.taught or 5
+    depths = lesson.depths or recipe.depths_for(head)
     head.check_depths(depths)
 
     weights = Weights(recipe, lesson.decay, LABELS[lesson.labels or recipe.labels])
     loop = Loop(head, Teacher(model, head), weights, depths, texts, held_out, plan, processes)
     setup = {
-        "model": author,
+        "model": name,
         "data": texts.fingerprint(),
         **asdict(lesson),
         **sizes,

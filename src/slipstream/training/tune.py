@@ -25,7 +25,7 @@ from typing import Any
 from slipstream.errors import ContextError, OptionError
 from slipstream.evaluate.workloads import builtin
 from slipstream.heads.base import Lender
-from slipstream.heads.registry import add, entries, heads_for, remove
+from slipstream.heads.registry import add, entries_for, heads_for, remove
 from slipstream.llm import LLM
 from slipstream.text import Prompt
 from slipstream.training import checkpoint
@@ -102,19 +102,19 @@ def decide(model: Any, folder: Path, run: Tuned) -> None:
     if not run.registered:
         return
     add(folder / "head", model)
-    if (old := run.settings.start) is not None and Path(old).resolve() in registered(model):
+    old = run.settings.start
+    if old is not None and str(Path(old).resolve()) in {entry.folder for entry in entries_for(model)}:
         remove(old)
-
-
-def registered(model: Any) -> list[Path]:
-    """Folders of the heads for this model, without those that come with slipstream."""
-    own = {entry.folder for entry in entries()}
-    return [path for _, path in heads_for(model) if str(path) in own]
 
 
 def planned(run: Tuned) -> Estimate:
     assert run.plan is not None  # `tune` has made one
     return run.plan
+
+
+def first_questions(given: Sequence[Question]) -> Sequence[Question]:
+    """Those that are given; else every other built-in one. The rest of these is for the trial."""
+    return given or [Question(prompt.turns[:1]) for prompt in builtin()[::2]]
 
 
 @contextmanager
@@ -138,19 +138,18 @@ def foresee(
     """What will fit, told before it is begun; refused if that is too little for anything."""
     settings, batch = run.settings, batch_of(model)
     tell("measuring what fits into the time")
-    ready = given or [Question(p.turns[:1]) for p in builtin()[::2]]
+    ready = first_questions(given)
     with LLM(model, tokenizer, "none", max_batch=batch) as llm:
-        costs = costs or measure(
-            llm, model, settings.head, settings.start, batch, name_sizes(settings.head, settings.sizes)
-        )
+        sizes = name_sizes(settings.head, settings.sizes)
+        costs = costs or measure(llm, model, settings.head, settings.start, batch, sizes)
         if settings.store is not None:
-            there = Given(texts=run.prompts, tokens=count_tokens(folder))
+            begin = Given(texts=run.prompts, tokens=count_tokens(folder))
         else:
             turns = sum(len(question.turns) for question in ready) / max(1, len(ready))
             ends = ending(llm, ready[:batch])
-            there = Given(len(given) or None, len(ready), turns or 1.0, ends)
+            begin = Given(prompts=len(given) or None, builtin=len(ready), turns=turns or 1.0, ending=ends)
     working = settings.minutes * settings.share
-    found = estimate(costs, working, there, settings.max_new_tokens, model.device.type == "cpu")
+    found = estimate(costs, working, begin, settings.max_new_tokens, model.device.type == "cpu")
     check(found, working, str(model.device))
     tell(found.in_words(working))
     return found
@@ -175,8 +174,7 @@ def answer(llm: LLM, folder: Path, run: Tuned, given: Sequence[Question], tell: 
     collecting = CollectSettings(planned(run).max_new_tokens, seed=run.settings.seed)
     asked = read_prompts(file)
     known = {question.id for question in asked}
-    ready = given or [Question(p.turns[:1]) for p in builtin()[::2]]
-    source: Iterator[Question] = iter(q for q in ready if q.id not in known)
+    source: Iterator[Question] = iter(q for q in first_questions(given) if q.id not in known)
     if not given:
         source = chain(source, write_prompts(llm, asked, run.settings.seed))
     at_most = 60 * ANSWERING * run.settings.minutes
@@ -225,11 +223,10 @@ def learn(model: Any, folder: Path, run: Tuned, tell: Tell, watch: Watch | None)
     going = (place / checkpoint.NAME).is_file()
     if place.exists() and not going:  # killed before its first checkpoint: nothing was learnt
         shutil.rmtree(place)
-    lesson = Lesson(run.settings.head)
+    lesson, sizes = Lesson(run.settings.head), name_sizes(run.settings.head, run.settings.sizes)
+    start = run.settings.start
     with timed(run, "training"):
-        how: dict[str, Any] = {"start": run.settings.start, "resume": going, "watch": watch}
-        sizes = name_sizes(run.settings.head, run.settings.sizes)
-        done = train(model, [folder / ANSWERS], place, lesson, plan, sizes, **how)
+        done = train(model, [folder / ANSWERS], place, lesson, plan, sizes, start=start, resume=going, watch=watch)
     run.accuracy = done.accuracy
     run.save(folder)
 
@@ -249,7 +246,7 @@ def attempt(model: Any, tokenizer: Any, folder: Path, run: Tuned, tell: Tell) ->
                     pause(perf_counter() - began, run.settings.share)
                 except ContextError:  # longer than this model reads
                     continue
-                if min(found.tokens.values()) < 2:  # nothing was decoded behind the first token: there is no speed
+                if min(found.tokens.values()) < 2:  # nothing was decoded after the first token: there is no speed
                     continue
                 run.trials.append(found)
                 gained = f"{run.gain('plain'):.2f} × plain, {run.gain('without'):.2f} × auto before"
@@ -292,10 +289,11 @@ def compare(llms: dict[str, LLM], kind: str, prompt: Prompt) -> Trial:
     """One prompt, answered by all."""
     results = {name: llm.generate(prompt, max_new_tokens=64) for name, llm in llms.items()}
     texts = [result.tokens for result in results.values()]
+    stats = {name: result.stats for name, result in results.items()}
     return Trial(
         kind,
-        {n: (r.stats.seconds - r.stats.first_token_seconds) / max(1, len(r.tokens) - 1) for n, r in results.items()},
-        all(text == texts[0] for text in texts),
-        {name: result.stats.new_tokens for name, result in results.items()},
-        {name: result.stats.steps for name, result in results.items()},
+        seconds={n: (s.seconds - s.first_token_seconds) / max(1, s.new_tokens - 1) for n, s in stats.items()},
+        same=all(text == texts[0] for text in texts),
+        tokens={name: s.new_tokens for name, s in stats.items()},
+        steps={name: s.steps for name, s in stats.items()},
     )

@@ -14,7 +14,7 @@ from slipstream.evaluate.charts import PLAIN, SHAPES, Mark, Row, speedups
 from slipstream.evaluate.drawing import Places, horizontal, scale, svg, text, ticks, vertical, width_of
 from slipstream.evaluate.glossary import term
 from slipstream.evaluate.metrics import ALL
-from slipstream.evaluate.page import figure, headline, number, numbers, sheet
+from slipstream.evaluate.page import by_category, figure, headline, number, numbers, sheet
 from slipstream.evaluate.report import provenance
 from slipstream.training import log
 from slipstream.training.tuned import CONTESTANTS, OWN, Trial, Tuned, gained, interval
@@ -102,6 +102,10 @@ def looks(run: Tuned) -> dict[str, Mark]:
 
 
 def _charts(run: Tuned, lines: Sequence[dict[str, Any]]) -> str:
+    return f'<div class="charts"><div>{_training_charts(run, lines)}</div><div>{_trial_charts(run)}</div></div>'
+
+
+def _training_charts(run: Tuned, lines: Sequence[dict[str, Any]]) -> str:
     depths = [Mark(colour(DEPTH_COLOURS[i % 5]), SHAPES[i % len(SHAPES)]) for i in range(len(run.accuracy) or 5)]
     loss = [(line["seconds"] / 60, line["loss"]) for line in lines if "loss" in line]
     looked = [line for line in lines if "accuracy" in line]
@@ -109,8 +113,7 @@ def _charts(run: Tuned, lines: Sequence[dict[str, Any]]) -> str:
         (mark, [(line["seconds"] / 60, line["accuracy"][i]) for line in looked if i < len(line["accuracy"])])
         for i, mark in enumerate(depths)
     ]
-    look, called = looks(run), names(run)
-    left = figure(
+    found = figure(
         "loss",
         "Loss",
         "Of training, over its minutes.",
@@ -124,14 +127,19 @@ def _charts(run: Tuned, lines: Sequence[dict[str, Any]]) -> str:
         {f"t+{i}": mark.mark(7, 6, kind="key") for i, mark in enumerate(depths, 1)},
     )
     ends = {f"t+{i}": share for i, share in enumerate(run.accuracy, 1)}
-    left += figure(
+    found += figure(
         "ends",
         "Right guesses at the end",
         "By how many tokens ahead.",
         partial(bars, ends, [mark.colour for mark in depths], "{:.0%}"),
         {},
     )
-    after = figure(
+    return found
+
+
+def _trial_charts(run: Tuned) -> str:
+    look, called = looks(run), names(run)
+    found = figure(
         "speedups",
         "[speed-up|Speed-up] over plain decoding",
         "On prompts that the head has not seen: own ones, like those it learnt from, and built-in ones by category. "
@@ -139,7 +147,7 @@ def _charts(run: Tuned, lines: Sequence[dict[str, Any]]) -> str:
         partial(speedups, rows(run), look),
         {},
     )
-    after += figure(
+    found += figure(
         "yield",
         "[tokens per step|Tokens per step]",
         "On the same prompts, by category.",
@@ -147,14 +155,14 @@ def _charts(run: Tuned, lines: Sequence[dict[str, Any]]) -> str:
         {escape(called[who]): look[called[who]].mark(7, 6, kind="key") for who in CONTESTANTS},
     )
     spent = {phase: run.spent[phase] / 60 for phase in PHASES if phase in run.spent}
-    after += figure(
+    found += figure(
         "phases",
         "Where the time went",
         "Minutes of each phase.",
         partial(bars, spent, [colour(PLAIN)] * 3, "{:.1f} min"),
         {},
     )
-    return f'<div class="charts"><div>{left}</div><div>{after}</div></div>'
+    return found
 
 
 def curves(series: Sequence[tuple[Mark, Points]], unit: str, share: bool, width: int) -> str:
@@ -175,8 +183,7 @@ def curves(series: Sequence[tuple[Mark, Points]], unit: str, share: bool, width:
     parts += [places.label(x(m), bottom + 17, f"{m:g}", "middle") for m in minutes]
     parts.append(text(0, 14, unit) + text(width - right, bottom + 34, "minutes", "end"))
     for mark, found in series:
-        joined = "L".join(f"{x(at):.1f} {y(up):.1f}" for at, up in found)
-        parts.append(f'<path class="whisker" {mark.paint} d="M{joined}"/>' if len(found) > 1 else "")
+        parts.append(mark.line([(x(at), y(up)) for at, up in found]))
         parts += [mark.mark(x(at), y(up), 0.8) for at, up in (found if len(found) < 20 else found[-1:])]
     return svg(width, bottom + 40, parts, f"{unit} by minutes of training")
 
@@ -271,23 +278,15 @@ def _table(run: Tuned) -> str:
         (("speed-up", f"× {escape(names(run)[over])}"), ("95%", "<small>95%</small>")) for over in CONTESTANTS[:2]
     ]
     heads += [(("same texts", "same <small>texts</small>"),)]
-    body: list[str] = []
-    category = None
-    for row in rows(run):
-        if row["category"] != category:
-            category = row["category"]
-            shown = "own prompts" if category == OWN else category
-            body.append(
-                f"{'</tbody>' if body else ''}<tbody><tr>"
-                f'<th class="category" scope="rowgroup" colspan="{len(heads)}">{escape(shown)}</th></tr>'
-            )
-        cells = [str(row["answers"]), number(row["tokens_per_step"]), number(row["ms_per_token"], 1)]
+
+    def cells(row: Row) -> list[str]:
+        found = [str(row["answers"]), number(row["tokens_per_step"]), number(row["ms_per_token"], 1)]
         for over in CONTESTANTS[:2]:
             ratio = row["speedup"].get(names(run)[over])
-            cells.append(
+            found.append(
                 f"{ratio['value']:.2f} <small>{ratio['low']:.2f}–{ratio['high']:.2f}</small>" if ratio else "–"
             )
-        cells.append(f"{row['texts_equal']}/{row['answers']}")
-        told = "".join(f"<td>{cell}</td>" for cell in cells)
-        body.append(f'<tr class="row"><th scope="row">{escape(row["contestant"])}</th>{told}</tr>')
-    return numbers(heads, f"{''.join(body)}</tbody>")
+        return [*found, f"{row['texts_equal']}/{row['answers']}"]
+
+    called = {OWN: "own prompts"}
+    return numbers(heads, by_category(rows(run), len(heads), cells, lambda name: called.get(name, name)))

@@ -18,9 +18,10 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from slipstream.compiled import compiled
+from slipstream.datastores.durable.disk import sync_folder
+from slipstream.datastores.durable.header import header_page, page_body, page_sum
 from slipstream.datastores.durable.mapping import Mapping, watching
 from slipstream.datastores.durable.pages import PAGE, checksum, page_sums, xxh64
-from slipstream.datastores.durable.segment import sync_folder
 from slipstream.errors import DamagedError
 
 MAGIC = b"SLIPVEC1"
@@ -49,10 +50,7 @@ def writing(path: Path, facts: dict[str, Any], plan: Plan) -> Iterator[dict[str,
             data = np.frombuffer(mapped, np.uint8)
             data[offset:] = page_sums(data[PAGE:offset]).view(np.uint8)
             header = {"bytes": total, "arrays": arrays, "sums": f"{checksum(data[offset:]):016x}", **facts}
-            body = json.dumps(header).encode()
-            page = MAGIC + len(body).to_bytes(4, "little") + checksum(body).to_bytes(8, "little") + body
-            assert len(page) <= PAGE, "names are limited so that the header fits"
-            data[: len(page)] = np.frombuffer(page, np.uint8)
+            data[:PAGE] = np.frombuffer(header_page(MAGIC, header), np.uint8)
             mapped.flush()
             os.fsync(file.fileno())
         made.rename(path)
@@ -70,7 +68,7 @@ class Mapped:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             page = file.read(PAGE)
-            self.facts, self.sum = self._header(page), f"{int.from_bytes(page[12:20], 'little'):016x}"
+            self.facts, self.sum = self._header(page), page_sum(page)
             if size != self.facts["bytes"]:
                 raise DamagedError(f"{path} has {size} bytes instead of {self.facts['bytes']}: {AGAIN}")
             self._map = Mapping(file.fileno(), size)
@@ -84,9 +82,8 @@ class Mapped:
         self._seen = np.zeros(pages, np.uint8)  # 1 once checked
 
     def _header(self, page: bytes) -> dict[str, Any]:
-        length = int.from_bytes(page[8:12], "little")
-        body = page[20 : 20 + length]
-        if page[:8] != MAGIC or checksum(body) != int.from_bytes(page[12:20], "little"):
+        body = page_body(MAGIC, page)
+        if body is None:
             raise DamagedError(f"{self.path} does not begin with the header of a file of vectors: {AGAIN}")
         try:
             header: dict[str, Any] = json.loads(body)

@@ -38,8 +38,14 @@ class Finder(ABC):
     def refresh(self) -> None:  # noqa: B027  (a database needs none)
         """See what was embedded since."""
 
+    def with_text(self, one: Asked, drafts: Drafts, query: Tensor) -> Drafts:
+        """The best of those, and of those in the text itself if it is to be searched. query: on the host."""
+        if one.own is None or not one.own.count(one.root):
+            return drafts
+        return self.with_own(one, drafts, (one.own.rows(one.root).cpu() @ query).numpy())
+
     def with_own(self, one: Asked, drafts: Drafts, similarity: NDArray[np.float32]) -> Drafts:
-        """The best of those, and of those in the text itself, whose similarities are given."""
+        """The same, where the similarities in the text are known."""
         assert one.own is not None
         every = np.concatenate([drafts.similarity, similarity])
         tokens = [*drafts.tokens, *one.own.after(one.root, self.length)]
@@ -67,7 +73,4 @@ class HostFinder(Finder):
             found = view.followed_by(view.search_all(query.numpy(), self.count), one.root)
         else:
             found = view.search(query.numpy(), one.root, self.count)
-        drafts = view.read(found, self.length)
-        if one.own is None or not one.own.count(one.root):
-            return drafts
-        return self.with_own(one, drafts, (one.own.rows(one.root).cpu() @ query).numpy())
+        return self.with_text(one, view.read(found, self.length), query)

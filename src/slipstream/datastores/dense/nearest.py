@@ -72,9 +72,6 @@ class View:
         groups = [part.group(root) for part in self.parts]
         return sum(last - first for first, last in groups)
 
-    def draft(self, query: Query, root: int, count: int, length: int) -> Drafts:
-        return self.read(self.search(query, root, count), length)
-
     def search(self, query: Query, root: int, count: int, exact: bool = False) -> Nearest:
         """Among the positions that `root` followed. exact: without graphs."""
         best = _Best(query, count)
@@ -213,7 +210,7 @@ def _half(_context, _bits):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def _expect(_context, vectors, _row):  # type: ignore[no-untyped-def]
-    """A row of a matrix will be read soon. It may lie behind the end."""
+    """A row of a matrix will be read soon. It may lie beyond the end."""
 
     def build(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         matrix = context.make_array(signature.args[0])(context, builder, arguments[0])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from functools import cached_property
 from typing import Any
 
@@ -16,7 +15,6 @@ from slipstream.datastores.dense.transform import Transform
 from slipstream.datastores.dense.vector_manifest import Origin
 from slipstream.datastores.dense.vectors import keys_of
 from slipstream.datastores.sparse.sort import Tokens, cores
-from slipstream.errors import StoreError
 from slipstream.targets.trees import context_length, input_device, unwrapped
 
 Load = Callable[[], Any]  # gives a model; for several workers, one that can be sent to another process
@@ -103,10 +101,7 @@ class ReaderProcesses:
         self._pool = ProcessPoolExecutor(self.count, context, _start, (queue,))
 
     def submit(self, work: Callable[..., Any], *given: Any) -> Future[Any]:
-        try:
-            return self._pool.submit(_work, work, *given)
-        except BrokenProcessPool as error:
-            raise StoreError("a worker ended before its time: the same call goes on from what is there") from error
+        return self._pool.submit(_work, work, *given)
 
     def close(self) -> None:
         self._pool.shutdown(cancel_futures=True)

@@ -178,7 +178,7 @@ class RemoteFinder(Finder):
         self._known: set[str] = set()
 
     def near(self, asked: Sequence[Asked]) -> list[Drafts]:
-        results: list[Drafts | None] = [None] * len(asked)
+        results: dict[int, Drafts] = {}
         queries = [self.transform(one.state.cpu()) for one in asked]
         for collection in {one.collection for one in asked}:
             mine = [i for i, one in enumerate(asked) if one.collection == collection]
@@ -186,8 +186,8 @@ class RemoteFinder(Finder):
             for i, found in zip(mine, self._answers(collection, requests), strict=True):
                 similarity = np.array([point.score for point in found], np.float32)
                 tokens = [np.array(point.payload["then"][: self.length], np.int32) for point in found]
-                results[i] = Drafts(similarity, tokens)
-        return [self._whole(*given) for given in zip(asked, queries, results, strict=True)]
+                results[i] = self.with_text(asked[i], Drafts(similarity, tokens), queries[i])
+        return [results[i] for i in range(len(asked))]
 
     def _answers(self, collection: str, requests: list[Any]) -> list[list[Any]]:
         name = name_of(collection)
@@ -200,9 +200,3 @@ class RemoteFinder(Finder):
         m = self._models
         group = m.FieldCondition(key="next", match=m.MatchValue(value=str(root)))
         return m.QueryRequest(query=query, filter=m.Filter(must=[group]), limit=self.count, with_payload=["then"])
-
-    def _whole(self, one: Asked, query: Any, drafts: Drafts | None) -> Drafts:
-        assert drafts is not None
-        if one.own is None or not one.own.count(one.root):
-            return drafts
-        return self.with_own(one, drafts, (one.own.rows(one.root).cpu() @ query).numpy())

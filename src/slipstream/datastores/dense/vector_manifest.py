@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,9 +10,9 @@ from typing import Any
 
 import torch
 
+from slipstream.datastores.durable.disk import write_whole
 from slipstream.datastores.durable.manifest import fits
 from slipstream.datastores.durable.pages import checksum
-from slipstream.datastores.durable.segment import sync_folder
 from slipstream.errors import DamagedError, DrafterError, StoreError
 
 FOLDER, NAME = "dense", "dense.json"
@@ -95,13 +94,7 @@ class VectorManifest:
 
 def write_manifest(folder: Path, manifest: VectorManifest) -> None:
     body = {"format": FORMAT, **asdict(manifest)}
-    made = folder / (NAME + ".making")
-    with made.open("w", encoding="utf-8") as file:
-        file.write(json.dumps({**body, "checksum": _sum(body)}, indent=1))
-        file.flush()
-        os.fsync(file.fileno())
-    made.rename(folder / NAME)
-    sync_folder(folder)
+    write_whole(folder / NAME, json.dumps({**body, "checksum": _sum(body)}, indent=1).encode())
 
 
 def manifest_bytes(folder: Path) -> bytes:

@@ -85,7 +85,7 @@ def keys_of(length: Any) -> Any:
     return np.maximum(np.asarray(length, np.int64) - 2, 0)
 
 
-def write_chunk(folder: Path, chunk: Chunk, kind: str, transform: str = "") -> None:
+def write_chunk(folder: Path, chunk: Chunk, kind: str, transform: str) -> None:
     """kind: chunk or states. transform: the sum of the one that made the vectors. The name follows from the content, so
     that workers need no agreement."""
     name = f"{checksum(chunk.digests, checksum(chunk.collection.encode())):016x}.{kind}"

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from slipstream.datastores.durable.contents import Contents
+from slipstream.datastores.durable.disk import on_disk
 from slipstream.datastores.durable.header import SourceEntry
 from slipstream.datastores.durable.manifest import SegmentEntry
 from slipstream.datastores.durable.mapping import watching
@@ -74,7 +75,7 @@ class Compaction:
     def merge(self, group: Sequence[SegmentEntry]) -> None:
         """One segment of several, without their removed documents."""
         contents = self._contents
-        with self._one, contents.on_disk():
+        with self._one, on_disk(contents.folder):
             with contents.changing():
                 latest = {e.name: e for e in contents.manifest.segments}
                 if any(e.name not in latest for e in group):
@@ -87,16 +88,15 @@ class Compaction:
                 m = contents.manifest
             documents: list[Tokens] = []
             sources: list[str] = []
-            known: dict[str, SourceEntry] = {}
+            parts: list[SourceEntry] = []
             with watching(contents.folder):
                 for entry, segment in zip(group, segments, strict=True):
                     for tokens, source in segment.documents(entry.removed):
                         documents.append(tokens)
                         sources.append(source)
                     removed = set(entry.removed)
-                    for s in segment.sources:
-                        if s.name not in removed:
-                            known[s.name] = joined(known[s.name], s) if s.name in known else s
+                    parts += [s for s in segment.sources if s.name not in removed]
+                known = by_name(parts)
                 content = content_of(
                     documents, sources, known, group[0].collection, m.tokenizer, m.vocabulary, contents.dtype
                 )
@@ -114,7 +114,15 @@ class Compaction:
                 contents.publish()
 
 
-def joined(a: SourceEntry, b: SourceEntry) -> SourceEntry:
+def by_name(parts: Iterable[SourceEntry]) -> dict[str, SourceEntry]:
+    """Each source once, whose documents may lie in several places."""
+    found: dict[str, SourceEntry] = {}
+    for part in parts:
+        found[part.name] = _joined(found[part.name], part) if part.name in found else part
+    return found
+
+
+def _joined(a: SourceEntry, b: SourceEntry) -> SourceEntry:
     """One source whose documents lie in two places: where its end is, there is written what file it was. If two places
     have it, the one that says no size counts: documents were lost in a repair, and it must be read again. Where there
     is no end yet, the one counts that got further."""

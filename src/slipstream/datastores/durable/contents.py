@@ -10,7 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from slipstream.datastores.durable.disk import on_disk, write_whole
 from slipstream.datastores.durable.lock import Lock, no_writer
 from slipstream.datastores.durable.log import (
     COMPLETE,
@@ -38,7 +39,6 @@ from slipstream.datastores.durable.manifest import (
     manifest_bytes,
     new_id,
     write_manifest,
-    write_whole,
 )
 from slipstream.datastores.durable.memory import Memory, content_of_run
 from slipstream.datastores.durable.segment import Content, Segment, write_segment
@@ -46,7 +46,7 @@ from slipstream.datastores.durable.state import State, read_state
 from slipstream.datastores.durable.sweep import sweep
 from slipstream.datastores.durable.witness import Place, Witness
 from slipstream.datastores.sparse.runs import Pieces, Run, Runs
-from slipstream.datastores.sparse.sort import DEPTH, Tokens
+from slipstream.datastores.sparse.sort import Tokens
 from slipstream.errors import StoreError
 
 RECHECK = 60.0  # seconds for which a page that was checked is believed, unless its file is seen to change
@@ -88,7 +88,7 @@ class Contents:
 
     def refresh(self) -> None:
         """See what a writer in another process did since, and check files again that have changed under our eyes."""
-        with self.on_disk(), self.changing():
+        with on_disk(self.folder), self.changing():
             self._trust_again()
             if self.held is not None:
                 return
@@ -200,7 +200,7 @@ class Contents:
         if self.log is not None and self.log.doubtful:
             raise StoreError(f"{self.folder}: the disk failed, and what was added in bulk may be lost: open it again")
         reserved = self.manifest.next  # background compaction may be writing to a file of such a number
-        with self.on_disk():
+        with on_disk(self.folder):
             self.load()
             self.manifest = replace(self.manifest, next=max(self.manifest.next, reserved))
             if self.held is not None:
@@ -252,10 +252,7 @@ class Contents:
         content = replace(content, made_from=tuple(made_from), store=m.id, generation=m.generation)
         write_segment(path, content, Pieces(content.tokens))
         segment = Segment(path)
-        return _entry_of(segment), segment
-
-    def on_disk(self) -> AbstractContextManager[None]:
-        return on_disk(self.folder)
+        return SegmentEntry.of(segment.name, segment.header, segment.sum), segment
 
     def switch(
         self,
@@ -299,7 +296,7 @@ class Contents:
     def flush(self) -> None:
         """Make a segment of what is in memory, and begin a new log."""
         self.check_writer()
-        with self.on_disk(), self.changing():
+        with on_disk(self.folder), self.changing():
             manifest, made, origin = self.manifest, [], self.origin
             for collection, memory in self.memory.items():
                 known = memory.entries()
@@ -321,7 +318,7 @@ class Contents:
         while its log was empty. The files stay where they are, under one more name: should this be interrupted, the
         next writer deletes the names that were not yet needed."""
         self.check_writer()
-        with self.on_disk(), self.changing():
+        with on_disk(self.folder), self.changing():
             if self.memory:
                 raise StoreError(f"{self.folder} has documents that are in no segment yet: flush it first")
             manifest, made = self.manifest, []
@@ -329,7 +326,7 @@ class Contents:
                 number, manifest = manifest.named()
                 os.link(file, self.folder / f"{number}.seg")
                 segment = Segment(self.folder / f"{number}.seg")
-                made.append((_entry_of(segment), segment))
+                made.append((SegmentEntry.of(segment.name, segment.header, segment.sum), segment))
             self._begin_log(manifest, made)
 
     def _begin_log(self, manifest: Manifest, made: Sequence[tuple[SegmentEntry, Segment]]) -> None:
@@ -343,19 +340,3 @@ class Contents:
         self.switch(manifest, made, [(old.path.name, old.head.log)], log)
         self.memory = {}
         self.publish()
-
-
-def _entry_of(segment: Segment) -> SegmentEntry:
-    header = segment.header
-    tokens = len(segment) - header["documents"] - DEPTH
-    return SegmentEntry(segment.name, segment.collection, tokens, header["documents"], header["bytes"], segment.sum)
-
-
-@contextmanager
-def on_disk(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise StoreError(
-            f"{folder}: the disk or the file system failed ({error}); what was acknowledged before is not lost"
-        ) from error

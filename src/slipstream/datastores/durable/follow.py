@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO
 
-from slipstream.datastores.durable.contents import on_disk
+from slipstream.datastores.durable.disk import on_disk, sync_folder, write_whole
 from slipstream.datastores.durable.lock import Lock
 from slipstream.datastores.durable.log import LogHead, LogWriter
 from slipstream.datastores.durable.manifest import (
@@ -29,11 +29,10 @@ from slipstream.datastores.durable.manifest import (
     parse_manifest,
     read_manifest,
     write_manifest,
-    write_whole,
 )
 from slipstream.datastores.durable.names import OURS
 from slipstream.datastores.durable.pages import PAGE
-from slipstream.datastores.durable.segment import Segment, sync_folder
+from slipstream.datastores.durable.segment import Segment
 from slipstream.datastores.durable.witness import Place, Witness
 from slipstream.errors import DamagedError, StoreError
 from slipstream.urls import Url, path_of

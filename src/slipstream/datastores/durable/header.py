@@ -33,10 +33,8 @@ class SourceEntry:
 
 def read_header(path: Path, page: bytes) -> dict[str, Any]:
     """Page 0 of a segment file."""
-    length = int.from_bytes(page[8:12], "little")
-    told = int.from_bytes(page[12:20], "little")
-    body = page[20 : 20 + length]
-    if page[:8] != MAGIC or len(body) != length or checksum(body) != told:
+    body = page_body(MAGIC, page)
+    if body is None:
         raise DamagedError(
             f"{path} does not begin with the header of a segment: `slipstream store repair` goes on without it"
         )
@@ -91,8 +89,24 @@ def parse_sources(path: Path, data: bytes) -> list[SourceEntry]:
         ) from error
 
 
-def header_page(header: dict[str, Any]) -> bytes:
+# ---- the first page of a file, of vectors too: magic number (8 bytes), length and checksum of the JSON that follows
+
+
+def header_page(magic: bytes, header: dict[str, Any]) -> bytes:
     body = json.dumps(header).encode()
-    page = MAGIC + len(body).to_bytes(4, "little") + checksum(body).to_bytes(8, "little") + body
-    assert len(page) <= PAGE, "the collection's name is limited so that the header fits"
+    page = magic + len(body).to_bytes(4, "little") + checksum(body).to_bytes(8, "little") + body
+    assert len(page) <= PAGE, "names are limited so that the header fits"
     return page.ljust(PAGE, b"\0")
+
+
+def page_body(magic: bytes, page: bytes) -> bytes | None:
+    """The JSON in such a page. None: it is damaged, or another file's."""
+    length = int.from_bytes(page[8:12], "little")
+    body = page[20 : 20 + length]
+    whole = page[:8] == magic and len(body) == length and checksum(body) == int.from_bytes(page[12:20], "little")
+    return body if whole else None
+
+
+def page_sum(page: bytes) -> str:
+    """Its checksum. A manifest knows the file by it, since the header has the checksums of all else."""
+    return f"{int.from_bytes(page[12:20], 'little'):016x}"

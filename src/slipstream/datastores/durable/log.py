@@ -2,8 +2,8 @@
 specified in docs/store-format.md.
 
 A record is acknowledged once it is on the disk; only then the acknowledged length in the header grows, and after it
-that of the witness, a file beside the log. So a torn record behind that length is one nobody was promised, and a
-damaged one before it is an error, never a silent loss. Beside a writer, readers stop at that length: what lies behind
+that of the witness, a file beside the log. So a torn record beyond that length is one nobody was promised, and a
+damaged one before it is an error, never a silent loss. Beside a writer, readers stop at that length: what lies beyond
 may yet be taken back, if the disk is full.
 """
 
@@ -20,9 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.compiled import compiled
+from slipstream.datastores.durable.disk import write_whole
 from slipstream.datastores.durable.names import ENCODING
 from slipstream.datastores.durable.pages import PAGE, checksum, xxh64
-from slipstream.datastores.durable.segment import sync_folder
 from slipstream.datastores.durable.witness import ODD, SLOTS, Place, Witness
 from slipstream.errors import DamagedError, StoreError
 
@@ -80,7 +80,7 @@ class LogWriter:
     def __init__(self, path: Path, place: Place) -> None:
         self.path, self.place, self._synced = path, place, place
         self._witness: tuple[Witness, int] | None = None
-        self._in_doubt = False  # the disk refused a sync: what was to be synced may be lost
+        self.doubtful = False  # the disk refused a sync: what was to be synced may be lost
         self._file = os.open(path, os.O_RDWR)
         page = os.pread(self._file, PAGE, 0)
         head = LogHead.parse(page)
@@ -88,32 +88,22 @@ class LogWriter:
         self.head = head
         slots = _read_slots(page)
         self._turn = slots.index(min(slots))
-        os.ftruncate(self._file, place.length)  # what lies behind is a record that was never acknowledged
+        os.ftruncate(self._file, place.length)  # what lies beyond is a record that was never acknowledged
         os.fdatasync(self._file)  # what lies before may not have been either, but will be seen from now on
         self._acknowledge(place)
 
     @classmethod
     def create(cls, path: Path, head: LogHead) -> LogWriter:
-        made = path.with_suffix(".making")
         page, slot = head.page(), _slot(PAGE)
         for at in SLOTS:
             page[at : at + len(slot)] = slot
-        with made.open("wb") as file:
-            file.write(page)
-            file.flush()
-            os.fsync(file.fileno())
-        made.rename(path)
-        sync_folder(path.parent)
+        write_whole(path, bytes(page), path.with_suffix(".making"))
         return cls(path, Place())
-
-    @property
-    def doubtful(self) -> bool:
-        return self._in_doubt
 
     def append(self, records: Iterable[Record], sync: bool = True) -> None:
         """All of them durable, or an error and none of them acknowledged. Without sync they may become so later: in
         bulk, waiting for the disk at every turn would be most of the time."""
-        if self._in_doubt:
+        if self.doubtful:
             raise StoreError(
                 f"{self.path}: the disk failed, and what was added in bulk may be lost: open the store again"
             )
@@ -131,7 +121,7 @@ class LogWriter:
             if sync or place.length - self._synced.length > UNSYNCED:
                 self._sync(place)
         except OSError as error:
-            self._in_doubt = self._synced.length < start
+            self.doubtful = self._synced.length < start
             with suppress(OSError):  # else a whole record of a failed batch could be taken for one that was added
                 os.ftruncate(self._file, start)
             raise StoreError(f"{self.path}: nothing was added, since writing failed: {error}") from error
@@ -157,7 +147,7 @@ class LogWriter:
                 witness.say(generation, self.head.log, place)
 
     def close(self, sync: bool = True) -> None:
-        if sync and self._synced != self.place and not self._in_doubt:
+        if sync and self._synced != self.place and not self.doubtful:
             self._sync(self.place)
         os.close(self._file)
 
@@ -174,11 +164,10 @@ class LogRead:
     head: LogHead
     records: list[Record]
     place: Place  # where the last of them ends
-    acknowledged: int  # bytes, as far as the log itself knows
 
 
 def read_log(path: Path, start: Place = START, beyond: bool = False) -> LogRead:
-    """Every acknowledged record from a place on. beyond: also what is whole behind them: after a power failure the
+    """Every acknowledged record from a place on. beyond: also what is whole after them: after a power failure the
     acknowledged length may be that of a moment before. Only where no writer may take it back."""
     with path.open("rb") as file:
         for _ in range(3):  # a writer may just be writing a slot
@@ -194,7 +183,7 @@ def read_log(path: Path, start: Place = START, beyond: bool = False) -> LogRead:
             )
         size = os.fstat(file.fileno()).st_size
         file.seek(start.length)
-        # No further for readers: a bulk append leaves much behind that, to be read in vain at every refresh.
+        # No further for readers: a bulk append leaves much beyond that, to be read in vain at every refresh.
         data = file.read(max(0, min(promised, size) - start.length) if sure and not beyond else -1)
         size = max(size, start.length + len(data))  # it may have grown meanwhile
     spans, total = _whole_records(np.frombuffer(data, np.uint8), start.length, _seed(head), np.uint64(start.sum))
@@ -205,7 +194,7 @@ def read_log(path: Path, start: Place = START, beyond: bool = False) -> LogRead:
             f"{path}: the record at byte {end} is damaged or missing, and {promised} bytes were acknowledged; "
             "`slipstream store repair` keeps the others"
         )
-    return LogRead(head, _parsed(data, spans), Place(end, int(total)), promised)
+    return LogRead(head, _parsed(data, spans), Place(end, int(total)))
 
 
 def sum_at(path: Path, length: int) -> int | None:

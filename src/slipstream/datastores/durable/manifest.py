@@ -13,10 +13,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from slipstream.datastores.durable.disk import write_whole
 from slipstream.datastores.durable.names import LOG, SEGMENT
 from slipstream.datastores.durable.pages import checksum
-from slipstream.datastores.durable.segment import sync_folder
 from slipstream.datastores.sparse.runs import token_type
+from slipstream.datastores.sparse.sort import DEPTH
 from slipstream.errors import DamagedError, StoreError
 
 FORMAT = 2
@@ -43,6 +44,13 @@ class SegmentEntry:
     bytes: int
     sum: str = ""  # of its header, which has the sums of all else; empty in format 1
     removed: tuple[str, ...] = ()  # sources whose documents don't count any more
+
+    @classmethod
+    def of(cls, name: str, header: dict[str, Any], sum: str) -> SegmentEntry:
+        """The entry of a segment file with this header. Before its text, and after each document, stand separators."""
+        documents = header["documents"]
+        tokens = header["sections"]["tokens"][1] * 8 // header["width"] - DEPTH - documents
+        return cls(name, header["collection"], tokens, documents, header["bytes"], sum)
 
 
 @dataclass(frozen=True)
@@ -91,16 +99,6 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     text = json.dumps({**body, "checksum": _sum(body)}, indent=1).encode()
     for name in (NAME, COPY):
         write_whole(folder / name, text)
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    made = path.with_name(path.name + ".making")
-    with made.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    made.rename(path)
-    sync_folder(path.parent)
 
 
 def manifest_bytes(folder: Path, name: str = NAME) -> bytes:

@@ -25,6 +25,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
+from slipstream.datastores.durable.pages import pointer
 from slipstream.errors import DamagedError
 
 ROOM = 1 << 16  # files that are guarded at a time
@@ -175,14 +176,6 @@ _ranges_address = _symbol("slipstream_mapped_ranges")
 _previous_address = _symbol("slipstream_previous_action")
 
 
-@intrinsic
-def _as_pointer(_context, address):  # type: ignore[no-untyped-def]
-    def build(_, builder, __, arguments):  # type: ignore[no-untyped-def]
-        return builder.inttoptr(arguments[0], cgutils.voidptr_t)
-
-    return types.voidptr(address), build
-
-
 _system_mmap = types.ExternalFunction(
     "mmap", types.int64(types.int64, types.int64, types.int32, types.int32, types.int32, types.int64)
 )
@@ -192,7 +185,7 @@ _system_sigaction = types.ExternalFunction("sigaction", types.int32(types.int32,
 def _on_bus_error(number, info, _context):  # type: ignore[no-untyped-def]
     """Runs in the thread that read, in the midst of whatever it was doing: no Python here, and no memory."""
     address = carray(info, (3,), np.int64)[2]  # si_addr
-    ranges = carray(_as_pointer(_ranges_address()), (ROOM, 2), np.int64)
+    ranges = carray(pointer(_ranges_address()), (ROOM, 2), np.int64)
     for row in range(1, ROOM):
         if ranges[row, 0] <= address and address < ranges[row, 1]:
             page = address - address % mmap.PAGESIZE

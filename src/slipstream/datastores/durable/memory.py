@@ -24,7 +24,7 @@ from slipstream.datastores.sparse.sort import DEPTH, Tokens, separator, sort_pos
 class _Batch:
     """Documents that are sorted together."""
 
-    text: Tokens  # each with a separator behind it
+    text: Tokens  # each with a separator after it
     run: Run | None = None
 
 
@@ -116,11 +116,11 @@ class Memory:
 
 
 def with_margin(texts: list[Tokens], dtype: Any) -> Tokens:
-    """Texts with separators behind their documents, as one run; they are taken from the list as they are copied."""
+    """Texts with separators after their documents, as one run; they are taken from the list as they are copied."""
     whole = np.empty(DEPTH + sum(map(len, texts)), dtype)
     whole[:DEPTH] = separator(whole)
     at = len(whole)
-    while texts:  # from behind, so that each can go
+    while texts:  # from the end, so that each can go
         text = texts.pop()
         whole[at - len(text) : at] = text
         at -= len(text)
@@ -128,7 +128,7 @@ def with_margin(texts: list[Tokens], dtype: Any) -> Tokens:
 
 
 def split(text: Tokens) -> list[Tokens]:
-    """The documents of a text with a separator behind each."""
+    """The documents of a text with a separator after each."""
     ends = np.flatnonzero(text == separator(text))
     starts = np.concatenate([[0], ends[:-1] + 1]) if len(ends) else ends
     return [text[a:b] for a, b in zip(starts.tolist(), ends.tolist(), strict=True)]

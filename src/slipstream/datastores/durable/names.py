@@ -28,7 +28,7 @@ def checked_source(name: str) -> str:
 
 
 def _kept_apart(what: str, name: str) -> str:
-    """JSON makes one character of two halves of one: two names would become one, and two tenants."""
+    """JSON joins a pair of surrogates into one character: two different names, and their tenants, would become one."""
     if json.loads(json.dumps(name)) != name:
         raise StoreError(f"{what} {name!r}: its surrogates make up a character, so write that character instead")
     return name

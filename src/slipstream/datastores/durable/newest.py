@@ -13,9 +13,8 @@ from slipstream.datastores.durable.log import LogHead, Record, read_log
 from slipstream.datastores.durable.manifest import COPY, NAME, Manifest, SegmentEntry, new_id, read_manifest
 from slipstream.datastores.durable.names import LOG, SEGMENT
 from slipstream.datastores.durable.pages import PAGE
-from slipstream.datastores.durable.salvage import any_header, header_sum
+from slipstream.datastores.durable.salvage import any_header
 from slipstream.datastores.durable.segment import Segment
-from slipstream.datastores.sparse.sort import DEPTH
 from slipstream.errors import DamagedError, StoreError
 
 
@@ -51,14 +50,23 @@ def files_of(folder: Path) -> dict[str, StoreFile]:
     """Every segment and log whose header can be read."""
     found = {}
     for path in sorted(folder.iterdir()):
-        if SEGMENT.fullmatch(path.name) and (header := any_header(path)) is not None:
-            found[path.name] = StoreFile(header["store"], header["generation"], header_sum(path), header)
+        if SEGMENT.fullmatch(path.name) and (segment := segment_file(path)) is not None:
+            found[path.name] = segment
         elif LOG.fullmatch(path.name) and path.is_file():
             with path.open("rb") as file:
                 head = LogHead.parse(file.read(PAGE))
             if head is not None:
                 found[path.name] = StoreFile(head.store, head.generation, head.log)
     return found
+
+
+def segment_file(path: Path) -> StoreFile | None:
+    """A segment, if one of its headers can be read."""
+    found = any_header(path)
+    if found is None:
+        return None
+    header, id = found
+    return StoreFile(header["store"], header["generation"], id, header)
 
 
 def find_newest(folder: Path) -> Findings:
@@ -101,7 +109,7 @@ def _complete(state: Findings) -> None:
     kept, logs = _weigh(state.folder, there)
     superseded = {name for n in kept for name, _ in there[n].header["made_from"]}
     entries = [e for e in m.segments if e.name in kept or (e.name not in there and e.name not in superseded)]
-    entries += [entry_of(n, files[n]) for n in kept if n not in named]
+    entries += [SegmentEntry.of(n, files[n].header, files[n].id) for n in kept if n not in named]
     state.manifest, state.logs = replace(m, segments=tuple(entries)), logs
     if m.log not in logs and len(logs) == 1:
         (log,) = logs
@@ -149,7 +157,7 @@ def _from_headers(folder: Path) -> Findings:
     if any(f.generation for f in logs.values()):  # what an interrupted repair made is in the others
         logs = {n: f for n, f in logs.items() if f.generation}
     kept, kept_logs = _weigh(folder, segments | logs)
-    entries = tuple(entry_of(n, files[n]) for n in kept)
+    entries = tuple(SegmentEntry.of(n, files[n].header, files[n].id) for n in kept)
     log = min(kept_logs, default="00000000.log")
     log_id = files[log].id if log in files and id else new_id() if id else ""
     manifest = Manifest(tokenizer, vocabulary, log, segments=entries, id=id, generation=0, log_id=log_id)
@@ -187,12 +195,6 @@ def _weigh(folder: Path, files: dict[str, StoreFile]) -> tuple[list[str], dict[s
         else:
             twice.add(name)
     return [n for n, f in files.items() if f.header and n not in twice], logs
-
-
-def entry_of(name: str, file: StoreFile) -> SegmentEntry:
-    header = file.header
-    tokens = header["sections"]["tokens"][1] * 8 // header["width"] - DEPTH - header["documents"]
-    return SegmentEntry(name, header["collection"], tokens, header["documents"], header["bytes"], file.id)
 
 
 def log_is_whole(path: Path) -> bool:

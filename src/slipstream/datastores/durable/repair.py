@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from slipstream.datastores.durable.disk import sync_folder
 from slipstream.datastores.durable.lock import Lock
 from slipstream.datastores.durable.log import (
     COMPLETE,
@@ -36,21 +37,20 @@ from slipstream.datastores.durable.memory import content_of
 from slipstream.datastores.durable.names import OURS
 from slipstream.datastores.durable.newest import (
     Findings,
-    StoreFile,
-    entry_of,
     files_of,
     find_newest,
     kind_of,
     log_is_whole,
+    segment_file,
     wrong_with,
 )
 from slipstream.datastores.durable.pages import PAGE
-from slipstream.datastores.durable.salvage import SALVAGED, Salvaged, any_header, header_sum, salvage_segment
-from slipstream.datastores.durable.segment import sync_folder, write_segment
+from slipstream.datastores.durable.salvage import SALVAGED, Salvaged, salvage_segment
+from slipstream.datastores.durable.segment import Segment, write_segment
 from slipstream.datastores.durable.state import possible
 from slipstream.datastores.durable.store import Store
 from slipstream.datastores.durable.sweep import ORPHANS
-from slipstream.datastores.durable.witness import Place, Witness
+from slipstream.datastores.durable.witness import Witness, Witnessed
 from slipstream.datastores.sparse.runs import Pieces
 from slipstream.errors import StoreError
 
@@ -84,7 +84,7 @@ def repair(folder: str | Path) -> RepairReport:
         state.manifest = replace(state.manifest, segments=tuple(entries))
         generations = [
             before.generation,
-            witness[0] if witness else 0,
+            witness.generation if witness else 0,
             *(f.generation for f in files_of(folder).values()),
         ]
         return _finish(state, max(generations) + 1, changed=bool(state.sentences) or not before.id)
@@ -97,7 +97,7 @@ def repair(folder: str | Path) -> RepairReport:
 # ---- logs
 
 
-def _mend_log(state: Findings, witness: tuple[int, str, Place] | None) -> None:
+def _mend_log(state: Findings, witness: Witnessed | None) -> None:
     """Read every log; unless there is just one and it is whole, they become a new one."""
     damaged = [name for name in state.logs if not _is_ours(state, name, witness)]
     for name, elsewhere in state.logs.items():
@@ -118,7 +118,7 @@ def _mend_log(state: Findings, witness: tuple[int, str, Place] | None) -> None:
         state.sentences = state.sentences or ["the store had no ids: it got some"]
 
 
-def _is_ours(state: Findings, name: str, witness: tuple[int, str, Place] | None) -> bool:
+def _is_ours(state: Findings, name: str, witness: Witnessed | None) -> bool:
     """Whether a log is whole, and the one that was meant."""
     path, m = state.folder / name, state.manifest
     if not log_is_whole(path):
@@ -126,12 +126,12 @@ def _is_ours(state: Findings, name: str, witness: tuple[int, str, Place] | None)
     log = read_log(path, beyond=True)
     if name == m.log and m.id and (log.head.store, log.head.log) != (m.id, m.log_id):
         return False
-    if witness is not None and witness[1] == log.head.log:
-        return sum_at(path, witness[2].length) == witness[2].sum
+    if witness is not None and witness.log == log.head.log:
+        return sum_at(path, witness.place.length) == witness.place.sum
     return True
 
 
-def _salvage(state: Findings, path: Path, elsewhere: set[str], witness: tuple[int, str, Place] | None) -> None:
+def _salvage(state: Findings, path: Path, elsewhere: set[str], witness: Witnessed | None) -> None:
     m = state.manifest
     with path.open("rb") as file:
         head = LogHead.parse(file.read(PAGE))
@@ -142,7 +142,7 @@ def _salvage(state: Findings, path: Path, elsewhere: set[str], witness: tuple[in
         )
         return
     id = head.log if head is not None else m.log_id
-    told = witness[2].length if witness is not None and witness[1] == id else 0
+    told = witness.place.length if witness is not None and witness.log == id else 0
     found, lost = salvage_log(path, id, told)
     found = [r for r in found if r.collection not in elsewhere and possible(r, m.width)]
     unknown = head is None and not told
@@ -166,22 +166,21 @@ def _without_progress(record: Record) -> Record:
 def _mend_segment(state: Findings, entry: SegmentEntry) -> SegmentEntry | None:
     """The entry of a segment that is whole, or of one that was made of its whole documents."""
     path, m = state.folder / entry.name, state.manifest
-    header = any_header(path)
-    if header is not None:
-        file = StoreFile(header["store"], header["generation"], header_sum(path), header)
-        there = replace(entry_of(entry.name, file), removed=entry.removed)
+    file = segment_file(path)
+    if file is not None:
+        there = replace(SegmentEntry.of(entry.name, file.header, file.id), removed=entry.removed)
         other = kind_of(file) != (m.vocabulary, m.tokenizer) or file.store not in ("", m.id)
         if other or there != replace(entry, sum=entry.sum or there.sum):
-            header = None
+            file = None
         elif not wrong_with(path):
             return there
     state.aside += [path] if path.exists() else []
-    if header is None:
+    if file is None:
         state.lost += entry.documents
         how = "is gone" if not path.exists() else "has no header of this store left"
         state.sentences.append(f"{entry.name} {how}: its {entry.documents} documents are lost")
         return None
-    found = salvage_segment(path, header)
+    found = salvage_segment(path, file.header)
     removed = {r.source for r in state.records if r.kind == REMOVE and r.collection == entry.collection}
     removed |= set(entry.removed)
     if not found.named and removed:
@@ -211,7 +210,8 @@ def _write(state: Findings, damaged: SegmentEntry, found: Salvaged) -> SegmentEn
     content = replace(content, store=m.id, made_from=((damaged.name, damaged.sum),))
     path = state.folder / f"{state.name()}.seg"
     write_segment(path, content, Pieces(content.tokens))
-    return entry_of(path.name, files_of(state.folder)[path.name])
+    segment = Segment(path)
+    return SegmentEntry.of(path.name, segment.header, segment.sum)
 
 
 # ---- the end

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from slipstream.datastores.durable.header import SourceEntry, parse_sources, read_header
+from slipstream.datastores.durable.header import SourceEntry, page_sum, parse_sources, read_header
 from slipstream.datastores.durable.pages import PAGE, checksum, page_sums
 from slipstream.datastores.sparse.sort import Tokens, separator
 from slipstream.errors import StoreError
@@ -48,19 +48,8 @@ class Salvaged:
         )
 
 
-def any_header(path: Path) -> dict[str, Any] | None:
-    """The header of a segment file, from its first page or else from its last."""
-    found = _any_page(path)
-    return None if found is None else found[0]
-
-
-def header_sum(path: Path) -> str:
-    """What a manifest knows a segment by; empty: it has no header left."""
-    found = _any_page(path)
-    return "" if found is None else f"{int.from_bytes(found[1][12:20], 'little'):016x}"
-
-
-def _any_page(path: Path) -> tuple[dict[str, Any], bytes] | None:
+def any_header(path: Path) -> tuple[dict[str, Any], str] | None:
+    """The header of a segment file, from its first page or else from its last, and its checksum."""
     if not path.is_file():
         return None
     with path.open("rb") as file:
@@ -74,7 +63,7 @@ def _any_page(path: Path) -> tuple[dict[str, Any], bytes] | None:
         except StoreError:
             continue
         if page is first or header["bytes"] == size:
-            return header, page
+            return header, page_sum(page)
     return None
 
 
@@ -83,9 +72,7 @@ def salvage_segment(path: Path, header: dict[str, Any]) -> Salvaged:
     file = _File(np.fromfile(path, np.uint8), header)
     tokens, good = file.tokens()
     starts, ends, numbers = file.places(tokens, good)
-    page = PAGE // tokens.itemsize
-    bad_before = np.concatenate([[0], np.cumsum(~good)])  # (pages + 1,)
-    whole = bad_before[(ends.astype(np.int64) - 1) // page + 1] == bad_before[starts.astype(np.int64) // page]
+    whole = _in_good_pages(starts.astype(np.int64), ends.astype(np.int64) - 1, good, tokens)
     sources = file.sources()
     if numbers is not None and sources is not None and len(numbers) and numbers.max() >= len(sources):
         numbers = None
@@ -164,12 +151,19 @@ class _File:
 
 def _between_separators(tokens: Tokens, good: NDArray[np.bool_]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Documents as they can be told from the tokens alone: between two separators, and all in good pages."""
-    page = PAGE // tokens.itemsize
     marks = np.flatnonzero(tokens == separator(tokens))
-    marks = marks[good[marks // page]]
+    marks = marks[_in_good_pages(marks, marks, good, tokens)]
     starts, ends = marks[:-1] + 1, marks[1:]
     some = ends > starts
     starts, ends = starts[some], ends[some]
-    bad_before = np.concatenate([[0], np.cumsum(~good)])
-    whole = bad_before[ends // page + 1] == bad_before[starts // page]
+    whole = _in_good_pages(starts, ends, good, tokens)
     return starts[whole], ends[whole]
+
+
+def _in_good_pages(
+    first: NDArray[np.int64], last: NDArray[np.int64], good: NDArray[np.bool_], tokens: Tokens
+) -> NDArray[np.bool_]:
+    """(n,) whether all tokens from first to last (n,) lie in good pages."""
+    page = PAGE // tokens.itemsize
+    bad_before = np.concatenate([[0], np.cumsum(~good)])  # (pages + 1,)
+    return bad_before[last // page + 1] == bad_before[first // page]

@@ -19,7 +19,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.compiled import compiled
-from slipstream.datastores.durable.header import PAGED, SECTIONS, SourceEntry, header_page, parse_sources, read_header
+from slipstream.datastores.durable.disk import sync_folder
+from slipstream.datastores.durable.header import (
+    MAGIC,
+    PAGED,
+    SECTIONS,
+    SourceEntry,
+    header_page,
+    page_sum,
+    parse_sources,
+    read_header,
+)
 from slipstream.datastores.durable.mapping import Mapping, watching
 from slipstream.datastores.durable.pages import PAGE, checksum, page_sums
 from slipstream.datastores.sparse.runs import EVERY, Checks, Pieces, Run, keys_of
@@ -60,10 +70,7 @@ def write_segment(path: Path, content: Content, positions: Pieces) -> None:
     }
     sizes = {n: len(p) for n, p in parts.items()} | lengths
     sizes |= {n + "_sums": 8 * -(-size // PAGE) for n, size in lengths.items()}
-    offset, sections = PAGE, {}
-    for name in SECTIONS:
-        sections[name] = [offset, sizes[name]]
-        offset += -(-sizes[name] // PAGE) * PAGE
+    sections, offset = _laid_out(sizes)
     made = path.with_suffix(".making")
     try:
         with made.open("wb") as file:
@@ -80,6 +87,7 @@ def write_segment(path: Path, content: Content, positions: Pieces) -> None:
                 into.write(name + "_sums", _bytes(array))
             parts |= {n + "_sums": _bytes(array) for n, array in sums.items()}
             page = header_page(
+                MAGIC,
                 {
                     "store": content.store,
                     "generation": content.generation,
@@ -92,7 +100,7 @@ def write_segment(path: Path, content: Content, positions: Pieces) -> None:
                     "bytes": offset + PAGE,
                     "sections": sections,
                     "checksums": {n: f"{checksum(parts[n]):016x}" for n in parts},
-                }
+                },
             )
             for at in (0, offset):  # twice: without it, nothing of a segment can be told
                 os.pwrite(file.fileno(), page, at)
@@ -102,6 +110,15 @@ def write_segment(path: Path, content: Content, positions: Pieces) -> None:
         made.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
+
+
+def _laid_out(sizes: dict[str, int]) -> tuple[dict[str, list[int]], int]:
+    """Offset and size of each section: on whole pages, after the header's. And where the last one ends."""
+    offset, sections = PAGE, {}
+    for name in SECTIONS:
+        sections[name] = [offset, sizes[name]]
+        offset += -(-sizes[name] // PAGE) * PAGE
+    return sections, offset
 
 
 class _Sections:
@@ -146,7 +163,7 @@ class Segment:
             there = os.fstat(file.fileno())
             page = file.read(PAGE)
             self.header = read_header(path, page)
-            self.sum = f"{int.from_bytes(page[12:20], 'little'):016x}"
+            self.sum = page_sum(page)
             if there.st_size != self.header["bytes"]:
                 raise DamagedError(
                     f"{path} has {there.st_size} bytes instead of {self.header['bytes']}: `slipstream store repair` "
@@ -164,7 +181,7 @@ class Segment:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def trust_again(self, always: bool = False) -> None:
+    def trust_again(self, always: bool) -> None:
         """Before a page that was checked is believed again: has the file been changed since? Then all are checked once
         more. always: check them in any case, since a disk changes bytes without telling."""
         now = _state_of(os.stat(self.path))
@@ -321,15 +338,6 @@ class Segment:
 
 def _state_of(there: os.stat_result) -> tuple[int, ...]:
     return there.st_dev, there.st_ino, there.st_size, there.st_ctime_ns
-
-
-def sync_folder(path: Path) -> None:
-    """Make a new or renamed name in the folder durable."""
-    folder = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 def _bytes(array: NDArray[Any] | bytes) -> NDArray[np.uint8]:

@@ -83,13 +83,12 @@ def _read(folder: Path, manifest: Manifest, data: bytes, known: Mapping[str, Seg
     if manifest.id and (log.head.store, log.head.log) != (manifest.id, manifest.log_id):
         raise DamagedError(f"{path} is not the log that the manifest names: `slipstream store repair` sets it aside")
     if witness is not None and manifest.id:
-        generation, id, place = witness
-        if generation > manifest.generation:
+        if witness.generation > manifest.generation:
             raise DamagedError(
-                f"{folder / NAME} is of generation {manifest.generation}, and {generation} was: {REPAIR}"
+                f"{folder / NAME} is of generation {manifest.generation}, and {witness.generation} was: {REPAIR}"
             )
-        if id == manifest.log_id:
-            _same(path, log, place)
+        if witness.log == manifest.log_id:
+            _same(path, log, witness.place)
     _possible(path, log, manifest)
     return State(manifest, data, segments, log)
 
@@ -98,16 +97,11 @@ def _newest(folder: Path, manifest: Manifest, data: bytes) -> None:
     """Raise if the copy is newer: it is never written first."""
     try:
         copy = (folder / COPY).read_bytes()
-        if copy != data and parse_manifest(folder / COPY, copy).generation > manifest.generation:
-            raise _Older
-    except _Older:
-        raise DamagedError(f"{folder / NAME} is older than its copy: {REPAIR}") from None
+        newer = copy != data and parse_manifest(folder / COPY, copy).generation > manifest.generation
     except (OSError, StoreError):
         return  # `verify` tells; the next writer makes it anew
-
-
-class _Older(Exception):
-    pass
+    if newer:
+        raise DamagedError(f"{folder / NAME} is older than its copy: {REPAIR}")
 
 
 def _same(path: Path, log: LogRead, place: Place) -> None:

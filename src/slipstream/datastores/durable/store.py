@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from slipstream.datastores.durable.compaction import Compaction, joined
-from slipstream.datastores.durable.contents import Contents, on_disk
+from slipstream.datastores.durable.compaction import Compaction, by_name
+from slipstream.datastores.durable.contents import Contents
+from slipstream.datastores.durable.disk import on_disk, sync_folder
 from slipstream.datastores.durable.header import SourceEntry
 from slipstream.datastores.durable.lock import Lock
 from slipstream.datastores.durable.log import (
@@ -41,7 +42,6 @@ from slipstream.datastores.durable.manifest import (
 )
 from slipstream.datastores.durable.mapping import watching
 from slipstream.datastores.durable.names import ENCODING, LONGEST, checked_collection, checked_source
-from slipstream.datastores.durable.segment import sync_folder
 from slipstream.datastores.durable.verify import verify
 from slipstream.datastores.sparse.runs import Runs
 from slipstream.datastores.sparse.search import Found, SearchShape, draft
@@ -245,30 +245,26 @@ class Store:
 
     def _source(self, name: str, collection: str) -> SourceEntry | None:
         """One of `sources`."""
-        found: SourceEntry | None = None
+        parts = []
         for entry in self.contents.entries(collection):
             segment = self.contents.segments[entry.name]
             if name in segment.numbers and name not in entry.removed:
-                part = segment.sources[segment.numbers[name]]
-                found = joined(found, part) if found else part
+                parts.append(segment.sources[segment.numbers[name]])
         memory = self.contents.memory.get(collection)
         if memory is not None and (recent := memory.entry(name)) is not None:
-            found = joined(found, recent) if found else recent
-        return found
+            parts.append(recent)
+        return by_name(parts).get(name)
 
     def sources(self, collection: str = DEFAULT) -> dict[str, SourceEntry]:
         """What the documents of a collection came from."""
         with self.contents.settled():
-            found: dict[str, SourceEntry] = {}
-            parts = []
+            parts: list[SourceEntry] = []
             for entry in self.contents.entries(collection):
                 removed = set(entry.removed)
-                parts.append([s for s in self.contents.segments[entry.name].sources if s.name not in removed])
+                parts += [s for s in self.contents.segments[entry.name].sources if s.name not in removed]
             if collection in self.contents.memory:
-                parts.append(list(self.contents.memory[collection].entries().values()))
-            for one in (s for part in parts for s in part):
-                found[one.name] = joined(found[one.name], one) if one.name in found else one
-            return found
+                parts += self.contents.memory[collection].entries().values()
+            return by_name(parts)
 
     def documents(self, collection: str = DEFAULT, source: str | None = None) -> Iterator[Tokens]:
         """Every document of a collection, or those of one source, one after the other."""
@@ -285,7 +281,7 @@ class Store:
     def note(self, **notes: Any) -> None:
         """Write something about the store into its manifest."""
         self.contents.check_writer()
-        with self.contents.on_disk(), self.contents.changing():
+        with on_disk(self.folder), self.contents.changing():
             self.contents.switch(replace(self.manifest, notes={**self.manifest.notes, **notes}), ())
 
     def flush(self) -> None:
@@ -355,5 +351,5 @@ class Store:
 
 
 def _check_segments(tokens: int) -> None:
-    if tokens < 2:  # a document's token and the mark behind it
+    if tokens < 2:  # a document's token and the mark after it
         raise StoreError(f"segments of {tokens} tokens hold no text: at least 2 are needed, {SEGMENT_TOKENS} are usual")

@@ -6,11 +6,12 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
+from slipstream.datastores.durable.disk import sync_folder
 from slipstream.datastores.durable.log import LogHead, read_log
 from slipstream.datastores.durable.manifest import Manifest
 from slipstream.datastores.durable.names import OURS
 from slipstream.datastores.durable.pages import PAGE
-from slipstream.datastores.durable.segment import Segment, sync_folder
+from slipstream.datastores.durable.segment import Segment
 from slipstream.datastores.durable.witness import Place
 from slipstream.errors import DamagedError, StoreError
 
@@ -32,17 +33,13 @@ def sweep(folder: Path, manifest: Manifest, place: Place) -> None:
 
 def _superseded(path: Path, manifest: Manifest, gone: str, place: Place) -> bool:
     """Whether all that a file holds is in files that the manifest names."""
+    if path.suffix == ".log":
+        head = _head(path)
+        _not_newer(path, head.store, head.generation, manifest)
+        return (gone != "" and gone == head.log) or (head.store == manifest.id != "" and _is_empty(path))
     try:
-        if path.suffix == ".log":
-            head = _head(path)
-            _not_newer(path, head.store, head.generation, manifest)
-            return (gone != "" and gone == head.log) or (head.store == manifest.id != "" and _is_empty(path))
         segment = Segment(path)
-    except FileNotFoundError:
-        return False
-    except DamagedError as error:
-        if "newer than" in str(error):
-            raise
+    except DamagedError:
         return False
     header = segment.header
     _not_newer(path, header["store"], header["generation"], manifest)

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from slipstream.datastores.durable.contents import Contents
+from slipstream.datastores.durable.disk import on_disk
 from slipstream.datastores.durable.manifest import COPY, read_manifest
 from slipstream.datastores.durable.mapping import watching
 from slipstream.datastores.durable.witness import Witness
@@ -22,7 +23,7 @@ def verify(folder: Path) -> list[str]:
         wrong.append(str(error))
     try:
         contents = Contents(folder)
-        with contents.on_disk():
+        with on_disk(folder):
             contents.load()  # reads the manifest, the headers and the log, and compares their ids
     except StoreError as error:
         return [*wrong, str(error)]

@@ -8,6 +8,7 @@ import struct
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from slipstream.datastores.durable.pages import PAGE, checksum
 
@@ -25,6 +26,14 @@ class Place:
     def after(self, length: int, told: int) -> Place:
         """told: the checksum of the record that ends there."""
         return Place(length, (self.sum * ODD + told) % (1 << 64))
+
+
+class Witnessed(NamedTuple):
+    """What a witness says."""
+
+    generation: int  # of the store
+    log: str  # its id
+    place: Place  # how far it was acknowledged
 
 
 class Witness:
@@ -46,8 +55,8 @@ class Witness:
         os.close(self._file)
 
     @classmethod
-    def read(cls, folder: Path) -> tuple[int, str, Place] | None:
-        """Generation, log and place; None: there is no witness."""
+    def read(cls, folder: Path) -> Witnessed | None:
+        """None: there is no witness."""
         found = []
         with suppress(FileNotFoundError):
             data = (folder / cls.NAME).read_bytes()
@@ -56,5 +65,5 @@ class Witness:
                 if len(slot) == cls.SLOT.size and checksum(slot[:-8]) == int.from_bytes(slot[-8:], "little"):
                     generation, log, length, total, _ = cls.SLOT.unpack(slot)
                     if max(generation, length) < 1 << 62:
-                        found.append((generation, log.hex(), Place(length, total)))
-        return max(found, key=lambda f: (f[0], f[2].length), default=None)
+                        found.append(Witnessed(generation, log.hex(), Place(length, total)))
+        return max(found, key=lambda w: (w.generation, w.place.length), default=None)

@@ -123,7 +123,7 @@ def is_new(key: int, seen: set[int]) -> bool:
 def _pieces(
     store: Store, sources: Sequence[SourceFile], collection: str, field: str | None, counts: Ingested
 ) -> Iterator[Piece]:
-    """What is still to be read: of a source that was interrupted what comes behind the stored part, unless it has
+    """What is still to be read: of a source that was interrupted what comes after the stored part, unless it has
     changed since; then all of it, instead of what is stored."""
     known = store.sources(collection)
     for source in sources:
@@ -140,7 +140,7 @@ def _pieces(
 
 
 def pieces_of(source: SourceFile, field: str | None, texts: int = 0, tokens: int = 0) -> Iterator[Piece]:
-    """All of a source, or what comes behind so many of its texts and so many tokens of the next."""
+    """All of a source, or what comes after so many of its texts and so many tokens of the next."""
     for number, text in enumerate(read_documents(source, field)):
         if number >= texts:
             yield Piece(source, text, number, tokens if number == texts else 0)

@@ -24,9 +24,10 @@ from uuid import uuid4
 import numpy as np
 from numpy.typing import NDArray
 
+from slipstream.datastores.durable.disk import sync_folder
 from slipstream.datastores.durable.header import SourceEntry
 from slipstream.datastores.durable.memory import Memory, content_of_run
-from slipstream.datastores.durable.segment import Segment, sync_folder, write_segment
+from slipstream.datastores.durable.segment import Segment, write_segment
 from slipstream.datastores.durable.store import DEFAULT, Document, Store
 from slipstream.datastores.ingest.encoding import Encoder
 from slipstream.datastores.ingest.ingest import (

@@ -209,6 +209,7 @@ def defined_loss(head, model, texts, weights, depths, first, stride):
     """The loss as it is defined, text by text and guess by guess, through the head's own `predict`."""
     recipe, total, count = weights.recipe, 0.0, 0
     ids = torch.arange(VOCABULARY) if head.draft_ids is None else head.draft_ids
+    columns = {token: column for column, token in enumerate(ids.tolist())}
     for text, counted in texts:
         tokens = torch.tensor([text])
         with torch.no_grad():
@@ -216,17 +217,17 @@ def defined_loss(head, model, texts, weights, depths, first, stride):
         hidden = out.hidden_states
         states = head.join({layer: hidden[layer] for layer in head.layers(len(hidden) - 1)})
         count += sum(counted[2:])
+        said = out.logits[0][:, ids].softmax(-1)
         for k, prediction in enumerate(head.predict(states, tokens, depths)):
             for i in range(len(text) - 2 - k):
                 at = i + 2 + k
                 if not counted[at] or i < first or (i - first) % stride:
                     continue
                 loss = 0.0
-                if text[at] in ids:
-                    log_q = prediction.logits[0, i].log_softmax(-1)
-                    p = out.logits[0, at - 1][ids].softmax(-1)
+                if text[at] in columns:
+                    log_q, p = prediction.logits[0, i].log_softmax(-1), said[at - 1]
                     label = torch.zeros(len(ids))
-                    label[ids.tolist().index(text[at])] = 1
+                    label[columns[text[at]]] = 1
                     labels = weights.labels
                     loss = -labels.entropy * ((p if labels.soft else label) * log_q).sum()
                     loss = recipe.tokens * (loss + labels.apart * (log_q.exp() - p).abs().sum())
@@ -240,6 +241,7 @@ def defined_loss(head, model, texts, weights, depths, first, stride):
     return total / count
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "labels", "hass", "sizes"),
     [

@@ -187,7 +187,7 @@ def test_a_trace_that_cannot_be_written_costs_neither_answer_nor_page(small, tmp
 
 
 def test_a_benchmark_that_cannot_be_written_is_printed(small, tmp_path, capsys):
-    words = ("--limit", "1", "-m", small, "-n", "4", "--repeats", "1", "-c", "none,pld")
+    words = ("--categories", "translation", "--limit", "1", "-m", small, "-n", "4", "--repeats", "1", "-c", "none,pld")
     code, _, said = command("bench", *words, "--html", "/dev/full")
     assert code == 2
     assert "error: /dev/full can't be written (No space left on device)" in said

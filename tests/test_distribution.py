@@ -332,5 +332,5 @@ def test_texts_are_distributed_as_the_target_says_and_match_changes_none(tiny_pa
 def test_texts_are_distributed_as_the_target_says_under_rejection(tiny_pair, rows):
     """Mistakes in drawing, in rejecting and in keeping apart their noise are larger than this distance, see
     docs/log/layout.md. What the rule itself does is enumerated above."""
-    texts = drafted(tiny_pair, "rejection", samples_needed(0.05))
+    texts = drafted(tiny_pair, "rejection", samples_needed(0.04))
     assert fits([text[:3] for text in texts.values()], three_token_law(rows))

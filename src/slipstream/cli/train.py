@@ -224,8 +224,9 @@ def opened(
     from slipstream.training import checkpoint
     from slipstream.training.processes import Processes
 
-    check_folder(folder)
     processes = Processes(device)
+    if processes.rank == 0:  # it makes and removes folders: others would take them for the user's
+        check_folder(folder)
     if model is None and processes.rank == 0:
         ensure_embedded()
     processes.wait()

@@ -126,6 +126,7 @@ def distill(
     precision. force: even if it can't pay. pair: what steps take; None: it is measured."""
     processes = processes or Processes(str(model.device))
     checkpoint.check_folder(folder, resume)
+    processes.wait()  # the first one makes the folder, but not before all have looked
     name = Lender.of(model).name
     author = None if lesson.any_author else name
     vocabulary = Lender.of(model).vocab_size

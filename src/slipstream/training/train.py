@@ -82,6 +82,7 @@ def train(
     """
     processes = processes or Processes(str(model.device))
     checkpoint.check_folder(folder, resume)
+    processes.wait()  # the first one makes the folder, but not before all have looked
     author = str(getattr(model.config, "_name_or_path", "") or type(model).__name__)
     vocabulary = Lender.of(model).vocab_size
     texts, held_out = read_texts(

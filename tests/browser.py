@@ -9,6 +9,8 @@ from fcntl import F_DUPFD_CLOEXEC, fcntl
 from select import select
 from time import monotonic
 
+from patience import PATIENCE
+
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 FLAGS = [
@@ -49,7 +51,7 @@ class Browser:
     def close(self):
         self._session = None
         self.call("Browser.close")
-        self._process.wait(timeout=20)
+        self._process.wait(timeout=PATIENCE)
         os.close(self._write)
         os.close(self._read)
 
@@ -104,7 +106,7 @@ class Browser:
         assert "error" not in answer, (method, answer["error"])
         return answer["result"]
 
-    def _receive(self, patience=60):
+    def _receive(self, patience=PATIENCE):
         end = monotonic() + patience
         while b"\0" not in self._buffer:
             assert select([self._read], [], [], max(0, end - monotonic()))[0], "chromium does not answer"

@@ -8,7 +8,7 @@ import pytest
 
 # Nothing heavy is imported here: the process that only hands out tests would wait for it before the others begin.
 
-REAL = {"smol", "shallow", "forked", "browser", "forker"}
+REAL = {"smol", "shallow", "small", "forked", "browser", "forker"}
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -17,6 +17,13 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if REAL & set(item.fixturenames):
             item.add_marker("slow")
+
+
+def pytest_ignore_collect(collection_path, config):
+    """`make test-fast` need not import files that are slow as a whole, and what only they import."""
+    if config.option.markexpr == "not slow" and collection_path.suffix == ".py":
+        return "\npytestmark = pytest.mark.slow\n" in collection_path.read_text("utf-8") or None
+    return None
 
 
 def pytest_collection_finish():
@@ -85,23 +92,42 @@ def smol():
 
 
 @pytest.fixture(scope="session")
-def shallow():
+def shallow(smol):
     """Its first and last three layers alone: for tests that compare texts and don't care what they say. They wander."""
+    import copy
+
     import slipstream
 
-    whole = slipstream.load(drafter="none", dtype="float32")
-    decoder, config = whole.model.model, whole.model.config
-    decoder.layers = decoder.layers[:3] + decoder.layers[-3:]
-    config.num_hidden_layers = len(decoder.layers)
-    for i, layer in enumerate(decoder.layers):
+    model = copy.deepcopy(smol.model, {id(weight): weight for weight in smol.model.parameters()})  # weights are shared
+    model.model.layers = model.model.layers[:3] + model.model.layers[-3:]
+    model.config.num_hidden_layers = len(model.model.layers)
+    for i, layer in enumerate(model.model.layers):
         layer.self_attn.layer_idx = i
-    return slipstream.LLM(whole.model, whole.tokenizer, "pld")
+    return slipstream.LLM(model, smol.tokenizer, "pld")
+
+
+@pytest.fixture(scope="session")
+def small(tmp_path_factory):
+    """The folder of a tiny model with the embedded one's tokenizer: for commands whose answers may be nonsense."""
+    from test_chat import save_model
+
+    return save_model(tmp_path_factory.mktemp("small"))
 
 
 @pytest.fixture(scope="session")
 def forked():
     """forked.run("generate", …) -> what a command in a process of its own printed, and its exit code."""
     from forked import Forker
+
+    forker = Forker()
+    yield forker
+    forker.close()
+
+
+@pytest.fixture(scope="session")
+def forker():
+    """forker.start("write", …) -> a job on a store, in a process of its own that can be killed."""
+    from store_jobs import Forker
 
     forker = Forker()
     yield forker

@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from time import sleep
 
-PATIENCE = 300  # seconds until a program that hangs is killed
+from patience import PATIENCE
 
 
 class Forker:
@@ -29,7 +29,7 @@ class Forker:
         self._replies, self._running = self._socket.makefile("rb"), None
 
     def start(self, *words, code=None, stdin="", folder=".", **environment):
-        """`slipstream WORDS`, or Python code."""
+        """`slipstream WORDS`, or Python code with these arguments."""
         given = {
             "words": ["slipstream", *map(str, words)],
             "code": code,
@@ -59,7 +59,7 @@ class Forker:
     def close(self):
         self._replies.close()
         self._socket.close()
-        self._process.wait(10)
+        self._process.wait(PATIENCE)
 
 
 class Started:
@@ -123,7 +123,7 @@ def become(given):
         sys.argv = given["words"]
         runpy.run_module("slipstream", run_name="__main__")
     else:
-        sys.argv = ["-c"]
+        sys.argv = ["-c", *given["words"][1:]]
         exec(compile(given["code"], "<code>", "exec"), {"__name__": "__main__"})
 
 

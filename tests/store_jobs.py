@@ -20,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
+from patience import PATIENCE
 from slipstream.datastores.durable import follow as replica
 from slipstream.datastores.durable.pages import PAGE
 from slipstream.datastores.durable.repair import repair
@@ -52,7 +53,7 @@ class Forker:
 
     def close(self):
         self.process.stdin.close()
-        self.process.wait(10)
+        self.process.wait(PATIENCE)
 
 
 def serve():

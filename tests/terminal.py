@@ -12,13 +12,15 @@ import termios
 import time
 from contextlib import suppress
 
+from patience import PATIENCE
+
 COLUMNS, ROWS = 100, 40
 # What moves, colours and asks; a terminal shows none of it.
 CONTROL = re.compile(r"\x1b\[[0-9;?>=]*[A-Za-z]|\x1b[=>]|\x1b\][^\x07]*\x07|\r")
 
 
 class Terminal:
-    """Starts a command. `see` waits for a text that wasn't there before; a minute without it is a failure."""
+    """Starts a command. `see` waits for a text that wasn't there before; one that never comes is a failure."""
 
     def __init__(self, command, **env):
         # It answers no questions about the cursor, so none should be asked.
@@ -44,9 +46,9 @@ class Terminal:
         return CONTROL.sub("", self._raw)
 
     def see(self, text):
-        end = time.monotonic() + 60
+        end = time.monotonic() + PATIENCE
         while (found := self.shown.find(text, self._seen)) < 0:
-            if time.monotonic() > end or not self._read(60):
+            if time.monotonic() > end or not self._read(PATIENCE):
                 raise AssertionError(f"{text!r} never came; the screen has:\n{self.shown[self._seen :]}")
         self._seen = found + len(text)
 
@@ -63,7 +65,7 @@ class Terminal:
 
     def ended(self):
         """The exit code, once the program has ended."""
-        while self._read(60):
+        while self._read(PATIENCE):
             pass
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 

@@ -182,6 +182,7 @@ def test_a_draft_is_late_only_if_it_could_have_been_started(accept, expected, ti
     assert all(bool(late) == expected for late in seen[1:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("captured", [False, True])
 def test_drafts_are_judged_by_what_followed_their_roots(captured, steps, tiny, monkeypatch):
     """Before the next draft, or while a target that runs ahead works on the step."""
@@ -417,6 +418,7 @@ def test_why_nothing_was_verified_is_told(steps, tiny, monkeypatch):
     assert "drafted; came" in list(explain(plain.trace))[1]
 
 
+@pytest.mark.slow
 def test_chains_are_chosen_where_trees_cannot_be_verified(steps, tiny):
     steps(FREE)
     model = tiny("mamba")
@@ -429,6 +431,7 @@ def test_chains_are_chosen_where_trees_cannot_be_verified(steps, tiny):
         assert line["choice"]["nodes"] == len(line["nodes"]) - 1
 
 
+@pytest.mark.slow
 def test_a_prediction_is_believed_from_the_start(steps, tiny):
     steps({1: 1.0, 16: 1.1, 64: 1.5})
     options = {"max_new_tokens": 80, "ignore_eos": True}
@@ -517,6 +520,7 @@ def test_where_nobody_gains_steps_are_plain_and_nobody_reads_their_states(steps,
     assert all(wanted[step - 1] == (1,) for step in trials)  # there to be shown
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["eagle3", "redrafter", "medusa"])
 def test_heads_that_draft_behind_steps_are_known_before_the_first_answer(kind, tiny, monkeypatch):
     """What a draft takes that was started behind its step is seen in the rehearsal, by drafts that were started so."""

@@ -148,6 +148,7 @@ def test_a_pipe_is_read_line_by_line(model, piped, tmp_path):
     assert "/nope is no command" in told
 
 
+@pytest.mark.slow
 def test_retry_answers_again_with_another_seed(model, piped, tmp_path):
     lines = ["One.", "/save a", "/retry", "/save b", "/retry", "/save c", "/stats"]
     _, _, told = piped(lines, "-m", model, "-n", "6", "-t", "1", "--seed", "5")

@@ -13,17 +13,19 @@ import pytest
 
 import slipstream
 from commands import command
+from patience import PATIENCE
 from slipstream import drafters
 from slipstream.cli import listing, options
 from slipstream.loading import embedded
 from slipstream.trace.page import read as read_trace
+from test_chat import save_model
 
 FRUIT = "Repeat this list twice: apples, oranges, bananas, pears, grapes, lemons, cherries, plums."
 
 
-def run(*words, stdin=None, timeout=120):
+def run(*words):
     command = [sys.executable, "-m", "slipstream", *words]
-    return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=timeout)
+    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
 
 
 HEAVY = {"torch", "transformers", "numba"}
@@ -38,7 +40,7 @@ sys.argv = ["slipstream", *{[str(word) for word in words]}]
 from slipstream.cli import main
 main()
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, cwd=folder)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE, cwd=folder)
     assert done.returncode == 0, done.stderr
     return done.stdout, set(ast.literal_eval(done.stderr.splitlines()[-1]))
 
@@ -108,24 +110,23 @@ def test_the_second_start_finds_what_the_first_one_made(forked, tmp_path, smol):
     assert made[0] == made[1] != {}
 
 
-def test_several_answers_are_those_of_the_library(smol, capsys):
+def test_several_answers_are_those_of_the_library(small, capsys):
     words = ("-n", "8", "-t", "1", "--seed", "5", "-N", "2", "--frequency-penalty", "0.5", "--system", "Be brief.")
-    code, _, said = command("generate", "Name a river.", *words, "-d", "none", "--logprobs", "2", "--json")
+    code, _, said = command("generate", "Name a river.", *words, "-m", small, "-d", "none", "--logprobs", "2", "--json")
     assert code == 0
     told = [json.loads(line) for line in capsys.readouterr().out.splitlines()[-2:]]
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Name a river."}]
     options = {"max_new_tokens": 8, "temperature": 1, "seed": 5, "frequency_penalty": 0.5, "logprobs": 2}
-    expected = smol.generate(messages, n=2, **options)
+    expected = slipstream.load(small, drafter="none").generate(messages, n=2, **options)
     assert [line["tokens"] for line in told] == [answer.tokens for answer in expected]
     assert [line["finish_reason"] for line in told] == re.findall(r"finish: (\w+)", said)
     assert [entry["token"] for entry in told[1]["logprobs"]] == told[1]["tokens"]
     assert all(len(entry["top"]) == 2 for entry in told[1]["logprobs"])
 
 
-@pytest.mark.slow
-def test_an_answer_says_why_it_ended_and_how_sure_it_was():
-    assert "finish: length" in command("generate", "Count to a hundred.", "-n", "3", "-d", "none")[2]
-    code, _, said = command("generate", "x", "--regex", "yes", "-n", "9", "-d", "none", "--logprobs", "1")
+def test_an_answer_says_why_it_ended_and_how_sure_it_was(small):
+    assert "finish: length" in command("generate", "Count to a hundred.", "-n", "3", "-m", small, "-d", "none")[2]
+    code, _, said = command("generate", "x", "--regex", "yes", "-n", "9", "-m", small, "-d", "none", "--logprobs", "1")
     assert code == 0
     assert "finish: stop" in said
     assert re.search(r"^'yes' +-[\d.]+   likeliest: '", said, re.MULTILINE)
@@ -141,18 +142,20 @@ def test_each_step_is_explained(forked, tmp_path):
     assert any(re.search(r"asked .*\bprediction\b.*; verified ", line) for line in said)
 
 
-def test_lossy_rules_say_so(forked):
-    done = forked.run("generate", "Hello!", "-n", "4", "--accept", "typical", "-t", "1", "--json")
+def test_lossy_rules_say_so(forked, small):
+    words = ("-n", "4", "-m", small, "-d", "none", "--accept", "typical", "-t", "1", "--json")
+    done = forked.run("generate", "Hello!", *words)
     assert "LOSSY (typical)" in done.stderr
     assert json.loads(done.stdout.strip().splitlines()[-1])["stats"]["exact"] is False
 
 
-def test_a_prompt_from_standard_input(forked):
-    assert forked.run("generate", "-", "-n", "2", stdin="Say hello.").returncode == 0
+def test_a_prompt_from_standard_input(forked, small):
+    assert forked.run("generate", "-", "-n", "2", "-m", small, "-d", "none", stdin="Say hello.").returncode == 0
 
 
-def test_ctrl_c_ends_cleanly_and_keeps_what_was_said(forked):
-    program = forked.start("generate", "Count to a thousand.", "-n", "4000", "--json")
+def test_ctrl_c_ends_cleanly_and_keeps_what_was_said(forked, tmp_path):
+    model = save_model(tmp_path / "model", endless=True)
+    program = forked.start("generate", "Count to a thousand.", "-n", "1000000", "-m", model, "-d", "pld", "--json")
     begun = program.read(5)
     os.kill(program.pid, signal.SIGINT)
     done = program.wait()
@@ -163,8 +166,8 @@ def test_ctrl_c_ends_cleanly_and_keeps_what_was_said(forked):
     assert said["text"].startswith(begun)
 
 
-def test_chat_reads_lines_until_they_end(forked):
-    done = forked.run("chat", "-n", "12", stdin="My name is Ada.\n\nWhat is my name?\n")
+def test_chat_reads_lines_until_they_end(forked, small):
+    done = forked.run("chat", "-n", "12", "-m", small, "-d", "pld", stdin="My name is Ada.\n\nWhat is my name?\n")
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("tokens/s ") == 2
 
@@ -221,9 +224,9 @@ def test_the_exported_names_are_what_was_meant():
         slipstream.nope  # noqa: B018
 
 
-def test_trace_writes_a_page_and_its_lines(forked, tmp_path):
+def test_trace_writes_a_page_and_its_lines(forked, small, tmp_path):
     page, lines = tmp_path / "t.html", tmp_path / "t.jsonl"
-    done = forked.run("trace", FRUIT, "-n", "16", "--html", page, "--jsonl", lines)
+    done = forked.run("trace", FRUIT, "-n", "16", "-m", small, "-d", "pld", "--html", page, "--jsonl", lines)
     assert done.returncode == 0, done.stderr
     assert "bananas" in page.read_text()
     again = tmp_path / "again.html"
@@ -232,9 +235,9 @@ def test_trace_writes_a_page_and_its_lines(forked, tmp_path):
     assert "one of them" in " ".join(forked.run("trace").stderr.split())
 
 
-def test_trace_compares_two_drafters_and_two_files(smol, tmp_path):  # noqa: ARG001  (the model is converted by now)
+def test_trace_compares_two_drafters_and_two_files(small, tmp_path):
     code, said, _ = command(
-        *("trace", FRUIT, "-n", "12", "-d", "pld", "--against", "none", "-t", "0.8"),
+        *("trace", FRUIT, "-n", "12", "-m", small, "-d", "pld", "--against", "none", "-t", "0.8"),
         *("--html", "t.html", "--jsonl", "t.jsonl"),
         folder=tmp_path,
     )
@@ -250,9 +253,9 @@ def test_trace_compares_two_drafters_and_two_files(smol, tmp_path):  # noqa: ARG
     assert "'nobody' is unknown" in " ".join(unknown[2].split())
 
 
-def test_bench_measures_records_and_replays(forked, tmp_path, monkeypatch, capsys):
+def test_bench_measures_records_and_replays(forked, small, tmp_path, monkeypatch, capsys):
     page, saved, kept = tmp_path / "r.html", tmp_path / "r.json", tmp_path / "kept"
-    few = ("--categories", "translation", "--limit", "1", "-n", "4", "--repeats", "1")
+    few = ("--categories", "translation", "--limit", "1", "-n", "4", "--repeats", "1", "-m", small)
     done = forked.run("bench", *few, "-c", "none,pld,hf", "--html", page, "--json", saved)
     assert done.returncode == 0, done.stderr
     assert "unaccounted" in done.stdout

@@ -108,6 +108,7 @@ def test_a_device_that_is_not_there_is_refused_in_python_too():
         slipstream.load(NOWHERE, device="banana")
 
 
+@pytest.mark.slow
 def test_a_prompt_that_is_not_utf8():
     for word, stdin in (("-", b"\xff\xfeh"), (b"\xff", b"")):
         done = subprocess.run(
@@ -176,9 +177,8 @@ def test_a_full_disk_leaves_what_was_there(tmp_path, full_disk):  # noqa: ARG001
     assert [path.name for path in tmp_path.iterdir()] == ["page"]
 
 
-@pytest.mark.slow
-def test_a_trace_that_cannot_be_written_costs_neither_answer_nor_page(tmp_path, capsys):
-    words = ("-n", "4", "-d", "pld", "--html", tmp_path / "page.html", "--jsonl", "/dev/full")
+def test_a_trace_that_cannot_be_written_costs_neither_answer_nor_page(small, tmp_path, capsys):
+    words = ("-n", "4", "-m", small, "-d", "pld", "--html", tmp_path / "page.html", "--jsonl", "/dev/full")
     code, _, said = command("trace", "Hello!", *words)
     assert code == 2
     assert said.splitlines()[-1].startswith("error: /dev/full can't be written (No space left on device)")
@@ -186,9 +186,8 @@ def test_a_trace_that_cannot_be_written_costs_neither_answer_nor_page(tmp_path, 
     assert "Hello!" in (tmp_path / "page.html").read_text()
 
 
-@pytest.mark.slow
-def test_a_benchmark_that_cannot_be_written_is_printed(tmp_path, capsys):
-    words = ("--limit", "1", "-n", "4", "--repeats", "1", "-c", "none,pld")
+def test_a_benchmark_that_cannot_be_written_is_printed(small, tmp_path, capsys):
+    words = ("--categories", "translation", "--limit", "1", "-m", small, "-n", "4", "--repeats", "1", "-c", "none,pld")
     code, _, said = command("bench", *words, "--html", "/dev/full")
     assert code == 2
     assert "error: /dev/full can't be written (No space left on device)" in said

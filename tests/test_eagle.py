@@ -90,6 +90,7 @@ def begin(drafter, which=None, end=0, **request):
     return session
 
 
+@cache
 def says(head, seed, end, path, start=0):
     """(V,) what the head makes of text[start:end], the root after it and a drafted path: probabilities."""
     tokens, hidden = text(seed)
@@ -277,6 +278,7 @@ def test_a_tree_of_fixed_ranks_is_cut_to_a_small_budget(depth):
     same(propose(session, 0, 17, Budget(2, 9)), spelled(whole.top_k(2)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_sessions_in_a_batch_come_and_go_and_each_gets_its_own_tree(kind):
     """Texts of different lengths that grow unevenly, in rows that are used again."""
@@ -387,6 +389,7 @@ def test_the_cache_grows_and_keeps_what_it_has(monkeypatch):
     assert drafter.captured.cleared == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_padded_for_a_capture_changes_nothing(kind):
     drafter = make(kind, depth=3, width=2, nodes=6)
@@ -535,6 +538,7 @@ def test_trees_of_ranks_that_are_none_are_refused():
 # ---- draws
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rule", ["match", "rejection"])
 def test_draws_are_the_heads_with_the_noise_of_their_positions(kind, rule):
@@ -547,7 +551,7 @@ def test_draws_are_the_heads_with_the_noise_of_their_positions(kind, rule):
         assert len(tree) == 13
         for node in range(13):
             children = tree.children(node)
-            path = tree.tokens[tree.path_to(node)][1:].tolist()
+            path = tuple(tree.tokens[tree.path_to(node)][1:].tolist())
             if not len(children):
                 assert len(path) == 3
                 continue

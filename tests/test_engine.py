@@ -282,6 +282,7 @@ def test_a_draft_with_fewer_padded_logits_still_drafts(tiny, accept):
     assert result.stats.new_tokens == 40
 
 
+@pytest.mark.slow
 def test_a_larger_padded_vocabulary_drafts_only_what_the_target_knows(tiny):
     padded = tiny_model("llama", vocab_size=VOCABULARY + 8)
     plain = LLM(tiny("llama"), drafter="none").generate(PROMPT, max_new_tokens=20)

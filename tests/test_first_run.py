@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 
+from patience import PATIENCE
 from slipstream.loading import embedded
 
 
@@ -17,7 +18,7 @@ def test_the_first_answer_on_a_fresh_machine_is_drafted(tmp_path, smol):  # noqa
     hasty = {"NUMBA_OPT": "0"}  # compiling still takes many times what a step takes
     environment = {**os.environ, **hasty, **{name: str(path) for name, path in fresh.items()}}
     words = [sys.executable, "-m", "slipstream", "demo"]
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     assert any((tmp_path / "numba").rglob("*.nbi"))  # it did compile
     found = re.search(r"slipstream \(auto\).* ([0-9.]+) tokens per step", done.stdout)

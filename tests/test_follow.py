@@ -19,13 +19,6 @@ from slipstream.errors import DamagedError, StoreError
 KILLS = 40
 
 
-@pytest.fixture(scope="module")
-def forker():
-    forker = store_jobs.Forker()
-    yield forker
-    forker.close()
-
-
 @pytest.fixture
 def source(tmp_path):
     with Store.create(tmp_path / "source", 60_000, "print", {"model": "m"}, store_jobs.SMALL) as store:

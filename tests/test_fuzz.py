@@ -54,6 +54,7 @@ def test_a_mistake_in_the_engine_shows(lab, monkeypatch):
     assert any("expected" in problem for case in long for problem in tried(lab, case).problems)
 
 
+@pytest.mark.slow
 def test_a_slot_that_stays_open_shows(monkeypatch):
     lab, (case,) = Lab(1), cases(1, "generate", drafter="pld")
     monkeypatch.setattr(lab.target("llama", False), "close", lambda _: None)

@@ -36,6 +36,7 @@ def steps(engine, most):
     return sum(sequence.stats.steps for sequence in ended) / len(ended)
 
 
+@pytest.mark.slow
 def test_right_drafts_are_accepted_as_a_whole_and_wrong_ones_not_at_all(known):
     target, said = known
     engine = Engine(target, drafters.make(replayed.NAME, target))

@@ -67,6 +67,7 @@ def test_fixed_steps_say_what_ordinary_forwards_say(family, tiny):
         assert [s.tokens for s in one] == [s.tokens for s in other]
 
 
+@pytest.mark.slow
 def test_a_text_may_have_many_pages(tiny):
     plain, fixed = open_target(tiny("llama")), graphs(tiny("llama"))
     (one,), (other,) = read(plain, [[5, 6, 7]]), read(fixed, [[5, 6, 7]])
@@ -194,6 +195,7 @@ def test_a_prompt_is_no_output_though_a_step_reads_it_as_a_tree(tiny):
     assert scores.token(0, sampler) == 50
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "opt"])
 @pytest.mark.parametrize("count", [2, 5, 70])
 def test_pieces_of_several_texts_share_a_step(count, family, tiny):
@@ -525,6 +527,7 @@ def answers(engine, requests):
     return [found[i] for i in range(len(requests))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"sampling": Sampling(temperature=0.9, top_k=20)}], ids=str)
 def test_a_step_that_begins_before_the_last_ones_tokens_were_looked_at_changes_no_text(plain_engine, options):
     """Texts of a batch end at different steps, by a stop token or their limit, and others join: each is what it is

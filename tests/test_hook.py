@@ -189,12 +189,12 @@ def test_a_streamer_hears_what_transformers_would_tell_it(tiny, prompts):
     assert len(fast.heard) > 4
 
 
-def test_an_iterator_streamer_ends(smol):
-    prompt = smol.tokenizer("One, two, three, one, two,", return_tensors="pt")
-    streamer = TextIteratorStreamer(smol.tokenizer, skip_prompt=True, timeout=1)
+def test_an_iterator_streamer_ends(shallow):
+    prompt = shallow.tokenizer("One, two, three, one, two,", return_tensors="pt")
+    streamer = TextIteratorStreamer(shallow.tokenizer, skip_prompt=True, timeout=1)
     fast = slipstream.speculate("pld")
-    out = smol.model.generate(**prompt, max_new_tokens=8, do_sample=False, streamer=streamer, custom_generate=fast)
-    assert "".join(streamer) == smol.tokenizer.decode(out[0, prompt["input_ids"].shape[1] :])
+    out = shallow.model.generate(**prompt, max_new_tokens=8, do_sample=False, streamer=streamer, custom_generate=fast)
+    assert "".join(streamer) == shallow.tokenizer.decode(out[0, prompt["input_ids"].shape[1] :])
 
 
 class Failing(LogitsProcessor):

@@ -15,7 +15,7 @@ from trials import trials
 
 PROMPTS = [[5, 6, 7, 8, 9, 5, 6, 7, 8, 9, 5, 6], [40], [11, 12, 11, 12, 11, 13, 50, 51, 52, 50]]
 NEW = 9  # beyond the windows of 6; `bench/fuzz.py` writes longer texts
-QUICK = ("llama", "mamba")  # trees and plain decoding: what `make test-fast` tries, everything by itself
+QUICK = ("llama", "mamba")  # trees and plain decoding, everything by itself; `make test-fast` tries some of it
 EVERY = [
     pytest.param(family, marks=() if family in QUICK else pytest.mark.slow, id=family)
     for family in (*FAMILIES, *STATEFUL)
@@ -75,7 +75,7 @@ def options(greedy):
 
 @pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("name", drafters.names())
-@pytest.mark.parametrize("family", QUICK)
+@pytest.mark.parametrize("family", ["llama", pytest.param("mamba", marks=pytest.mark.slow)])
 def test_the_text_does_not_depend_on_the_drafter(family, name, greedy, plain, drafting):
     expected = plain(family, greedy)
     for llm in drafting(family, name):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -41,13 +42,20 @@ def module_name(path: Path) -> str:
 FILES = {module_name(path): path for path in ROOT.rglob("*.py")}
 
 
+@cache
+def statements(name: str) -> list[ast.Import | ast.ImportFrom]:
+    """Its imports: at its beginning, within functions, and for type checkers alone."""
+    every = ast.walk(ast.parse(FILES[name].read_text("utf-8")))
+    return [node for node in every if isinstance(node, ast.Import | ast.ImportFrom)]
+
+
 def imported(name: str) -> set[str]:
-    """The project's modules that one imports: at its beginning, within functions, and for type checkers alone."""
+    """The project's modules that one imports."""
     found = set()
-    for node in ast.walk(ast.parse(FILES[name].read_text("utf-8"))):
+    for node in statements(name):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
+        elif node.module:
             inner = {f"{node.module}.{alias.name}" for alias in node.names}
             found |= (inner & FILES.keys()) or {node.module}
     return found & FILES.keys()
@@ -78,7 +86,7 @@ def test_no_imports_run_in_a_circle():
 def test_nobody_takes_anothers_private_names(name):
     taken = [
         f"{node.module}.{alias.name}"
-        for node in ast.walk(ast.parse(FILES[name].read_text("utf-8")))
+        for node in statements(name)
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("slipstream")
         for alias in node.names
         if alias.name.startswith("_") and not alias.name.startswith("__") and f"{node.module}.{alias.name}" not in FILES

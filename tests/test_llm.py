@@ -23,7 +23,7 @@ def first_layers(smol):
     """A draft model: those of the embedded one."""
     import copy
 
-    model = copy.deepcopy(smol.model)
+    model = copy.deepcopy(smol.model, {id(weight): weight for weight in smol.model.parameters()})  # weights are shared
     model.model.layers = model.model.layers[:6]
     model.config.num_hidden_layers = 6
     return model

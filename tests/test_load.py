@@ -12,15 +12,13 @@ import numpy as np
 import pytest
 
 from commands import command
+from patience import PATIENCE
 from slipstream import OptionError
 from slipstream.cli.bench import parse_rates
 from slipstream.evaluate import remote
 from slipstream.evaluate.load import LoadPlan, arrivals, measure, offer, summarise
 from slipstream.evaluate.load_report import decades, document, lines, remarks, write_page
 from slipstream.evaluate.remote import Outcome, Server, ask, chat, events, find
-
-NEVER = 30  # seconds that no test takes, unless it hangs
-
 
 # ---- a server whose every answer is known
 
@@ -68,12 +66,12 @@ def serving(handler):
 
     thread = threading.Thread(target=asyncio.run, args=[run()])
     thread.start()
-    assert ready.wait(NEVER)
+    assert ready.wait(PATIENCE)
     try:
         yield f"http://127.0.0.1:{where['port']}"
     finally:
         where["loop"].call_soon_threadsafe(where["stop"].set)
-        thread.join(NEVER)
+        thread.join(PATIENCE)
 
 
 def head(writer, status=200, **headers):
@@ -126,7 +124,7 @@ def offered(url, requests, times=None, **more):
     server = find(url, **more)
     bodies = repeat(chat(server, "Speak.", 8))
     run = offer(server, bodies, times or [0.0] * requests, lambda *_: None)
-    return asyncio.run(asyncio.wait_for(run, NEVER))[0]
+    return asyncio.run(asyncio.wait_for(run, PATIENCE))[0]
 
 
 # ---- the numbers
@@ -366,7 +364,7 @@ def test_an_answer_that_takes_too_long_is_given_up(monkeypatch):
     monkeypatch.setattr(remote, "PATIENCE", 0.05)
 
     async def answer(_, body, writer):  # noqa: ARG001
-        await asyncio.sleep(NEVER)
+        await asyncio.sleep(PATIENCE)
 
     with serving(Fake(answer)) as url:
         server = find(url)
@@ -590,12 +588,12 @@ def test_mistakes_are_told_in_a_sentence(words, said):
     assert said in " ".join(told.split())
 
 
-def test_our_own_server_answers_and_tells_its_steps(smol):
-    """The embedded model behind the real server."""
+def test_our_own_server_answers_and_tells_its_steps(shallow):
+    """A real model behind the real server."""
     uvicorn = pytest.importorskip("uvicorn")
     from slipstream.server.app import Server as Ours
 
-    server = uvicorn.Server(uvicorn.Config(Ours(smol, "smol").app, port=0, log_level="error"))
+    server = uvicorn.Server(uvicorn.Config(Ours(shallow, "smol").app, port=0, log_level="error"))
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
@@ -605,7 +603,7 @@ def test_our_own_server_answers_and_tells_its_steps(smol):
         found = offered(f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}", 3)
     finally:
         server.should_exit = True
-        thread.join(NEVER)
+        thread.join(PATIENCE)
     assert [each.ended for each in found] == ["answered"] * 3, [each.why for each in found]
     for each in found:
         assert 1 <= each.tokens <= 8

@@ -98,6 +98,7 @@ def chosen(tree, text):
     return lambda nodes: np.array([model([*text, *tree.tokens[tree.path_to(node)].tolist()]) for node in nodes])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ngram", "window", "guesses"), SHAPES)
 def test_window_and_pool_are_the_published_ones(ngram, window, guesses, tiny):
     drafter = Lookahead(LLM(tiny("llama"), drafter="none").target, None, Lookahead.Options(ngram, window, guesses))

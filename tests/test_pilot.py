@@ -174,6 +174,7 @@ def with_a_good_clock(curve, sources):
     return world, texts, rate(world.run(Pilot(Costs(world.seconds), list(world.sources)), texts))
 
 
+@pytest.mark.slow
 def test_a_dear_source_is_asked_where_the_cheap_one_has_little_to_say():
     """At half of the steps the cheap one is right and sure of it; the dear one is right at all of them."""
     costs, taken = Costs({1: 0.040, 16: 0.044, 64: 0.060}), {"cheap": 0.0001, "dear": 0.020}

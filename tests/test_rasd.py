@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from patience import PATIENCE
 from slipstream import LLM, Drafter, DraftSession, Proposal, TokenTree, drafters
 from slipstream.accept import Rejection
 from slipstream.budget import Budget
@@ -251,7 +252,7 @@ class Meeting:
     """Two parts that wait for each other: only if both are being asked at once do they get through."""
 
     def __init__(self, tree):
-        self.tree, self.barrier = tree, threading.Barrier(2, timeout=5)
+        self.tree, self.barrier = tree, threading.Barrier(2, timeout=PATIENCE)
 
     def __call__(self):
         self.barrier.wait()

@@ -15,6 +15,7 @@ import pytest
 import uvicorn
 
 from browser import CHROMIUM, Browser
+from patience import PATIENCE
 from slipstream import LLM
 from slipstream.jobs import Update
 from slipstream.sequence import TokenLogprobs
@@ -67,7 +68,7 @@ class Running:
 
     def post(self, path, body, key=None):
         """Status and JSON of the answer; the body may be text."""
-        there = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        there = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE)
         text = body if isinstance(body, str) else json.dumps(body)
         headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}".encode()} if key else {})
         there.request("POST", path, text.encode(), headers)
@@ -98,7 +99,7 @@ def alone(llm, prompt=HI, **options):
 
 def idle(running):
     """Nothing is left of what was asked."""
-    end = monotonic() + 60
+    end = monotonic() + PATIENCE
     while running.server.service.running or running.server.service.reading or running.server.service.waiting():
         assert monotonic() < end, "answers go on that nobody reads"
         sleep(0.01)
@@ -382,12 +383,12 @@ def test_models_tokens_and_health(client, running, llm):
     assert (status, found["tokens"]) == (200, llm.tokenizer("The sea")["input_ids"])
     assert running.post("/detokenize", {"tokens": found["tokens"]})[1] == {"prompt": "The sea"}
     assert running.post("/tokenize", {"messages": HI})[1]["count"] > 10
-    with urllib.request.urlopen(f"{running.url}/health", timeout=60) as answer:
+    with urllib.request.urlopen(f"{running.url}/health", timeout=PATIENCE) as answer:
         assert json.load(answer) == {"status": "ok"}
 
 
 def test_the_schema_knows_what_is_answered_to_mistakes(running):
-    with urllib.request.urlopen(f"{running.url}/openapi.json", timeout=60) as answer:
+    with urllib.request.urlopen(f"{running.url}/openapi.json", timeout=PATIENCE) as answer:
         paths = json.load(answer)["paths"]
     for path in ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/tokenize"):
         assert set(paths[path]["post"]["responses"]) == {"200", "default"}  # and not FastAPI's 422
@@ -504,7 +505,7 @@ def test_the_page_shows_an_answer_and_no_hostile_text_acts(running, tmp_path):
         browser.run(f"document.getElementById('prompt').value = {json.dumps(hostile)}")
         browser.run("document.getElementById('max-tokens').value = 12")
         browser.run("document.getElementById('send').click()")
-        end = monotonic() + 60
+        end = monotonic() + PATIENCE
         while "per step" not in browser.run("document.getElementById('outcome').textContent"):
             assert monotonic() < end, browser.run("document.body.innerText")
             sleep(0.1)

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 from starlette.testclient import TestClient
 
+from patience import PATIENCE
 from slipstream import LLM, OptionError
 from slipstream.cli.serve import serve
 from slipstream.server.app import OPEN, Server
@@ -62,7 +63,7 @@ def refused(answer, status=400):
 
 def settled(server, *others):
     """Nothing runs, nothing waits, and every slot is free or holds a text that stays read, be it for others."""
-    end = monotonic() + 60
+    end = monotonic() + PATIENCE
     while (server.service.running or server.service.reading or server.service.waiting()) and monotonic() < end:
         sleep(0.02)
     with server.llm.engine.turn():
@@ -195,11 +196,13 @@ async def left_after(server, messages, body):
         left -= 1
         if left == 0:
             taken.set()
-            await asyncio.sleep(60)  # as to a client that reads nothing more; once it is gone, nothing waits for it
+            await asyncio.sleep(
+                2 * PATIENCE
+            )  # as to a client that reads nothing more; once it is gone, nothing waits for it
 
     if messages == 0:
         taken.set()
-    await asyncio.wait_for(server.app(scope, receive, send), 50)
+    await asyncio.wait_for(server.app(scope, receive, send), PATIENCE)
 
 
 @pytest.mark.parametrize("n", [1, 2])
@@ -314,7 +317,7 @@ def connected(port):
     """It listens a moment after it says so."""
     for _ in range(600):
         try:
-            return socket.create_connection(("127.0.0.1", port), 120)
+            return socket.create_connection(("127.0.0.1", port), PATIENCE)
         except ConnectionRefusedError:
             sleep(0.1)
     raise AssertionError("nobody listens")

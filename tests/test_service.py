@@ -11,6 +11,7 @@ from time import monotonic, sleep
 import pytest
 
 from families import graphs
+from patience import PATIENCE
 from slipstream import LLM, BusyError, ModelError, OptionError, PromptError
 from slipstream.answers import Updates
 from slipstream.drafters import make
@@ -51,7 +52,7 @@ class Listener:
             self.ended.set()
 
     def wait(self):
-        assert self.ended.wait(60), "no end in a minute"
+        assert self.ended.wait(PATIENCE), "no end"
         return self.updates[-1]
 
     @property
@@ -346,7 +347,7 @@ def test_an_event_loop_that_is_closed_ends_its_answers(llm):
         return Updates(llm.service, llm.request(PROMPTS[0], max_new_tokens=100_000, ignore_eos=True, max_draft=0))
 
     answers = asyncio.run(begin())
-    end = monotonic() + 60
+    end = monotonic() + PATIENCE
     while not answers.jobs[0].over:
         assert monotonic() < end, "an answer goes on that nobody hears"
         sleep(0.01)
@@ -359,7 +360,7 @@ def test_it_is_given_back_with_its_llm(tiny, monkeypatch):
     assert asyncio.run(llm.agenerate([1, 2], max_new_tokens=3, ignore_eos=True)).tokens
     thread, gone = llm.service._thread, weakref.ref(llm.engine)
     if thread is not None:
-        thread.join(10)
+        thread.join(PATIENCE)
         assert not thread.is_alive()  # it does not wait for ever
     del llm
     gc.collect()

@@ -8,7 +8,6 @@ from collections import Counter, defaultdict
 import numpy as np
 import pytest
 
-import store_jobs
 from slipstream.datastores.durable import contents as contents_module
 from slipstream.datastores.durable import state as state_module
 from slipstream.datastores.durable import store as store_module
@@ -291,8 +290,7 @@ def test_an_append_is_found_at_once_and_after_opening_again(folder, store):
             assert again.verify() == []
 
 
-def test_a_reader_in_another_process_sees_an_append_after_refresh(folder, store):
-    forker = store_jobs.Forker()
+def test_a_reader_in_another_process_sees_an_append_after_refresh(folder, store, forker):
     store.append([5, 6, 7])
     forker.start("follow", folder=str(folder), text=[5, 6])
     lines = forker.lines()
@@ -306,7 +304,6 @@ def test_a_reader_in_another_process_sees_an_append_after_refresh(folder, store)
     (folder / "asked1").touch()
     assert next(lines) == "[6, 9]"
     assert list(lines) == []
-    forker.close()
 
 
 def test_a_reader_sees_acknowledged_records_only(folder, store):

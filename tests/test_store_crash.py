@@ -25,13 +25,6 @@ KILLS = 90  # `bench/torture.py` does many more
 FAULTS = 120
 
 
-@pytest.fixture(scope="module")
-def forker():
-    forker = store_jobs.Forker()
-    yield forker
-    forker.close()
-
-
 class Model:
     """What must be in a store after some calls."""
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from patience import PATIENCE
 from slipstream.datastores.durable import contents as contents_module
 from slipstream.datastores.durable import store as store_module
 from slipstream.datastores.durable.manifest import COPY, NAME, read_manifest
@@ -373,7 +374,7 @@ def in_child(code, *given):
     """A program whose end is what matters."""
     program = textwrap.dedent(code)
     return subprocess.run(
-        [sys.executable, "-c", program, *map(str, given)], capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", program, *map(str, given)], capture_output=True, text=True, timeout=PATIENCE
     )
 
 

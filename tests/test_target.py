@@ -99,6 +99,28 @@ def test_a_tree_can_grow_level_by_level(tiny):
     close(torch.stack([scores.logits(i) for i in (3, 4, 5)]), expected[3:])
 
 
+def test_trees_of_several_texts_grow_together(tiny, monkeypatch):
+    """In one forward where as many nodes are known and rows are neighbours; each as if it were alone."""
+    model = tiny("llama")
+    target = open_target(model)
+    texts = [*TEXTS, [9, 9, 9], [1, 2]]
+    slots = [read(target, text)[0] for text in texts]
+    target.close(slots.pop(1))
+    del texts[1]  # rows 0, 2, 3 and 4 are left
+    small = [TokenTree.chain(20, [5]), TokenTree.root(20), TokenTree.chain(20, [5]), TokenTree.root(20)]
+    large = [TREES[0], TokenTree.chain(20, [8, 9])] * 2
+    batches, forward = [], target._forward
+    monkeypatch.setattr(target, "_forward", lambda s, *more: batches.append([x.row for x in s]) or forward(s, *more))
+    order = [2, 0, 3, 1]
+    for trees, known in ((small, [0] * 4), (large, [2, 1, 2, 1])):
+        given = [[each[i] for i in order] for each in (slots, trees, known)]
+        for i, scores in zip(order, target.extend(*given, Want()), strict=True):
+            found = torch.stack([scores.logits(node) for node in range(known[i], len(trees[i]))])
+            close(found, paths_alone(model, texts[i], trees[i])[known[i] :])
+    assert batches == [[0], [2, 3, 4], [2], [4], [0], [3]]
+    assert [slot.row for slot in slots] == [0, 2, 3, 4]  # nobody moved
+
+
 def test_a_batch_changes_its_members(tiny):
     """Slots come and go, rows move, and nobody's text changes."""
     model = tiny("llama")

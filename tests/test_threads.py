@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from families import graphs
+from patience import PATIENCE
 from slipstream import LLM, Proposal, TokenTree
 from slipstream.drafters.base import Drafter, DraftSession
 from slipstream.engine import Engine
@@ -118,8 +119,8 @@ def test_a_function_that_asks_within_a_step_gets_its_answer(tiny):
     with ThreadPoolExecutor(3) as pool:
         others = [pool.submit(llm.generate, [5 + i, 6], max_new_tokens=40, ignore_eos=True) for i in range(2)]
         mine = pool.submit(llm.generate, [5, 6, 7], max_new_tokens=6, processors=[ask])
-        assert mine.result(60).tokens
-        assert all(other.result(60).tokens for other in others)
+        assert mine.result(PATIENCE).tokens
+        assert all(other.result(PATIENCE).tokens for other in others)
     assert asked == [expected]
 
 

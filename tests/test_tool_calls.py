@@ -281,9 +281,9 @@ def test_a_degenerate_answer_takes_no_time():
     for loop in ("<tool_call>", "<tool_call>{", '<tool_call>{"a": "', "<tool", '{"a": [', "\n"):
         for parser in (Hermes, Llama):
             text = loop * (40_000 // len(loop))
-            started = time.perf_counter()
+            started = time.thread_time()  # of the processor, whoever else uses it
             assert parse(text, parser()) == (text, [])
-            assert time.perf_counter() - started < 5
+            assert time.thread_time() - started < 5
 
 
 def test_text_without_calls_is_never_held_back_but_for_whitespace_and_beginnings_of_tags():

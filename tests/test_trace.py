@@ -39,7 +39,7 @@ def check(lines, result, tmp_path):
 
 
 def test_a_trace_of_the_embedded_model(smol, tmp_path):
-    result = smol.generate(FRUIT, max_new_tokens=40, trace=True)
+    result = smol.generate(FRUIT, max_new_tokens=24, trace=True)
     check(result.trace, result, tmp_path)
     header, end = result.trace[0], result.trace[-1]
     assert (header["drafter"], header["accept"], header["exact"], header["prompt"]) == ("pld", "match", True, FRUIT)
@@ -47,16 +47,18 @@ def test_a_trace_of_the_embedded_model(smol, tmp_path):
     assert any(e["source"] == "pld" for s in steps(result.trace) for e in s["emitted"])
 
 
-@pytest.mark.parametrize("stop", ["bananas", "ana", ", pears, gr"])
-def test_pieces_add_up_when_a_stop_string_takes_text_back(smol, tmp_path, stop):
-    result = smol.generate(FRUIT, max_new_tokens=40, stop=stop, trace=True)
-    check(result.trace, result, tmp_path)
+def test_pieces_add_up_when_a_stop_string_takes_text_back(shallow, tmp_path):
+    whole = shallow.generate(FRUIT, max_new_tokens=24).text
+    for stop in (whole[10:18], whole[9:11], whole[17:31]):
+        result = shallow.generate(FRUIT, max_new_tokens=24, stop=stop, trace=True)
+        assert result.finish_reason == "stop"
+        check(result.trace, result, tmp_path)
 
 
-def test_pieces_add_up_for_any_unicode(smol, tmp_path):
+def test_pieces_add_up_for_any_unicode(shallow, tmp_path):
     """The model is made to say it, and is cut inside a character."""
     text = "日本語 🏳️‍🌈 naïve </script>"
-    tokens = smol.tokenizer(text, add_special_tokens=False)["input_ids"]
+    tokens = shallow.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def say(input_ids, scores):
         place = input_ids.shape[1] - length
@@ -65,19 +67,19 @@ def test_pieces_add_up_for_any_unicode(smol, tmp_path):
         return scores
 
     for count in (len(tokens), 1, 2, 5):
-        length = len(smol.request("Say it.").tokens)
-        result = smol.generate("Say it.", processors=[say], max_new_tokens=count, trace=True)
+        length = len(shallow.request("Say it.").tokens)
+        result = shallow.generate("Say it.", processors=[say], max_new_tokens=count, trace=True)
         check(result.trace, result, tmp_path)
 
 
-def test_every_answer_of_a_batch_has_its_own_trace(smol, tmp_path):
-    for result in smol.generate([FRUIT, "Hello!"], n=2, max_new_tokens=6, temperature=1.0, seed=1, trace=True)[0]:
+def test_every_answer_of_a_batch_has_its_own_trace(shallow, tmp_path):
+    for result in shallow.generate([FRUIT, "Hello!"], n=2, max_new_tokens=6, temperature=1.0, seed=1, trace=True)[0]:
         check(result.trace, result, tmp_path)
 
 
-def test_lines_reach_the_sink_as_soon_as_they_are_final(smol):
+def test_lines_reach_the_sink_as_soon_as_they_are_final(shallow):
     got = []
-    stream = smol.stream("Count to ten.", max_new_tokens=12, trace=got.append)
+    stream = shallow.stream("Count to ten.", max_new_tokens=12, trace=got.append)
     counts = [len(got) for _ in stream]
     assert counts == sorted(counts)
     assert counts[1] >= 1  # the header at once, steps one behind
@@ -96,12 +98,12 @@ def test_a_trace_without_a_tokenizer_shows_ids(tmp_path):
     assert any(len(s["nodes"]) > 3 for s in steps(result.trace))
 
 
-def test_half_characters_are_shown_as_bytes(smol):
-    shown = [readable(smol.tokenizer, t) for t in smol.tokenizer("🏳", add_special_tokens=False)["input_ids"]]
+def test_half_characters_are_shown_as_bytes(shallow):
+    shown = [readable(shallow.tokenizer, t) for t in shallow.tokenizer("🏳", add_special_tokens=False)["input_ids"]]
     assert len(shown) > 1
     assert "".join(shown).replace("⟨", "").replace("⟩", "") == "🏳".encode().hex().upper()
-    assert readable(smol.tokenizer, smol.tokenizer(" the")["input_ids"][0]) == " the"
+    assert readable(shallow.tokenizer, shallow.tokenizer(" the")["input_ids"][0]) == " the"
 
 
-def test_no_trace_unless_asked(smol):
-    assert smol.generate("Hello!", max_new_tokens=2).trace is None
+def test_no_trace_unless_asked(shallow):
+    assert shallow.generate("Hello!", max_new_tokens=2).trace is None

@@ -5,7 +5,6 @@ import importlib.util
 import itertools
 import json
 import math
-import socket
 from dataclasses import replace
 from pathlib import Path
 
@@ -210,6 +209,7 @@ def defined_loss(head, model, texts, weights, depths, first, stride):
     """The loss as it is defined, text by text and guess by guess, through the head's own `predict`."""
     recipe, total, count = weights.recipe, 0.0, 0
     ids = torch.arange(VOCABULARY) if head.draft_ids is None else head.draft_ids
+    columns = {token: column for column, token in enumerate(ids.tolist())}
     for text, counted in texts:
         tokens = torch.tensor([text])
         with torch.no_grad():
@@ -217,17 +217,17 @@ def defined_loss(head, model, texts, weights, depths, first, stride):
         hidden = out.hidden_states
         states = head.join({layer: hidden[layer] for layer in head.layers(len(hidden) - 1)})
         count += sum(counted[2:])
+        said = out.logits[0][:, ids].softmax(-1)
         for k, prediction in enumerate(head.predict(states, tokens, depths)):
             for i in range(len(text) - 2 - k):
                 at = i + 2 + k
                 if not counted[at] or i < first or (i - first) % stride:
                     continue
                 loss = 0.0
-                if text[at] in ids:
-                    log_q = prediction.logits[0, i].log_softmax(-1)
-                    p = out.logits[0, at - 1][ids].softmax(-1)
+                if text[at] in columns:
+                    log_q, p = prediction.logits[0, i].log_softmax(-1), said[at - 1]
                     label = torch.zeros(len(ids))
-                    label[ids.tolist().index(text[at])] = 1
+                    label[columns[text[at]]] = 1
                     labels = weights.labels
                     loss = -labels.entropy * ((p if labels.soft else label) * log_q).sum()
                     loss = recipe.tokens * (loss + labels.apart * (log_q.exp() - p).abs().sum())
@@ -241,6 +241,7 @@ def defined_loss(head, model, texts, weights, depths, first, stride):
     return total / count
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "labels", "hass", "sizes"),
     [
@@ -536,35 +537,24 @@ def test_a_loss_that_explodes_ends_the_run(walker, walks, tmp_path):
         train(walker, [walks], tmp_path / "head", Lesson("redrafter"), replace(QUICK, rate=1e30, warmup=0))
 
 
-JOB = """
-import os
-from pathlib import Path
-from slipstream.training.loop import TrainingPlan
-from slipstream.training.processes import Processes
-from slipstream.training.train import Lesson, train
-from transformers import AutoModelForCausalLM
-
-first = os.fork()
-os.environ |= {"RANK": str(int(first == 0)), "LOCAL_RANK": str(int(first == 0))}
-model, data, out = (Path(os.environ[name]) for name in ("MODEL", "DATA", "OUT"))
-plan = TrainingPlan(steps=7, batch_tokens=512, log_every=2, save_every=4, warmup=2)
-target = AutoModelForCausalLM.from_pretrained(model)
-train(target, [data], out, Lesson("eagle", any_author=True), plan, processes=Processes("cpu"))
-assert not first or os.waitpid(first, 0)[1] == 0
+LAUNCH = """
+import sys
+from torch.distributed.run import main
+main(sys.argv[1:])
 """
 
 
 @pytest.mark.slow
-def test_two_processes_do_what_one_does_with_twice_the_batches(walker, walks, tmp_path, forked):
+def test_two_launched_processes_do_what_one_does_with_twice_the_batches(walker, walks, tmp_path, forked):
+    """By torch's launcher, which `accelerate launch` calls for several GPUs; for several CPUs it would want MPI."""
     walker.save_pretrained(tmp_path / "model")
-    with socket.create_server(("localhost", 0)) as free:
-        port = free.getsockname()[1]
-    # What `torch.distributed.run` tells each process, and with it `accelerate launch` for several GPUs.
-    launch = {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
-    names = {"MODEL": tmp_path / "model", "DATA": walks, "OUT": tmp_path / "two"}
-    done = forked.run(code=JOB, OMP_NUM_THREADS=1, CUDA_VISIBLE_DEVICES="", **launch, **names)
+    words = ("--standalone", "--nproc-per-node", 2, "-m", "slipstream", "train", "eagle", "--any-author")
+    plan = ("--steps", 7, "--batch-tokens", 512, "--log-every", 2, "--save-every", 4, "--warmup", 2, "--rate", 1e-3)
+    files = ("--model", tmp_path / "model", "--data", walks, "--out", tmp_path / "two", "--device", "cpu")
+    done = forked.run(*words, *plan, *files, code=LAUNCH, OMP_NUM_THREADS=1, CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stderr
-    plan = TrainingPlan(steps=7, batch_tokens=512, accumulate=2, log_every=2, save_every=4, warmup=2)
+    assert " ".join(done.stdout.split()).count("use it with --drafter eagle") == 1  # one process tells
+    plan = TrainingPlan(steps=7, batch_tokens=512, accumulate=2, log_every=2, save_every=4, warmup=2, rate=1e-3)
     train(walker, [walks], tmp_path / "one", Lesson("eagle", any_author=True), plan)
     one, two = (read_log(tmp_path / name / "log.jsonl") for name in ("one", "two"))
     assert [line["step"] for line in two] == [2, 4, 6, 7]

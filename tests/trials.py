@@ -34,7 +34,8 @@ def trials(name: str, model: Any) -> list[Options]:
             store = embedded_answers(model)
             return [{"store": store, "live": True}, {"store": store, "unfiltered": True, "drafts": 3}]
         case "model":
-            return [{"draft_model": blurred(model), "mode": mode} for mode in ("greedy", "sample", "beam")]
+            draft = blurred(model)
+            return [{"draft_model": draft, "mode": mode, "depth": 3} for mode in ("greedy", "sample", "beam")]
         case "magicdec":  # half of a text, however short
             own = {"shortest": 0, "keys": 0.5, "sinks": 1, "window": 2}
             told = {"selection": "attended", "every": 2} if tells_attention(open_target(model)) else {}

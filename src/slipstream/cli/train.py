@@ -245,8 +245,9 @@ def opened(folder: Path, model: str | None, dtype: str | None, device: str | Non
     from slipstream.training import checkpoint
     from slipstream.training.processes import Processes
 
-    check_folder(folder)
     processes = Processes(device)
+    if processes.rank == 0:  # it makes and removes folders: others would take them for the user's
+        check_folder(folder)
     if model is None and processes.rank == 0:
         ensure_embedded()
     processes.wait()

@@ -112,6 +112,23 @@ class TreeTarget(Target):
         back = np.argsort(order)
         return [scores[i] for i in back]
 
+    def extend(
+        self, slots: Sequence[Slot], trees: Sequence[TokenTree], known: Sequence[int], want: Want
+    ) -> list[Scores]:
+        """In one forward those of as many known nodes that lie in neighbouring rows: nobody is moved for a draft."""
+        groups: list[list[int]] = []
+        for i in sorted(range(len(slots)), key=lambda i: (known[i], slots[i].row)):
+            last = groups[-1][-1] if groups else None
+            if last is not None and known[i] == known[last] and slots[i].row == slots[last].row + 1:
+                groups[-1].append(i)
+            else:
+                groups.append([i])
+        found: dict[int, Scores] = {}
+        for group in groups:
+            scores = self.score([slots[i] for i in group], [trees[i] for i in group], want, known[group[0]])
+            found.update(zip(group, scores, strict=True))
+        return [found[i] for i in range(len(slots))]
+
     def _watched(self, slot: Slot, tokens: Sequence[int]) -> torch.Tensor | None:
         with watching.watching(slot.length + len(tokens)) as seen:
             for _ in self.prefill(slot, tokens, Want()):

@@ -126,6 +126,7 @@ def distill(
     precision. force: even if it can't pay. pair: what steps take; None: it is measured."""
     processes = processes or Processes(str(model.device))
     checkpoint.check_folder(folder, resume)
+    processes.wait()  # the first one makes the folder, but not before all have looked
     name, vocabulary = Lender.of(model).name, Lender.of(model).vocab_size
     author = None if lesson.any_author else name
     texts, held_out = read_texts(data, vocabulary, author, lesson.length, lesson.count_all)

@@ -1,6 +1,7 @@
 """magicdec: a part of a text's keys says what the model says with everything else hidden; which part that is."""
 
 import copy
+import threading
 
 import numpy as np
 import pytest
@@ -11,11 +12,12 @@ from families import FAMILIES, graphs, tiny_model
 from slipstream import LLM
 from slipstream.budget import Budget
 from slipstream.drafters import make
-from slipstream.drafters.magicdec import chosen_blocks
+from slipstream.drafters.magicdec import by_block, chosen_blocks, pooled
 from slipstream.engine import Engine
 from slipstream.errors import DrafterError, OptionError
+from slipstream.kernels.sizes import PAGE
 from slipstream.request import Request
-from slipstream.targets import Want, open_target
+from slipstream.targets import Want, open_target, watching
 from slipstream.targets.masks import additive_masks, mask_kinds
 from slipstream.tree import TokenTree
 
@@ -135,11 +137,77 @@ def test_attention_is_told_as_the_model_computes_it(family, tiny):
         target.close(slot)
 
 
-def weights_at(length, *places):
-    """Much is attended to there, so that neighbours count too."""
+def root_weights(model, tokens):
+    """(length,) what the last token attends to, over all layers and heads: the whole softmax, in float64."""
+    eager = copy.deepcopy(model).to("cpu", torch.float64)
+    eager.set_attn_implementation("eager")
+    with torch.inference_mode():
+        layers = eager(input_ids=torch.tensor([tokens]), output_attentions=True).attentions
+    return sum(layer[0, :, -1].sum(0) for layer in layers)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "bloom", "qwen2-sliding"])
+def test_a_verification_tells_what_its_root_attends_to(family, tiny):
+    """Of two texts, one of which is longer than a page and was told an accepted branch before; a third does not ask."""
+    texts, path = [[1 + (17 + j) * i % 60 for i in range(n)] for j, n in enumerate((190, 40, 70))], [0, 2, 4]
+    targets = [open_target(tiny(family)), *([graphs(tiny(family))] if family != "bloom" else [])]
+    for target in targets:
+        slots = [read(target, text) for text in texts]
+        target.score(slots, [TREE] * 3, Want())
+        target.commit(slots[0], path)
+        (quiet, *_) = target.score(slots, [TREE] * 3, Want())
+        quiet = quiet.every().clone()
+        for slot in slots[:2]:
+            slot.asks = True
+        (loud, *_) = target.score(slots, [TREE] * 3, Want())
+        torch.testing.assert_close(loud.every(), quiet, rtol=0, atol=0)  # asking changes nothing else
+        for slot in slots[:2]:
+            expected = root_weights(tiny(family), [*slot.tokens, int(TREE.tokens[0])])
+            expected = torch.from_numpy(by_block(expected.float(), target.block))
+            torch.testing.assert_close(slot.attended, expected, rtol=0, atol=2e-4)
+        assert slots[2].attended is None
+        assert not any(slot.asks for slot in slots)
+        told = slots[0].attended.clone()
+        target.score(slots, [TREE] * 3, Want())
+        assert torch.equal(slots[0].attended, told)  # whoever asks is told once
+
+
+def test_other_threads_are_not_watched(tiny):
+    """Another model may run there at the same time."""
+    other = open_target(tiny("qwen2"))
+    with watching.watching(1, 99) as seen:
+        thread = threading.Thread(target=read, args=(other, TEXT))
+        thread.start()
+        thread.join()
+        assert seen.layers == 0
+        read(open_target(tiny("llama")), TEXT)
+        assert seen.layers > 0
+
+
+def test_what_was_told_selects(tiny, long):
+    """The first draft knows nothing; the next one has what the verification attended to, by token or by page."""
+    for target, length, first, next_ in (
+        (open_target(tiny("llama")), 200, [0, 195, 196, 197, 198, 199], [0, 69, 70, 71, 72, 199]),  # pooled over five
+        (graphs(long), 900, [0, 3, 4, 5, 6, 7], [0, 2, 4, 5, 6, 7]),
+    ):
+        slot, size = read(target, [1 + 17 * i % 60 for i in range(length)]), target.block
+        drafter = make("magicdec", target, None, selection="attended", shortest=0, keys=6 * size, sinks=1, window=1)
+        session = drafter.begin(Request(slot.tokens, 9))
+        session.follow(slot)
+        assert session._blocks(slot) == first
+        target.score([slot], [TREE], Want())
+        assert len(slot.attended) == length // size + 1  # the root is told of too
+        slot.attended = torch.zeros(length // size + 1)
+        slot.attended[2 if size == PAGE else 70] = 1.0
+        assert session._blocks(slot) == next_
+        target.close(slot)
+
+
+def weights_at(length, *places, size=1):
+    """Much is attended to there, so that neighbours count too; by block."""
     found = torch.zeros(length)
     found[list(places)] = 1.0
-    return found
+    return by_block(pooled(found), size)
 
 
 @pytest.mark.parametrize(
@@ -154,7 +222,7 @@ def weights_at(length, *places):
         (512, 128, 128, 0, 1, None, [3]),  # the block that the text ends in
         (385, 128, 128, 0, 2, None, [2, 3]),  # a window over two blocks
         (20, 1, 7, 1, 1, weights_at(20, 10), [0, 8, 9, 10, 11, 12, 19]),  # pooled over five
-        (900, 128, 512, 16, 32, weights_at(800, 300, 420, 421), [0, 3, 6, 7]),  # told before the text went on
+        (900, 128, 512, 16, 32, weights_at(800, 300, 420, 421, size=128), [0, 3, 6, 7]),  # told before the text went on
     ],
 )
 def test_what_is_selected(length, size, keys, sinks, window, weights, expected):
@@ -166,7 +234,7 @@ def test_what_is_selected(length, size, keys, sinks, window, weights, expected):
 def test_with_all_keys_every_draft_is_right(selection, options, tiny):
     """Keys at wrong positions, or of other tokens, would guess wrong."""
     mode = {"mode": "sample", "width": 1} if options else {}
-    llm = LLM(tiny("llama"), drafter="magicdec", selection=selection, every=2, **ALL, **mode)
+    llm = LLM(tiny("llama"), drafter="magicdec", selection=selection, **ALL, **mode)
     result = llm.generate(TEXT, max_new_tokens=25, ignore_eos=True, **options)
     assert result.stats.accepted == result.stats.nodes_verified > 15
     assert (
@@ -181,7 +249,7 @@ def engine_texts(target, drafter, requests, batch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"mode": "beam", "width": 2, "selection": "attended", "every": 3}])
+@pytest.mark.parametrize("options", [{}, {"mode": "beam", "width": 2, "selection": "attended"}])
 def test_on_pages_sequences_draft_together_and_end_by_themselves(options, long, monkeypatch):
     """Texts of one, three and four pages, answers of different lengths."""
     prompts = [[1 + (17 + j) * i % 60 for i in range(n)] for j, n in enumerate((60, 380, 400))]

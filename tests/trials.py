@@ -38,7 +38,7 @@ def trials(name: str, model: Any) -> list[Options]:
             return [{"draft_model": draft, "mode": mode, "depth": 3} for mode in ("greedy", "sample", "beam")]
         case "magicdec":  # half of a text, however short
             own = {"shortest": 0, "keys": 0.5, "sinks": 1, "window": 2}
-            told = {"selection": "attended", "every": 2} if tells_attention(open_target(model)) else {}
+            told = {"selection": "attended"} if tells_attention(open_target(model)) else {}
             return [own | {"mode": "sample"}, own | told | {"mode": "beam", "keys": 4}]
         case "eagle":
             return [{"drafter_path": HEADS["eagle"].fresh(model), "depth": 4, "width": 4}]

@@ -11,9 +11,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import slipstream
-from families import FAMILIES
+from families import FAMILIES, tiny_model
 from oracle import Oracle
 from slipstream import LLM, drafters
+from slipstream.drafters.magicdec import by_block
 from slipstream.errors import ModelError
 from slipstream.heads import HEADS
 from slipstream.sampling import Sampler, Sampling
@@ -21,6 +22,7 @@ from slipstream.targets import Want, load_model, open_target
 from slipstream.targets.captured.function import Captured
 from slipstream.targets.captured.graph_target import ROWS, GraphTarget
 from slipstream.tree import TokenTree
+from test_magicdec import root_weights
 from test_threads import answer, some_request
 from trials import trials
 
@@ -235,6 +237,41 @@ def test_twins_share_pages_until_they_write(wide):
     for s in (*twins, slot):
         wide.close(s)
     assert wide.arena.free == free
+
+
+def test_asking_what_was_attended_to_keeps_the_bits(wide):
+    """Of one sequence, of few and of more; steps that ask stand between others."""
+    texts, tree = [some(100 + 173 * i, i) for i in range(12)], TokenTree.build(some(5, 2), [-1, 0, 0, 1, 3])
+    slots = [read(wide, text) for text in texts]
+    for batch in (1, 3, 12):
+        quiet = [s.every().clone() for s in wide.score(slots[:batch], [tree] * batch, Want(rows=8))]
+        for _ in range(2):
+            for slot in slots[:batch]:
+                slot.asks, slot.attended = True, None
+            loud = wide.score(slots[:batch], [tree] * batch, Want(rows=8))
+            assert all(torch.equal(a.every(), b) for a, b in zip(loud, quiet, strict=True))
+        for slot in slots[:batch]:  # every head of every layer has a whole to share out
+            assert len(slot.attended) == slot.length // 128 + 1
+            assert float(slot.attended.sum()) == pytest.approx(4 * 12, rel=1e-4)
+        again = wide.score(slots[:batch], [tree] * batch, Want(rows=8))
+        assert all(torch.equal(a.every(), b) for a, b in zip(again, quiet, strict=True))
+    for slot in slots:
+        wide.close(slot)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "qwen2-sliding"])
+def test_a_verification_tells_what_its_roots_attend_to(family):
+    model = tiny_model(family, max_position_embeddings=2048).to("cuda")
+    target, tree = open_target(model, memory=0.02), TokenTree.build([4, 5, 6, 7, 8], [-1, 0, 0, 1, 2])
+    assert isinstance(target, GraphTarget)
+    slots = [read(target, [1 + (17 + j) * i % 60 for i in range(n)]) for j, n in enumerate((900, 255, 40))]
+    for some_slots in (slots[:1], slots):
+        for slot in some_slots:
+            slot.asks = True
+        target.score(some_slots, [tree] * len(some_slots), Want(rows=8))
+        for slot in some_slots:
+            expected = torch.from_numpy(by_block(root_weights(model, [*slot.tokens, 4]).float(), target.block))
+            torch.testing.assert_close(slot.attended, expected, rtol=0, atol=2e-3)
 
 
 def test_drawn_tokens_are_those_of_the_cpu(wide):

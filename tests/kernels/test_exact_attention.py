@@ -15,7 +15,9 @@ from slipstream.kernels import exact_attention as exact
 from slipstream.kernels.ops import gathered_attention
 from slipstream.kernels.sizes import PAGE, TILE, WIDE
 
-pytestmark = [  # the interpreter's: e^2x in a soft cap may be infinite, and rows beside the one looked at not a number
+# The interpreter's: e^2x in a soft cap may be infinite, log 0 too, and rows beside the one looked at not a number.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:divide by zero"),
     pytest.mark.filterwarnings("ignore:overflow encountered"),
     pytest.mark.filterwarnings("ignore:All-NaN"),
 ]
@@ -280,6 +282,55 @@ def test_pages_pieces_and_lists_of_rows_keep_the_bits(shared, options, dtype, mo
         if (s, p) in alone:
             same_bits(together[i], alone[s, p])
     assert not together[len(rows) :].any(), "padding gives zeros"
+
+
+def shares(text, position, *, window=None, soft_cap=None):
+    """(heads, pages) which share of its weights the token there has on each page: one softmax, in float64."""
+    h = text.heads
+    query = text.queries[:, position].double().view(h.key, -1, 1, h.d)
+    scores = (query @ text.keys[:, None, : position + 1].double().transpose(2, 3))[:, :, 0] * h.d**-0.5
+    if soft_cap is not None:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
+    if window is not None:
+        scores[..., : max(0, position + 1 - window)] = -torch.inf
+    weights = scores.softmax(-1).flatten(0, 1)
+    return torch.nn.functional.pad(weights, (0, -weights.shape[1] % PAGE)).unflatten(1, (-1, PAGE)).sum(2)
+
+
+TOLD = [*product([PAIR], OPTIONS), (GROUPED, FULL)]
+if CUDA:
+    TOLD += [(MANY, WINDOW), (LLAMA_3, FULL), (SMOL, FULL), (GEMMA, {"window": 100, "soft_cap": 50.0})]
+
+
+@pytest.mark.parametrize("dtype", DTYPES if CUDA else [torch.float32], ids=str)
+@pytest.mark.parametrize(("heads", "options"), TOLD, ids=str)
+@pytest.mark.parametrize(("shared", "tile"), [(1, TILE), (512, TILE)] + ([(512, WIDE)] if CUDA else []))
+def test_roots_tell_what_they_attend_to(shared, tile, heads, options, dtype, monkeypatch):
+    """Three texts, whose roots stand within a block, at the end of a page, and at the beginning of the text; by many
+    programs and by one, which merges splits. What is told of two layers adds up; asked or not, the bits are the same.
+    """
+    monkeypatch.setattr(exact, "SHARED", shared)
+    roots = (9000 if CUDA else 170, 127, 0)  # on a GPU, beyond splits of one page
+    texts = [Text(heads, dtype, root + 2, seed=10 * i) for i, root in enumerate(roots)]
+    keys, values, table = in_pages(texts)
+    rows = [(s, root, p) for s, root in enumerate(roots) for p in (root, root + 1)]
+    n, groups = 7, heads.query // heads.key
+    quiet = of_list(keys, values, table, texts, rows, n, groups, tile=tile, **options)
+    told = torch.full((table.shape[1] * PAGE // exact.BLOCK, n, heads.query), torch.nan, device=DEVICE)
+    heard = torch.zeros((n, heads.query, table.shape[1]), device=DEVICE)
+    for layers in (1, 2):
+        asked = {"told": told, "heard": heard}
+        same_bits(of_list(keys, values, table, texts, rows, n, groups, tile=tile, **asked, **options), quiet)
+        expected = torch.zeros_like(heard)
+        for i, (s, root, position) in enumerate(rows):
+            if position == root:
+                found = layers * shares(texts[s], position, **options)
+                expected[i, :, : found.shape[1]] = found
+        torch.testing.assert_close(heard, expected, atol=CLOSE[dtype] / 4, rtol=CLOSE[dtype] / 4)
+    lone = torch.zeros_like(heard)  # one sequence has no table of tiles
+    of_list(keys, values, table, texts, rows[:2], n, tile=tile, told=told, heard=lone, **options)
+    torch.testing.assert_close(2 * lone[0], heard[0], atol=1e-6, rtol=1e-6)
+    assert not lone[1:].any()
 
 
 @pytest.mark.parametrize(("heads", "options"), KINDS if CUDA else [(GROUPED, FULL), (LARGE, WINDOW)], ids=str)

@@ -16,10 +16,10 @@ Selections:
 
 - `streaming`: the first `sinks` tokens and the latest ones (Xiao et al., StreamingLLM, 2023).
 - `snapkv`: besides, what the prompt's last `window` tokens attend to, pooled over neighbours (Li et al., SnapKV, 2024).
-- `attended`: the same of the text's last tokens, looked at again after every `every` drafts (Zhao et al., SparseSpec,
-  2025, who take it from the verification itself).
+- `attended`: what the latest verification's root attended to (Zhao et al., SparseSpec, 2025). The verification tells it
+  by itself (`Slot.asks`); the first draft, before there was one, is that of `streaming`.
 
-The last two read the window once more, with all keys, when they select.
+`snapkv` reads the window once more, with all keys, when it selects.
 """
 
 from __future__ import annotations
@@ -50,11 +50,10 @@ POOL = 5  # neighbouring tokens whose weights are averaged, so that words stay w
 
 @dataclass(frozen=True)
 class MagicDecOptions:
-    selection: str = "streaming"  # or snapkv: what the prompt's end attends to; attended: what the latest tokens do
+    selection: str = "streaming"  # or snapkv: what the prompt's end attends to; attended: what the last step did
     keys: float = 512  # of the text that it drafts with: tokens, or below 1 a share of the text
     sinks: int = 16  # the first tokens, which are always among them
-    window: int = 32  # the latest tokens, which are too, and whose attention selects
-    every: int = 16  # drafts after which attended selects anew
+    window: int = 32  # the latest tokens, which are too; for snapkv those at the prompt's end, whose attention selects
     shortest: int = 2048  # it drafts nothing in texts shorter than this, where reading keys takes little of a step
     mode: str = "greedy"  # greedy: its best tokens; sample: drawn as the request draws; beam: its best paths
     depth: int = 4  # tokens ahead
@@ -67,7 +66,7 @@ class MagicDecOptions:
             raise OptionError(f"selection={self.selection!r} is unknown: there are {', '.join(SELECTIONS)}")
         if self.keys <= 0:
             raise OptionError(f"keys={self.keys}: give a number of tokens, or a share of the text between 0 and 1")
-        least = {"sinks": 0, "window": 1, "every": 1, "shortest": 0}
+        least = {"sinks": 0, "window": 1, "shortest": 0}
         for name, value in least.items():
             if getattr(self, name) < value:
                 raise OptionError(f"{name} must be at least {value}, found {getattr(self, name)}")
@@ -118,8 +117,7 @@ class MagicDecSession(LevelSession):
         self.drafter, self.target = drafter, drafter.target
         self._slot: Slot | None = None  # the text's
         self._part: Part | None = None
-        self._weights: torch.Tensor | None = None  # by token of the text, when somebody looked
-        self._drafts = 0  # since then
+        self._prompt: NDArray[np.float32] | None = None  # what snapkv found its end attends to, by block
 
     def follow(self, slot: Slot | None) -> None:
         self._slot = slot
@@ -149,27 +147,31 @@ class MagicDecSession(LevelSession):
 
     def close(self) -> None:
         self.let_go()
-        self._slot = self._weights = None
+        self._slot = self._prompt = None
 
     def _blocks(self, slot: Slot) -> list[int]:
         """Those that it drafts with now."""
-        o, weights = self.options, None
-        if o.selection != "streaming":
-            stale = self._drafts >= o.every and o.selection == "attended"
-            if self._weights is None or stale:
-                self._weights, self._drafts = self.target.attended(slot, o.window), 0
-            self._drafts += 1
-            weights = self._weights
-        return chosen_blocks(slot.length, self.target.block, o.keys, o.sinks, o.window, weights)
+        o, size, told = self.options, self.target.block, None
+        if o.selection == "snapkv":
+            if self._prompt is None:
+                weights = self.target.attended(slot, o.window)
+                assert weights is not None, "a model that does not tell is refused"
+                self._prompt = by_block(pooled(weights), size)
+            told = self._prompt
+        elif o.selection == "attended":
+            slot.asks = True
+            if slot.attended is not None:  # by block; blocks of one token are pooled, as those of snapkv
+                told = (pooled(slot.attended) if size == 1 else slot.attended).numpy()
+        return chosen_blocks(slot.length, size, o.keys, o.sinks, o.window, told)
 
 
 def chosen_blocks(
-    length: int, size: int, keys: float, sinks: int, window: int, weights: torch.Tensor | None = None
+    length: int, size: int, keys: float, sinks: int, window: int, told: NDArray[np.float32] | None = None
 ) -> list[int]:
     """Numbers of the blocks of `size` tokens that a text of this length is drafted with, in order.
 
     keys: tokens, or below 1 a share. The block the text ends in, its last `window` tokens and its first `sinks` are
-    always among them; the others are the latest, or those with the largest weights, which may end before the text does.
+    always among them; the others are the latest, or those with the largest weights. told: by block, as far as known.
     """
     there = -(-length // size)
     wanted = round(keys * length) if keys < 1 else int(keys)
@@ -177,16 +179,21 @@ def chosen_blocks(
     always = {*range(min(there, -(-sinks // size))), *latest}
     room = -(-wanted // size) - len(always)
     others = [block for block in reversed(range(there)) if block not in always]  # the latest first
-    if weights is not None:
-        told = block_weights(weights, size)
-        others.sort(key=lambda block: -told[block] if block < len(told) else 0.0)
+    if told is not None:
+        weights = np.zeros(there, np.float32)
+        weights[: len(told)] = told[:there]
+        others = [others[i] for i in np.argsort(-weights[others], kind="stable")]
     return sorted(always | set(others[: max(0, room)]))
 
 
-def block_weights(weights: torch.Tensor, size: int) -> NDArray[np.float32]:
-    """Of each block: the sum of its tokens' weights, each averaged with its neighbours'."""
-    pooled = torch.nn.functional.avg_pool1d(weights.float()[None], POOL, 1, POOL // 2)[0].cpu()
-    padded = torch.nn.functional.pad(pooled, (0, -len(pooled) % size))
+def pooled(weights: torch.Tensor) -> torch.Tensor:
+    """(length,) weights by token, each averaged with its neighbours', on the host."""
+    return torch.nn.functional.avg_pool1d(weights.float()[None].cpu(), POOL, 1, POOL // 2)[0]
+
+
+def by_block(weights: torch.Tensor, size: int) -> NDArray[np.float32]:
+    """Of each block: the sum of its tokens' weights."""
+    padded = torch.nn.functional.pad(weights, (0, -len(weights) % size))
     found: NDArray[np.float32] = padded.view(-1, size).sum(1).numpy()
     return found
 

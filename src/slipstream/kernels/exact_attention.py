@@ -14,6 +14,10 @@ alone: the same instructions on tiles of the same shape. The second launch merge
 splits, by the very function that the first one merges with.
 
 Text may lie in pages of PAGE positions, anywhere in the cache: a table says where each page of a sequence is.
+
+Whoever wants to know what the roots attend to gives `told` and `heard`: then the first launch also writes down how much
+weight each block of text has for a root, and a third one makes shares of it, by page. Without them no instruction of
+the first two is another.
 """
 
 from __future__ import annotations
@@ -25,11 +29,10 @@ import triton  # type: ignore[import-not-found, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
 
 from slipstream.kernels.overlap import overlap, wait_turn
-from slipstream.kernels.sizes import PAGE, TILE, WIDE
+from slipstream.kernels.sizes import BLOCK, PAGE, TILE, WIDE
 
-# These and PAGE decide the bits, so none may depend on the number of rows or sequences or on the capacity.
+# These, BLOCK and PAGE decide the bits, so none may depend on the number of rows or sequences or on the capacity.
 NARROW, MIDDLE = 64, 256  # a split is one page up to this page, then 4, from this one on 16: so few in long texts
-BLOCK = 32  # positions scored at once
 
 # These decide who computes what, not the bits.
 WARPS = {TILE: 2, WIDE: 4}  # of the first launch: four take the wide products of a Hopper
@@ -37,6 +40,7 @@ COMBINING = 1  # warps of the second launch
 STAGES = 3  # blocks on their way from memory to a program
 SHARED = 512  # about how many programs read blocks of text: more than fill a GPU, few where capacity is unused
 CHUNK = 8  # splits that the second launch has on their way at a time
+TOLD = 32  # pages that the third launch looks at at a time
 OWN = 512  # about how many programs read late blocks: beyond it one takes several key heads
 
 LOG2_E = 1.4426950408889634
@@ -136,6 +140,9 @@ def exact_attention(
     # its tiles it is; a negative row: none
     tiles: torch.Tensor | None = None,
     tile: int = TILE,  # their rows × grouped heads: TILE or WIDE
+    told: torch.Tensor | None = None,  # (blocks, n, heads) float32, scratch
+    # (n, heads, pages) float32: to it is added which share of its weights a root, a row of depth 0, has on each page
+    heard: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """(b, n, heads, dv). The launches depend on shapes alone: a captured CUDA graph follows the integer tensors."""
     b, heads, n, d = query.shape
@@ -158,6 +165,9 @@ def exact_attention(
     assert capacity * max(keys.stride(2), values.stride(2)) < 1 << 31, "a row's keys lie within 2³¹ numbers"
     assert scratch.sums.numel() >= b * launch.slots * n * heads * dv, "the scratch was made for a smaller shape"
     assert scratch.stats.numel() >= b * launch.slots * n * heads * 2, "the scratch was made for a smaller shape"
+    assert heard is None or (b == 1 and heard.shape[:2] == (n, heads) and heard.is_contiguous()), "one list of rows"
+    assert (heard is None) == (told is None), "what is told is heard"
+    assert told is None or told.numel() >= -(-longest // BLOCK) * n * heads, "there is room for every block"
 
     out = torch.empty((b, n, heads, dv), dtype=query.dtype, device=query.device)
     span = min(tile, groups * max(1, b * n * kv_heads // OWN))
@@ -176,7 +186,7 @@ def exact_attention(
     }
     # fmt: off
     _partials[(launch.tiles * kv_heads * launch.turns + n * -(-heads // span), b)](
-        query, keys, values, rows, lengths, depths, paths, tables, tiles, scratch.stats, scratch.sums,
+        query, keys, values, rows, lengths, depths, paths, tables, tiles, scratch.stats, scratch.sums, told,
         *query.stride()[:3], *keys.stride()[:3], *values.stride()[:3],
         *rows.stride(), depths.stride(0), *paths.stride()[:2], 0 if tables is None else tables.stride(0),
         n, launch.slots, launch.splits, launch.tiles, launch.turns, span,
@@ -191,6 +201,12 @@ def exact_attention(
         n, launch.slots, launch.splits, window or 0,
         LATE=launch.late, CHUNK=CHUNK, num_warps=COMBINING, **constants,
     )
+    if heard is not None:
+        _share[(heads, n)](
+            lengths, depths, scratch.stats, told, heard, lengths.stride(1), n, launch.splits, window or 0,
+            heard.shape[2], HEADS=heads, BLOCK=BLOCK, PAGE=PAGE, WINDOW=window is not None, PAGES=TOLD,
+            num_warps=COMBINING, **overlap(),
+        )
     # fmt: on
     return out
 
@@ -208,7 +224,8 @@ def _merge(top1, sum1, acc1, top2, sum2, acc2):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _take(q, k, v, see, top, total, acc, scale, cap, TILE: tl.constexpr, BLOCK: tl.constexpr, CAP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A partial of rows q (TILE, dk), and one more block: k (BLOCK, dk), v (BLOCK, dv), see (TILE, BLOCK)."""
+    """A partial of rows q (TILE, dk), and one more block: k (BLOCK, dk), v (BLOCK, dv), see (TILE, BLOCK). Besides, the
+    block's own top score and sum of weights."""
     scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale  # (TILE, BLOCK)
     if CAP:
         # tanh x = 1 - 2 / (exp 2x + 1), which holds at both ends of the range too. 1.44… is log2 e.
@@ -219,7 +236,9 @@ def _take(q, k, v, see, top, total, acc, scale, cap, TILE: tl.constexpr, BLOCK: 
     origin = tl.where(block_top == float("-inf"), 0.0, block_top)
     weights = tl.exp2(scores - origin[:, None])
     block_acc = tl.dot(weights.to(v.dtype), v, input_precision="ieee")  # (TILE, PAD_V)
-    return _merge(top, total, acc, block_top, _sum(weights, TILE, BLOCK), block_acc)
+    block_total = _sum(weights, TILE, BLOCK)
+    top, total, acc = _merge(top, total, acc, block_top, block_total, block_acc)
+    return top, total, acc, block_top, block_total
 
 
 @triton.jit
@@ -269,7 +288,7 @@ def _first_seen(length, depth, window, BLOCK: tl.constexpr, WINDOW: tl.constexpr
 @triton.jit(do_not_specialize=["row_sequence", "row_row", "depth_sequence", "path_sequence", "path_row", "table_row",
                                "n", "slots", "splits", "tiles", "turns", "span", "window"])
 def _partials(  # type: ignore[no-untyped-def]
-    query, keys, values, rows, lengths, depths, paths, tables, tile_table, stats, sums,
+    query, keys, values, rows, lengths, depths, paths, tables, tile_table, stats, sums, told,
     q_sequence, q_head, q_row, k_row, k_head, k_column, v_row, v_head, v_column,  # strides
     row_sequence, row_row, depth_sequence, path_sequence, path_row, table_row,  # strides
     n, slots, splits, tiles, turns, span, scale, cap, window,
@@ -378,7 +397,11 @@ def _partials(  # type: ignore[no-untyped-def]
             see = at <= position[:, None]
             if WINDOW:
                 see &= at > position[:, None] - window
-            top, total, acc = _take(q, k, v, see, top, total, acc, scale, cap, TILE, BLOCK, CAP)
+            top, total, acc, block_top, block_total = _take(
+                q, k, v, see, top, total, acc, scale, cap, TILE, BLOCK, CAP
+            )
+            if told is not None:  # a row that sees nothing of the block: the logarithm of no weight is -inf
+                tl.store(told + (block * pitch + inner), block_top + tl.log2(block_total), mask=valid & (depth == 0))
             next_page = tl.minimum(block + 1, end_block - 1) // PER
             here = next_page
             if tables is not None:  # a block ahead, so that nobody waits for it
@@ -426,7 +449,7 @@ def _partials(  # type: ignore[no-untyped-def]
                 see = (at <= position[:, None]) & (reads == read)[:, None]
                 if WINDOW:
                     see &= at > position[:, None] - window
-                top, total, acc = _take(q, k, v, see, top, total, acc, scale, cap, TILE, BLOCK, CAP)
+                top, total, acc, _, _ = _take(q, k, v, see, top, total, acc, scale, cap, TILE, BLOCK, CAP)
             to = (splits + block - whole) * pitch
             tl.store(stat + to * 2, top, mask=valid)
             tl.store(stat + (to * 2 + 1), total, mask=valid)
@@ -506,3 +529,48 @@ def _combine(  # type: ignore[no-untyped-def]
     result = acc / tl.where(total == 0.0, 1.0, total)[:, None] + 0.0
     out += (sequence.to(tl.int64) * pitch + inner) * DV
     tl.store(out + dv, result.to(out.dtype.element_ty), mask=inside)
+
+
+# fmt: off
+@triton.jit(do_not_specialize=["row_row", "n", "splits", "window", "pages"])
+def _share(  # type: ignore[no-untyped-def]
+    lengths, depths, stats, told, heard, row_row, n, splits, window, pages,
+    HEADS: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, PAGES: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    # fmt: on
+    """One head of one row, if that is a root: its weights by page, which are 1 together, are added to those of other
+    layers. Text is known by block; the one late block that a root sees is where the text ends."""
+    PER: tl.constexpr = PAGE // BLOCK
+    head, row = tl.program_id(0), tl.program_id(1)
+    wait_turn(EARLY)
+    depth = tl.load(depths + row)
+    if depth != 0:
+        return
+    length = tl.load(lengths + row * row_row)
+    whole = length // BLOCK  # the late block's number
+    seen = _first_seen(length, depth, window, BLOCK, WINDOW)
+    pitch = n.to(tl.int64) * HEADS
+    inner = row * HEADS + head
+    late = stats + (splits * pitch + inner) * 2
+    late = tl.load(late) + tl.log2(tl.load(late + 1))  # in powers of two, as all of this
+    within = tl.arange(0, PAGES)[:, None] * PER + tl.arange(0, PER)[None, :]  # (PAGES, PER) blocks
+
+    top, total = late, late * 0 + 1.0
+    for first in range(seen // PER, whole // PER + 1, PAGES):
+        block = first * PER + within
+        there = (block >= seen) & (block < whole)
+        weight = tl.load(told + (block * pitch + inner), mask=there, other=float("-inf"))
+        new = tl.maximum(top, tl.max(tl.max(weight, 1), 0))
+        total = total * tl.exp2(top - new) + tl.sum(tl.sum(tl.exp2(weight - new), 1), 0)
+        top = new
+    heard += inner.to(tl.int64) * pages
+    for first in range(seen // PER, whole // PER + 1, PAGES):
+        block = first * PER + within
+        there = (block >= seen) & (block < whole)
+        weight = tl.load(told + (block * pitch + inner), mask=there, other=float("-inf"))
+        weight = tl.where(block == whole, late, weight)
+        share = tl.sum(tl.exp2(weight - top), 1) / total  # (PAGES,)
+        page = first + tl.arange(0, PAGES)
+        mine = page <= whole // PER
+        tl.store(heard + page, tl.load(heard + page, mask=mine, other=0.0) + share, mask=mine)

@@ -238,6 +238,39 @@ def _attended(query: torch.Tensor, _keys: torch.Tensor, values: torch.Tensor, *_
     return query.new_empty(b, n, heads, values.shape[3])
 
 
+@torch.library.custom_op("slipstream::attend_and_tell", mutates_args=("stats", "sums", "told", "heard"))
+def attend_and_tell(
+    query: torch.Tensor,  # (1, heads, n, d)
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    rows: torch.Tensor,
+    lengths: torch.Tensor,
+    depths: torch.Tensor,
+    paths: torch.Tensor,
+    tables: torch.Tensor | None,
+    tiles: torch.Tensor | None,
+    stats: torch.Tensor,
+    sums: torch.Tensor,
+    told: torch.Tensor,  # scratch
+    heard: torch.Tensor,  # (n, heads, pages)
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    tile: int = TILE,
+) -> torch.Tensor:
+    """`attend`, which adds to `heard` how much of its weight each root, a row of depth 0, has on each page."""
+    options = {"scale": scale, "window": window, "soft_cap": soft_cap, "tables": tables}
+    if query.device.type == "cuda":
+        from slipstream.kernels.exact_attention import Scratch, exact_attention
+
+        room, cut = Scratch(stats, sums), {"tiles": tiles, "tile": tile, "told": told, "heard": heard}
+        return exact_attention(query, keys, values, rows, lengths, depths, paths, room, **cut, **options)  # type: ignore[arg-type]
+    return gathered_attention(query, keys, values, rows, lengths, depths, paths, heard=heard, **options)  # type: ignore[arg-type]
+
+
+attend_and_tell.register_fake(_attended)
+
+
 def gathered_attention(
     query: torch.Tensor,
     keys: torch.Tensor,
@@ -251,6 +284,7 @@ def gathered_attention(
     window: int | None = None,
     soft_cap: float | None = None,
     tables: torch.Tensor | None = None,
+    heard: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention by path in plain torch: every row gathers its own keys."""
     b, heads, n, d = query.shape
@@ -272,6 +306,10 @@ def gathered_attention(
     if soft_cap is not None:
         scores = soft_cap * torch.tanh(scores / soft_cap)
     weights = scores.masked_fill(~see[:, None, None], -torch.inf).softmax(-1)
+    if heard is not None:
+        roots = (depths == 0)[:, 0]
+        by_page = torch.nn.functional.pad(weights[roots], (0, -weights.shape[3] % PAGE)).unflatten(3, (-1, PAGE)).sum(4)
+        heard[roots, :, : by_page.shape[3]] += by_page.flatten(1, 2)
     v = v.masked_fill(~see[:, None, :, None], 0.0)  # what nobody sees may be no number
     out = (weights @ v).masked_fill(~there[:, :, None, None], 0.0)
     return out.to(query.dtype).reshape(b, n, heads, dv)

@@ -30,9 +30,9 @@ def grouped_attention(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     batch, heads, n, _ = query.shape
-    if watching.watched is not None and attention_mask is not None:
-        scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-        watching.watched.see(query[0], key[0], attention_mask[0, 0], scale)
+    seen = watching.watched()
+    if seen is not None and attention_mask is not None:
+        seen.see(query, key, attention_mask, scaling if scaling is not None else query.shape[-1] ** -0.5)
     groups = heads // key.shape[1]
     if groups == 1 or attention_mask is None or kwargs.get("position_bias") is not None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)

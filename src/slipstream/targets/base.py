@@ -46,6 +46,8 @@ class Slot:
     pages: list[int] = field(default_factory=list)  # of the cache that it has read into, where that is cut into pages
     tree: TokenTree | None = None  # scored last, not yet committed
     pending: list[int] | None = None  # an accepted path whose rows still have to move into place
+    asks: bool = False  # whether the next `score` should tell what its root attends to
+    attended: torch.Tensor | None = None  # and what it told: weights by block of the text, over all layers and heads
 
     @property
     def length(self) -> int:
@@ -62,6 +64,10 @@ class Slot:
         self.pending = list(path)
         self.tokens.extend(self.tree.tokens[self.pending].tolist())
         self.tree = None
+
+    def hear(self, weights: torch.Tensor) -> None:
+        """What was asked for."""
+        self.attended, self.asks = weights, False
 
     def shared(self, tokens: Sequence[int]) -> int:
         """How many tokens it begins with that a text begins with too."""

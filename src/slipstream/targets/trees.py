@@ -108,7 +108,16 @@ class TreeTarget(Target):
 
     def score(self, slots: Sequence[Slot], trees: Sequence[TokenTree], want: Want, known: int = 0) -> list[Scores]:
         order = self._gather(slots)
-        scores = self._forward([slots[i] for i in order], [trees[i] for i in order], want, known)
+        slots, trees = [slots[i] for i in order], [trees[i] for i in order]
+        if known or not any(slot.asks for slot in slots):
+            scores = self._forward(slots, trees, want, known)
+        else:
+            width = max(slot.length for slot in slots) + max(map(len, trees))
+            with watching.watching(len(slots), width, watching.ROOTS) as seen:
+                scores = self._forward(slots, trees, want, known)
+            for slot, weights in zip(slots, seen.weights, strict=True):
+                if slot.asks:
+                    slot.hear(weights[: slot.length + 1])
         back = np.argsort(order)
         return [scores[i] for i in back]
 
@@ -130,10 +139,10 @@ class TreeTarget(Target):
         return [found[i] for i in range(len(slots))]
 
     def _watched(self, slot: Slot, tokens: Sequence[int]) -> torch.Tensor | None:
-        with watching.watching(slot.length + len(tokens)) as seen:
+        with watching.watching(1, slot.length + len(tokens)) as seen:
             for _ in self.prefill(slot, tokens, Want()):
                 pass
-        return seen.weights if seen.layers else None
+        return seen.weights[0] if seen.layers else None
 
     @torch.inference_mode()
     def _forward(
@@ -177,7 +186,7 @@ class TreeTarget(Target):
             inputs["logits_to_keep"] = 1
         if want.layers:
             inputs["output_hidden_states"] = True
-        told = watching.watched if self._config._attn_implementation == "eager" else None
+        told = watching.watched() if self._config._attn_implementation == "eager" else None
         if told is not None:  # others tell it themselves
             inputs["output_attentions"] = True
         asked = asked_states(self.model, want.layers)

@@ -1,55 +1,69 @@
 """What a forward attends to: weights by key, summed over layers, heads and rows.
 
-Attention functions say here what they were given. Nobody listens but within `watching`, since the weights of a long
-text take as long as the attention itself.
+Attention functions say here what they were given. Nobody listens but within `watching`, since the weights of many rows
+of a long text take as long as the attention itself; those of one row take reading the keys once more.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
+EVERY = slice(None)  # row counts
+ROOTS = slice(0, 1)  # of trees, whose first row is the root
+
 
 class Watched:
-    def __init__(self, width: int) -> None:
-        self.weights = torch.zeros(width)  # by key
+    def __init__(self, sequences: int, width: int, rows: slice = EVERY) -> None:
+        """width: keys that there will be."""
+        self.rows = rows  # of each sequence, whose weights count
+        self.weights = torch.zeros(sequences, width)  # by key
         self.layers = 0  # that told theirs
 
     def see(
         self,
-        query: torch.Tensor,  # (heads, n, d)
-        keys: torch.Tensor,  # (key heads, width, d)
-        mask: torch.Tensor,  # (n, width), to be added to the scores
+        query: torch.Tensor,  # (b, heads, n, d)
+        keys: torch.Tensor,  # (b, key heads, width, d)
+        mask: torch.Tensor,  # (b, 1, n, width), to be added to the scores
         scale: float,
         soft_cap: float | None = None,
     ) -> None:
         """A layer's queries and keys."""
-        heads, n, d = query.shape
-        rows = query.reshape(len(keys), -1, d).float()  # heads that share a key head stand side by side
-        scores = (rows @ keys.float().transpose(1, 2) * scale).view(heads, n, -1)
+        query, mask = query[:, :, self.rows], mask[:, :, self.rows]
+        b, heads, n, d = query.shape
+        rows = query.reshape(b, keys.shape[1], -1, d).float()  # heads that share a key head stand side by side
+        scores = (rows @ keys.float().transpose(2, 3) * scale).view(b, heads, n, -1)
         if soft_cap is not None:
             scores = soft_cap * torch.tanh(scores / soft_cap)
-        self.add((scores + mask).softmax(-1))
+        self._add((scores + mask).softmax(-1))
 
     def add(self, weights: torch.Tensor) -> None:
-        """A layer's weights, (…, width)."""
-        told = weights.float().flatten(0, -2).sum(0)
+        """A layer's weights, (b, heads, n, width)."""
+        self._add(weights[:, :, self.rows])
+
+    def _add(self, weights: torch.Tensor) -> None:
+        told = weights.float().sum((1, 2))
         self.weights = self.weights.to(told.device)
-        self.weights[: len(told)] += told
+        self.weights[:, : told.shape[1]] += told
         self.layers += 1
 
 
-watched: Watched | None = None  # of the forward under way
+_own = threading.local()  # other models may run in other threads
+
+
+def watched() -> Watched | None:
+    """Who wants to know about the forward under way."""
+    return getattr(_own, "watched", None)
 
 
 @contextmanager
-def watching(width: int) -> Iterator[Watched]:
-    """Within this, what forwards attend to is summed up. width: keys that there will be."""
-    global watched
-    watched = seen = Watched(width)
+def watching(sequences: int, width: int, rows: slice = EVERY) -> Iterator[Watched]:
+    """Within this, what this thread's forwards attend to is summed up."""
+    _own.watched = seen = Watched(sequences, width, rows)
     try:
         yield seen
     finally:
-        watched = None
+        _own.watched = None

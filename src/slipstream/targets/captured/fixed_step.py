@@ -18,15 +18,15 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from slipstream.kernels.draw import draw
 from slipstream.kernels.draw_inputs import History
-from slipstream.kernels.ops import attend, best, move_keys, walk, write_keys
-from slipstream.kernels.sizes import PAGE
+from slipstream.kernels.ops import attend, attend_and_tell, best, move_keys, walk, write_keys
+from slipstream.kernels.sizes import BLOCK, PAGE
 from slipstream.notices import doing
 from slipstream.stopwatch import preparing
-from slipstream.targets import watching
 from slipstream.targets.captured.compiled import compiled_layers
 from slipstream.targets.captured.inputs import TEXT, Inputs, Shape, fill
 from slipstream.targets.captured.recording import capture
 from slipstream.targets.states import asked_states
+from slipstream.targets.watching import Watched
 
 if TYPE_CHECKING:
     from slipstream.targets.captured.arena import Arena
@@ -85,9 +85,16 @@ class FixedStep:
     """A step of one shape. On a GPU it is captured; elsewhere it runs as it is, which is how tests try it."""
 
     def __init__(
-        self, target: StepTarget, shape: Shape, layers: tuple[int, ...], choice: str, captured: bool = True
+        self,
+        target: StepTarget,
+        shape: Shape,
+        layers: tuple[int, ...],
+        choice: str,
+        telling: bool = False,
+        captured: bool = True,
     ) -> None:
-        self.target, self.shape, self.layers, self.choice = target, shape, layers, choice
+        """telling: it also says what the roots attend to."""
+        self.target, self.shape, self.layers, self.choice, self.telling = target, shape, layers, choice, telling
         device, cuda, history = target.device, target.device.type == "cuda", choice == DRAWN_WITH_HISTORY
         size = Inputs.size(shape, history)
         self._host = torch.zeros(size, dtype=torch.int32, pin_memory=cuda)
@@ -103,6 +110,9 @@ class FixedStep:
         self._cache = Cache(layers=[GraphLayer(k, v, self.inputs) for k, v in target.arena.tensors()])
         self._mask = torch.zeros((1, 1, shape.rows, 1), dtype=target.dtype, device=device)  # nobody looks at it
         self._rows = torch.zeros(shape.sequences, dtype=torch.int32, device=device)  # of the arena: it has one
+        pages = self.tables.shape[1]
+        self.attended = torch.zeros((shape.rows if telling else 0, pages), pin_memory=cuda)  # by row and page
+        self.watched: Watched | None = None  # who wants to know what rows of text attend to, where nothing is captured
         self._graph: Any = None
         self._ended: Any = torch.cuda.Event() if cuda else None
         self.scratch = target.scratch(shape)
@@ -116,6 +126,11 @@ class FixedStep:
         ids, positions = self._device[: 2 * i.ids.numel()].long().view(2, *i.ids.shape)  # they come first
         for keys, values in self.target.arena.stores():  # all layers of one shape
             move_keys(keys, values, self._rows, i.sources, i.places, i.moves)
+        if self.telling:
+            rows, heads = self.shape.rows, self.target.model.config.get_text_config().num_attention_heads
+            pages, device = self.tables.shape[1], self._device.device
+            self.told = torch.empty((pages * PAGE // BLOCK, rows, heads), device=device)
+            self.heard = torch.zeros((rows, heads, pages), device=device)
         options: dict[str, Any] = {"output_hidden_states": True} if self.layers else {}
         if self.shape.ends < self.shape.rows:
             options["logits_to_keep"] = i.ends.long()
@@ -132,6 +147,8 @@ class FixedStep:
         self.hidden = {layer: h[0] for layer, h in asked(out).items()}  # (n, H)
         self.chosen = self._choose()
         self.answer.copy_(self.chosen, non_blocking=True)
+        if self.telling:
+            self.attended.copy_(self.heard.sum(1), non_blocking=True)
 
     def walk(self, room: int) -> torch.Tensor:
         """(1, 1 + 2·room) int64, on the device: see `ops.walk`. What the host will accept of a lone sequence's tree, if
@@ -168,7 +185,7 @@ class FixedStep:
             self._graph, _ = capture(self.run, self.target.memory)
 
     def _compiled(self) -> AbstractContextManager[None]:
-        if not self.target.compile or watching.watched is not None:
+        if not self.target.compile or self.watched is not None:
             return nullcontext()
         return compiled_layers(self.target.model, self._cache, self.target.compile)
 
@@ -208,29 +225,38 @@ def attention_by_path(
     assert under_way is not None, "only within a fixed step"
     i = under_way.inputs
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    if watching.watched is not None:
-        _tell(query, key, scale, sliding_window, softcap)
+    if under_way.watched is not None:
+        _tell(under_way, under_way.watched, query, key, scale, sliding_window, softcap)
     room = under_way.scratch
     rows = i.slots, i.lengths, i.depths, i.paths, under_way.tables, under_way.tiles(query.shape[1] // key.shape[1])
-    return attend(
-        query, key, value, *rows, room.stats, room.sums, scale, sliding_window, softcap, under_way.shape.tile
-    ), None
+    how = scale, sliding_window, softcap, under_way.shape.tile
+    if under_way.telling:
+        told = under_way.told, under_way.heard
+        return attend_and_tell(query, key, value, *rows, room.stats, room.sums, *told, *how), None
+    return attend(query, key, value, *rows, room.stats, room.sums, *how), None
 
 
-def _tell(query: torch.Tensor, key: torch.Tensor, scale: float, window: int | None, soft_cap: float | None) -> None:
+def _tell(
+    step: FixedStep,
+    watched: Watched,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+) -> None:
     """What the rows of a lone sequence, which are text, attend to."""
-    assert under_way is not None
-    assert watching.watched is not None
-    i, width = under_way.inputs, len(watching.watched.weights)
+    i, width = step.inputs, watched.weights.shape[1]
     text = i.depths[0] == TEXT
     at = torch.arange(width, device=key.device)
-    table = under_way.tables[i.slots[0, 0]].long()
+    table = step.tables[i.slots[0, 0]].long()
     ends = i.lengths[0, text][:, None]  # (rows, 1) positions that each sees
     hidden = at >= ends
     if window is not None:
         hidden |= at < ends - window
     mask = torch.zeros(hidden.shape, device=key.device).masked_fill(hidden, -torch.inf)
-    watching.watched.see(query[0, :, text], key[0, :, table[at // PAGE] * PAGE + at % PAGE], mask, scale, soft_cap)
+    keys = key[:, :, table[at // PAGE] * PAGE + at % PAGE]
+    watched.see(query[:, :, text], keys, mask[None, None], scale, soft_cap)
 
 
 AttentionInterface.register(NAME, attention_by_path)

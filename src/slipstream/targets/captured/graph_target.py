@@ -23,7 +23,6 @@ from slipstream.kernels.draw import drawable, needs_history, noise_keys
 from slipstream.kernels.sizes import PAGE, TILE, WIDE
 from slipstream.sampling import Sampler
 from slipstream.stopwatch import preparing
-from slipstream.targets import watching
 from slipstream.targets.base import Part, Scores, Slot, Target, Want
 from slipstream.targets.cache import LayerShape
 from slipstream.targets.captured import fixed_step as steps
@@ -33,6 +32,7 @@ from slipstream.targets.captured.inputs import DEEPEST, Shape, fill
 from slipstream.targets.captured.layers import fusable_layers, in_place
 from slipstream.targets.captured.modules import StandIns
 from slipstream.targets.trees import context_length, input_device, is_exact, is_quantised, unwrapped
+from slipstream.targets.watching import Watched
 from slipstream.tree import TokenTree
 from slipstream.turns import Turns
 
@@ -234,9 +234,9 @@ class GraphTarget(Target):
         tree = TokenTree.chain(tokens[0], tokens[1:])
         fill(step.host, self.arena.table, self.groups, [slot], [tree], [0], texts=1)
         self.arena.tell()
-        with watching.watching(slot.length + len(tokens)) as seen:
-            step()
-        return seen.weights
+        step.watched = seen = Watched(1, slot.length + len(tokens))
+        step()
+        return seen.weights[0]
 
     def score(self, slots: Sequence[Slot], trees: Sequence[TokenTree], want: Want, known: int = 0) -> list[Scores]:
         return self.extend(slots, trees, [known] * len(slots), want)
@@ -290,7 +290,8 @@ class GraphTarget(Target):
         drafts = trees[: len(trees) - texts]
         depth = max((tree.depth for tree in drafts), default=0) + 1
         ends = sum(map(len, drafts)) + texts if texts else None
-        step = self.step(self._shape(len(slots), rows, depth, ends), want.layers, choice(samplers))
+        telling = not texts and any(slot.asks for slot in slots)
+        step = self.step(self._shape(len(slots), rows, depth, ends), want.layers, choice(samplers), telling)
         for slot, tree in zip(slots, trees, strict=True):
             self.arena.reach(slot, slot.length + len(tree))
             slot.tree = tree
@@ -300,7 +301,17 @@ class GraphTarget(Target):
         self._tell(step, slots, trees, samplers, texts)
         self.arena.tell()
         step(want.during if samplers else None)  # whoever decides on the host knows what follows only then
+        if telling:
+            self._hear(step, slots, trees, known)
         return step
+
+    def _hear(self, step: FixedStep, slots: Sequence[Slot], trees: Sequence[TokenTree], known: Sequence[int]) -> None:
+        """A sequence's first row is its root."""
+        row = 0
+        for slot, tree, before in zip(slots, trees, known, strict=True):
+            if slot.asks and not before:
+                slot.hear(step.attended[row, : slot.length // PAGE + 1].clone())
+            row += len(tree) - before
 
     def _shape(self, sequences: int, rows: int, depth: int, ends: int | None = None) -> Shape:
         """Of a step that is wide enough. ends: of a step that reads text, the rows after which a token is wanted; else
@@ -373,12 +384,12 @@ class GraphTarget(Target):
         self._sample = found if same else self._sample
         return same
 
-    def step(self, shape: Shape, layers: tuple[int, ...], chosen: str) -> FixedStep:
+    def step(self, shape: Shape, layers: tuple[int, ...], chosen: str, telling: bool = False) -> FixedStep:
         if chosen == DRAWN_WITH_HISTORY and self._histories is not None and self.arena.rows > len(self._histories[0]):
             self._steps = {key: step for key, step in self._steps.items() if key[2] != DRAWN_WITH_HISTORY}
             self._told.clear()
             self._histories = None
-        key = (shape, layers, chosen)
+        key = (shape, layers, chosen, telling)
         if key not in self._steps:
             self._steps[key] = FixedStep(self, *key)
         return self._steps[key]

@@ -35,6 +35,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tests" / "ray"))
 from killing import kill_a_worker  # noqa: E402
 from ray.cluster_utils import Cluster  # noqa: E402
+from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
 
 import corpus as code  # noqa: E402
 import ray  # noqa: E402
@@ -60,6 +61,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folders", nargs="*")
     parser.add_argument("--corpus", action="store_true", help="The packages of bench/corpus.json.")
+    parser.add_argument("--bytes", action="store_true", help="Each byte is a token: many tokens with less work.")
     parser.add_argument("--megabytes", type=int, default=100)
     parser.add_argument("--segment-tokens", type=int, default=1 << 24)
     parser.add_argument("--shard-megabytes", type=int, default=SHARD_BYTES >> 20)
@@ -74,7 +76,8 @@ def main() -> None:
         if given.corpus:
             given.folders.append(unpacked())
         found = sources(given.folders, given.megabytes)
-        bench = Bench(Path(folder), given.segment_tokens, given.shard_megabytes << 20, found)
+        tokenizer = bytes_as_tokens(Path(folder)) if given.bytes else embedded.ensure() / "tokenizer.json"
+        bench = Bench(Path(folder), tokenizer, given.segment_tokens, given.shard_megabytes << 20, found)
         if given.sha256:
             bench.alone = {"sha256": given.sha256}
         runs = {
@@ -112,12 +115,23 @@ def unpacked() -> str:
     return str(place)
 
 
+def bytes_as_tokens(folder: Path) -> Path:
+    """A tokenizer that joins nothing."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.save(str(folder / "tokenizer.json"))
+    return folder / "tokenizer.json"
+
+
 class Bench:
-    def __init__(self, folder: Path, segment_tokens: int, shard_bytes: int, sources: list[SourceFile]) -> None:
+    def __init__(
+        self, folder: Path, tokenizer: Path, segment_tokens: int, shard_bytes: int, sources: list[SourceFile]
+    ) -> None:
         self.folder, self.sources = folder, sources
         self.segment_tokens, self.shard_bytes = segment_tokens, shard_bytes
-        tokenizer = FileTokenizer(embedded.ensure() / "tokenizer.json")
-        self.encoder, self.fingerprint = Encoder(tokenizer), tokenizer_fingerprint(tokenizer)
+        loaded = FileTokenizer(tokenizer)
+        self.encoder, self.fingerprint = Encoder(loaded), tokenizer_fingerprint(loaded)
         self.alone: dict[str, Any] = {}
 
     def killed(self, pause: float) -> dict[str, Any]:

@@ -21,6 +21,7 @@ import argparse
 import json
 import os
 import platform
+import random
 import subprocess
 import sys
 import tempfile
@@ -114,8 +115,7 @@ def answers_here(job: dict[str, Any]) -> Callable[[list[str]], Told]:
 
     def answer(prompts: list[str]) -> Told:
         found = [llm.generate(p, max_new_tokens=job["tokens"], max_draft=job["chain"]) for p in prompts]
-        steps = sum(len(each.tokens) - each.stats.accepted for each in found)
-        drafted = sum(each.stats.drafted for each in found)
+        steps, drafted = (sum(getattr(each.stats, name) for each in found) for name in ("steps", "nodes_verified"))
         return {"answers": [list(each.tokens) for each in found], "steps": steps, "drafted": drafted}
 
     return answer
@@ -174,15 +174,20 @@ def started(jobs: dict[str, dict[str, Any]]) -> Iterator[dict[str, Way]]:
 # ---- all ways, in turn
 
 
-def measure(jobs: dict[str, dict[str, Any]], warm: list[str], prompts: list[str], size: int) -> dict[str, list[Told]]:
-    """What each way told of each batch of prompts."""
+def measure(
+    jobs: dict[str, dict[str, Any]], warm: list[str], prompts: list[str], size: int, most: float
+) -> dict[str, list[Told]]:
+    """What each way told of each batch of prompts. most: seconds after which no further batch is begun."""
     told: dict[str, list[Told]] = {name: [] for name in jobs}
     with started(jobs) as ways:
         for way in ways.values():
             for i in range(0, len(warm), size):
                 way.ask(warm[i : i + size])
-        order = list(ways)
+        order, began = list(ways), perf_counter()
         for i in range(0, len(prompts), size):
+            if perf_counter() - began > most:
+                tell(f"{len(prompts) - i} prompts are left out: the time is over")
+                break
             for name in order:
                 told[name].append(ways[name].ask(prompts[i : i + size]))
             order = order[1:] + order[:1]  # nobody always follows the same one
@@ -240,6 +245,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="of an answer")
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 16], help="none: only write --answers")
     parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="of a repetition: then no batch is begun")
     parser.add_argument("--piece", type=int, help="tokens of a vLLM step, so that it reads prompts in pieces")
     parser.add_argument("--ways", nargs="+", default=list(WAYS))
     parser.add_argument("--head", help="the folder of an exported EAGLE-3 head")
@@ -253,6 +259,7 @@ def main() -> None:
 
     model = given.model or str(embedded.ensure())
     prompts = prompts_of(given.prompts, given.longest, given.limit)
+    random.Random(0).shuffle(prompts)  # files are sorted by kind, and a batch should have some of each
     job = {"model": model, "dtype": given.dtype, "context": 2048, "tokens": given.tokens, "piece": given.piece}
     more = [p for p in prompts_of(given.prompts, given.longest, 2 * given.limit + 32) if p not in prompts]
     warm = {size: more[: max(2, size)] for size in given.batches}
@@ -275,7 +282,7 @@ def main() -> None:
             jobs = {way: {**each, "size": size} for way, each in ways.items()}
             told: dict[str, list[Told]] = {way: [] for way in ways}
             for turn in range(given.repeats):
-                for way, batches in measure(jobs, warm[size], prompts, size).items():
+                for way, batches in measure(jobs, warm[size], prompts, size, given.seconds).items():
                     told[way] += batches
                 for way in ways if turn == given.repeats - 1 else ():
                     result[f"{way}, {size}"] = found = summary(told[way], told[given.ways[0]])

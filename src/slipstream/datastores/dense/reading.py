@@ -1,7 +1,7 @@
 """Reading documents with the target, in batches: in this process, or in several that have a model each.
 
-On a CPU every reader computes with one core. How many cores share a product decides in which order it is summed, and so
-how it is rounded: with one each, the bytes are the same whoever reads, and however many do.
+On a CPU every reader computes with one core. How many cores share a product may decide in which order it is summed, and
+so how it is rounded: with one each, the bytes are the same whoever reads, and however many do.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@ speed    a build by one machine alone, and by Ray with one and with two workers:
 kills    a build on a cluster of several nodes, while workers are killed at random and a node goes
 follow   a follower that is killed at random instants beside a writer: what it opens then, and how far it lags
 
-Sources are the Python files in the folders, up to --megabytes. Each part prints one JSON line. Needs Ray (see
+Sources are the Python files in the folders, up to --megabytes; or, with --corpus, those of the packages that
+`bench/corpus.py` lists, about 100M tokens, which are fetched once. Each part prints one JSON line. Needs Ray (see
 `make test-ray`).
 """
 
@@ -21,6 +22,7 @@ import shutil
 import sys
 import tempfile
 import threading
+import zipfile
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -33,7 +35,9 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tests" / "ray"))
 from killing import kill_a_worker  # noqa: E402
 from ray.cluster_utils import Cluster  # noqa: E402
+from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
 
+import corpus as code  # noqa: E402
 import ray  # noqa: E402
 from slipstream.cli.store import returned  # noqa: E402
 from slipstream.cluster import RayWorkers  # noqa: E402
@@ -46,6 +50,7 @@ from slipstream.datastores.ingest.encoding import Encoder, FileTokenizer, tokeni
 from slipstream.datastores.ingest.ingest import Ingested, ingest  # noqa: E402
 from slipstream.datastores.ingest.sharded import SHARD_BYTES, ingest_sharded  # noqa: E402
 from slipstream.datastores.ingest.sources import SourceFile, find_sources  # noqa: E402
+from slipstream.kept import cache_folder  # noqa: E402
 from slipstream.loading import embedded  # noqa: E402
 
 VOCABULARY = 49152
@@ -55,19 +60,33 @@ NODES = 3
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folders", nargs="*")
+    parser.add_argument("--corpus", action="store_true", help="The packages of bench/corpus.json.")
+    parser.add_argument("--bytes", action="store_true", help="Each byte is a token: many tokens with less work.")
     parser.add_argument("--megabytes", type=int, default=100)
     parser.add_argument("--segment-tokens", type=int, default=1 << 24)
     parser.add_argument("--shard-megabytes", type=int, default=SHARD_BYTES >> 20)
     parser.add_argument("--pause", type=float, default=15, help="Seconds between kills of workers, on average.")
+    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2], help="Of Ray's, for speed.")
+    parser.add_argument("--sha256", help="Of the build by one machine, from an earlier run: it is not made again.")
     parser.add_argument("--kills", type=int, default=40, help="Of a follower.")
     parser.add_argument("--part", action="append", choices=("speed", "kills", "follow"))
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         parts = given.part or ["speed", "kills", "follow"]
+        if given.corpus:
+            given.folders.append(unpacked())
         found = sources(given.folders, given.megabytes)
-        bench = Bench(Path(folder), given.segment_tokens, given.shard_megabytes << 20, found)
+        tokenizer = bytes_as_tokens(Path(folder)) if given.bytes else embedded.ensure() / "tokenizer.json"
+        bench = Bench(Path(folder), tokenizer, given.segment_tokens, given.shard_megabytes << 20, found)
+        if given.sha256:
+            bench.alone = {"sha256": given.sha256}
+        runs = {
+            "speed": lambda: bench.speed(given.workers),
+            "kills": lambda: bench.killed(given.pause),
+            "follow": lambda: follower(Path(folder), given.kills),
+        }
         for part in parts:
-            found = follower(Path(folder), given.kills) if part == "follow" else bench.run(part, given.pause)
+            found = runs[part]()
             about = {"part": part, "machine": platform.machine(), "cores": len(os.sched_getaffinity(0)), **found}
             print(json.dumps(about), flush=True)
 
@@ -82,20 +101,45 @@ def sources(folders: list[str], megabytes: int) -> list[SourceFile]:
     return found
 
 
+def unpacked() -> str:
+    """The Python files of all packages that are not held out. Kept, since names and times are part of a store."""
+    place = cache_folder() / "corpus" / "files"
+    if not place.exists():
+        with tempfile.TemporaryDirectory(dir=place.parent, prefix=".making-") as made:
+            for package in code._listed()["packages"]:
+                if not package["held_out"]:
+                    with zipfile.ZipFile(code._fetch(package)) as wheel:
+                        names = [m.filename for m in wheel.infolist() if m.filename.endswith(".py")]
+                        wheel.extractall(Path(made) / "files" / package["name"], names)
+            (Path(made) / "files").rename(place)  # whole or not at all
+    return str(place)
+
+
+def bytes_as_tokens(folder: Path) -> Path:
+    """A tokenizer that joins nothing."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.save(str(folder / "tokenizer.json"))
+    return folder / "tokenizer.json"
+
+
 class Bench:
-    def __init__(self, folder: Path, segment_tokens: int, shard_bytes: int, sources: list[SourceFile]) -> None:
+    def __init__(
+        self, folder: Path, tokenizer: Path, segment_tokens: int, shard_bytes: int, sources: list[SourceFile]
+    ) -> None:
         self.folder, self.sources = folder, sources
         self.segment_tokens, self.shard_bytes = segment_tokens, shard_bytes
-        tokenizer = FileTokenizer(embedded.ensure() / "tokenizer.json")
-        self.encoder, self.fingerprint = Encoder(tokenizer), tokenizer_fingerprint(tokenizer)
+        loaded = FileTokenizer(tokenizer)
+        self.encoder, self.fingerprint = Encoder(loaded), tokenizer_fingerprint(loaded)
         self.alone: dict[str, Any] = {}
 
-    def run(self, part: str, pause: float) -> dict[str, Any]:
-        return self.speed() if part == "speed" else {"alone": self._alone(), "ray, killed": self._killed(pause)}
+    def killed(self, pause: float) -> dict[str, Any]:
+        return {"alone": self._alone(), "ray, killed": self._killed(pause)}
 
-    def speed(self) -> dict[str, Any]:
+    def speed(self, workers: list[int]) -> dict[str, Any]:
         told = {"alone": self._alone()}
-        for cores in (1, 2):
+        for cores in workers:
             with one_machine(cores):
                 told[f"ray {cores}"] = self._by_ray({})
         return told

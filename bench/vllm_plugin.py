@@ -1,15 +1,18 @@
 """slipstream's proposer inside vLLM, beside none and vLLM's own: python bench/vllm_plugin.py --prompts FILE…
 
-The embedded model, greedy, by batches of each size; every way of drafting in a process of its own, one after the other.
-Told: how many texts are those of vLLM without speculation, tokens per step and text, tokens per second, and these
-against none; by the process's own seconds too, which other processes of the machine change less. `store` drafts from
-a store of the model's own answers to other prompts of the same files as well, which are written by vLLM first.
+Greedy answers, by batches of each size. Every way of drafting has a process of its own, and all of them answer each
+batch of prompts in turn, so what the machine does at the moment is the same for all. A repetition, or another batch
+size, begins with new processes: nobody drafts from an answer to the same prompt. Told: how many texts are those of vLLM
+without speculation, tokens per step and text, tokens per second, and these against none, with an interval of 95% over
+batches (a bootstrap). `store` drafts from a store of the model's own answers to other prompts of the same files as
+well. vLLM writes those first, or they are read from --answers.
+
 --head FOLDER: an EAGLE-3 head that `slipstream export --layout speculators` wrote; its chains there and here.
 
-vLLM counts what it drafted and accepted; a step of a text is a token that nobody drafted. It counts what was accepted
-beyond an answer's end too, so there are at most so many tokens per step. What is measured comes after one batch that is
-not, in which everybody compiles and slipstream measures what steps take. Runs in a Python that has vLLM (make test-vllm
-makes one) and gguf. Tables go to stderr, one JSON line last.
+A step of a text is one in which vLLM gave it tokens; those beyond an answer's end don't count. What is measured comes
+after some answers that are not, in which everybody compiles and slipstream measures what steps take. Runs in a Python
+that has vLLM and gguf (make test-vllm makes one); `suffix` needs more (tests/vllm/environment.py). Tables go to stderr,
+one JSON line last.
 """
 
 from __future__ import annotations
@@ -17,9 +20,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import platform
+import random
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from time import perf_counter, process_time
 from typing import Any
@@ -30,6 +37,8 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4,
 SUFFIX = {"method": "suffix", "num_speculative_tokens": 12}
 OURS = {"method": "custom_class", "model": "slipstream.vllm.Proposer", "num_speculative_tokens": 12}
 WAYS: dict[str, Any] = {"none": None, "ngram": NGRAM, "suffix": SUFFIX, "slipstream": OURS, "store": OURS}
+DRAWS = 10_000  # of the bootstrap
+Told = dict[str, Any]  # of one batch of prompts: seconds, cpu, steps, drafted, answers
 
 
 def tell(text: str) -> None:
@@ -44,84 +53,175 @@ def prompts_of(files: list[str], longest: int, count: int) -> list[str]:
     return [prompt.turns[0] for prompt in select(every, None, count)]
 
 
-def counters(llm: Any) -> dict[str, int]:
-    return {m.name: m.value for m in llm.get_metrics() if "spec_decode_num" in m.name and hasattr(m, "value")}
+# ---- a way of drafting, in a process of its own
 
 
 def child(job: dict[str, Any]) -> None:
-    """One way of drafting, in this process: answers all prompts in batches of each size."""
+    """Answers a batch of prompts for every line of the input."""
+    answer = answers_here(job) if "chain" in job else answers_of_vllm(job)
+    with os.fdopen(job["out"], "w") as out:
+        print("{}", file=out, flush=True)  # ready
+        for line in sys.stdin:
+            clock, cpu = perf_counter(), process_time()
+            told = answer(json.loads(line))
+            told |= {"seconds": perf_counter() - clock, "cpu": process_time() - cpu}
+            print(json.dumps(told), file=out, flush=True)
+
+
+def answers_of_vllm(job: dict[str, Any]) -> Callable[[list[str]], Told]:
     from vllm import LLM, SamplingParams
 
-    sizes = job["batches"]
     llm = LLM(
         job["model"],
         dtype=job["dtype"],
         max_model_len=job["context"],
-        max_num_seqs=max(sizes),
+        max_num_seqs=job["size"],
         enforce_eager=True,
-        enable_prefix_caching=False,  # the same prompts come again in other batches
+        enable_prefix_caching=False,
         speculative_config=job["way"],
         disable_log_stats=False,
+        **({"max_num_batched_tokens": job["piece"]} if job["piece"] else {}),
     )
     sampling = SamplingParams(temperature=0, max_tokens=job["tokens"])
+    steps = [0]
+    core = llm.llm_engine.engine_core
+    step = core.get_output
 
-    def answers(prompts: list[str]) -> list[Any]:
+    def counted() -> Any:
+        given = step()
+        steps[0] += sum(1 for each in given.outputs if each.new_token_ids)
+        return given
+
+    core.get_output = counted
+
+    def drafted() -> int:
+        return sum(m.value for m in llm.get_metrics() if m.name == "vllm:spec_decode_num_draft_tokens")
+
+    def answer(prompts: list[str]) -> Told:
         asked = [[{"role": "user", "content": prompt}] for prompt in prompts]
-        return [found.outputs[0] for found in llm.chat(asked, sampling, use_tqdm=False)]
+        before, steps[0] = drafted(), 0
+        found = [list(each.outputs[0].token_ids) for each in llm.chat(asked, sampling, use_tqdm=False)]
+        return {"answers": found, "steps": steps[0], "drafted": drafted() - before}
 
-    told = {}
-    for size in sizes:
-        for i in range(0, min(len(job["warm"]), max(2, size)), size):
-            answers(job["warm"][i : i + size])
-        before, tokens, clock, cpu = counters(llm), [], perf_counter(), process_time()
-        for i in range(0, len(job["prompts"]), size):
-            tokens += [list(each.token_ids) for each in answers(job["prompts"][i : i + size])]
-        seconds, cpu, after = perf_counter() - clock, process_time() - cpu, counters(llm)
-        count = sum(map(len, tokens))
-        accepted = sum(after[name] - before[name] for name in after if name.endswith("accepted_tokens"))
-        drafted = sum(after[name] - before[name] for name in after if name.endswith("draft_tokens"))
-        told[str(size)] = {
-            "seconds": seconds,
-            "tokens": count,
-            "drafted": drafted,
-            "tokens_per_step": count / max(1, count - accepted),
-            "tokens_per_second": count / seconds,
-            "tokens_per_cpu_second": count / cpu,
-            "answers": tokens,
-        }
-    Path(job["out"]).write_text(json.dumps(told))
+    return answer
 
 
-def child_here(job: dict[str, Any]) -> None:
-    """The same head and prompts in slipstream, which verifies chains as vLLM does: its tokens per step are compared."""
+def answers_here(job: dict[str, Any]) -> Callable[[list[str]], Told]:
+    """The same head in slipstream, which verifies chains as vLLM does: its tokens per step are compared."""
     import slipstream
 
     chain = {"width": 1, "depth": job["chain"], "nodes": job["chain"]}
     llm = slipstream.load(job["model"], drafter_path=job["head"], drafter="eagle3", dtype=job["dtype"], **chain)
-    tokens, steps = 0, 0
-    for prompt in job["prompts"]:
-        found = llm.generate(prompt, max_new_tokens=job["tokens"], max_draft=job["chain"])
-        tokens, steps = tokens + len(found.tokens), steps + len(found.tokens) - found.stats.accepted
-    Path(job["out"]).write_text(json.dumps({"tokens": tokens, "tokens_per_step": tokens / steps}))
+
+    def answer(prompts: list[str]) -> Told:
+        found = [llm.generate(p, max_new_tokens=job["tokens"], max_draft=job["chain"]) for p in prompts]
+        steps, drafted = (sum(getattr(each.stats, name) for each in found) for name in ("steps", "nodes_verified"))
+        return {"answers": [list(each.tokens) for each in found], "steps": steps, "drafted": drafted}
+
+    return answer
 
 
-def run(job: dict[str, Any], folder: Path, options: dict[str, Any]) -> dict[str, Any]:
-    """In a process of its own, so that nobody finds what another left."""
-    file, out = folder / "job.json", folder / "told.json"
-    file.write_text(json.dumps({**job, "out": str(out)}))
-    environment = {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "HF_HUB_OFFLINE": "1",
-        **os.environ,
-        "SLIPSTREAM_VLLM": json.dumps(options),
+class Way:
+    """A process that answers."""
+
+    def __init__(self, job: dict[str, Any], folder: Path, name: str) -> None:
+        self.log = folder / f"{name}.log"
+        self.file = folder / f"{name}.json"
+        given, out = os.pipe()
+        self.file.write_text(json.dumps({**job, "out": out}))
+        environment = {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "HF_HUB_OFFLINE": "1",
+            **os.environ,
+            "SLIPSTREAM_VLLM": json.dumps(job["options"]),
+        }
+        command = [sys.executable, __file__, "--child", str(self.file)]
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                command, env=environment, stdin=subprocess.PIPE, stdout=log, stderr=log, text=True, pass_fds=[out]
+            )
+        os.close(out)
+        self.told = os.fdopen(given)
+
+    def heard(self) -> Told:
+        line = self.told.readline()
+        if not line:
+            raise SystemExit(f"{self.file.stem} failed:\n{self.log.read_text()[-3000:]}")
+        return json.loads(line)
+
+    def ask(self, prompts: list[str]) -> Told:
+        print(json.dumps(prompts), file=self.process.stdin, flush=True)
+        return self.heard()
+
+    def close(self) -> None:
+        self.process.stdin.close()
+        self.process.wait()
+        self.told.close()
+
+
+@contextmanager
+def started(jobs: dict[str, dict[str, Any]]) -> Iterator[dict[str, Way]]:
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        ways = {name: Way(job, Path(folder), name) for name, job in jobs.items()}
+        for way in ways.values():
+            stack.callback(way.close)
+        for way in ways.values():
+            way.heard()
+        yield ways
+
+
+# ---- all ways, in turn
+
+
+def measure(
+    jobs: dict[str, dict[str, Any]], warm: list[str], prompts: list[str], size: int, most: float
+) -> dict[str, list[Told]]:
+    """What each way told of each batch of prompts. most: seconds after which no further batch is begun."""
+    told: dict[str, list[Told]] = {name: [] for name in jobs}
+    with started(jobs) as ways:
+        for way in ways.values():
+            for i in range(0, len(warm), size):
+                way.ask(warm[i : i + size])
+        order, began = list(ways), perf_counter()
+        for i in range(0, len(prompts), size):
+            if perf_counter() - began > most:
+                tell(f"{len(prompts) - i} prompts are left out: the time is over")
+                break
+            for name in order:
+                told[name].append(ways[name].ask(prompts[i : i + size]))
+            order = order[1:] + order[:1]  # nobody always follows the same one
+    return told
+
+
+def summary(told: list[Told], plain: list[Told]) -> dict[str, Any]:
+    """Of all batches, against the same batches without drafts."""
+    tokens = [sum(map(len, each["answers"])) for each in told]
+    found = {name: np.array([each[name] for each in told], float) for name in ("seconds", "cpu")}
+    base = {name: np.array([each[name] for each in plain], float) for name in found}
+    picks = np.random.default_rng(0).integers(0, len(told), (DRAWS, len(told)))
+    drawn = base["seconds"][picks].sum(1) / found["seconds"][picks].sum(1)
+    mine, theirs = ([answer for each in some for answer in each["answers"]] for some in (told, plain))
+    return {
+        "texts": len(theirs),
+        "same": sum(a == b for a, b in zip(mine, theirs, strict=True)),
+        "tokens": sum(tokens),
+        "drafted": sum(each["drafted"] for each in told),
+        "tokens_per_step": sum(tokens) / sum(each["steps"] for each in told),
+        "tokens_per_second": sum(tokens) / found["seconds"].sum(),
+        "against_none": base["seconds"].sum() / found["seconds"].sum(),
+        "interval": np.quantile(drawn, (0.025, 0.975)).tolist(),
+        "against_none_cpu": base["cpu"].sum() / found["cpu"].sum(),
     }
-    ran = subprocess.run(
-        [sys.executable, __file__, "--child", str(file)], env=environment, capture_output=True, text=True, check=False
+
+
+def report(size: int, name: str, s: dict[str, Any]) -> None:
+    low, high = s["interval"]
+    tell(
+        f"batch {size:>2}  {name:12} same {s['same']} of {s['texts']}  tokens/step {s['tokens_per_step']:.3f}  "
+        f"drafted {s['drafted']:>5}  tokens/s {s['tokens_per_second']:5.1f}  against none {s['against_none']:.3f} "
+        f"({low:.3f} to {high:.3f}), by the CPU's seconds {s['against_none_cpu']:.3f}"
     )
-    if ran.returncode:
-        raise SystemExit(f"vLLM failed:\n{(ran.stdout + ran.stderr)[-3000:]}")
-    return json.loads(out.read_text())
 
 
 def build(folder: Path, answers: list[list[int]], vocabulary: int) -> None:
@@ -140,65 +240,68 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--limit", type=int, default=26, help="prompts")
     parser.add_argument("--others", type=int, default=200, help="other prompts, whose answers make the store")
+    parser.add_argument("--answers", type=Path, help="a file to keep those answers in; read if it is there")
     parser.add_argument("--longest", type=int, default=4000, help="characters of a prompt: reading takes a CPU long")
     parser.add_argument("--tokens", type=int, default=64, help="of an answer")
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 16])
+    parser.add_argument("--batches", type=int, nargs="*", default=[1, 16], help="none: only write --answers")
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="of a repetition: then no batch is begun")
+    parser.add_argument("--piece", type=int, help="tokens of a vLLM step, so that it reads prompts in pieces")
     parser.add_argument("--ways", nargs="+", default=list(WAYS))
     parser.add_argument("--head", help="the folder of an exported EAGLE-3 head")
     parser.add_argument("--chain", type=int, default=3, help="tokens that the head drafts")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.child:
-        job = json.loads(Path(given.child).read_text())
-        (child_here if "chain" in job else child)(job)
+        child(json.loads(Path(given.child).read_text()))
         return
     from slipstream.loading import embedded
 
     model = given.model or str(embedded.ensure())
     prompts = prompts_of(given.prompts, given.longest, given.limit)
-    warm = [
-        p for p in prompts_of(given.prompts, given.longest, given.limit + 2 * max(given.batches)) if p not in prompts
-    ]
-    asked = {"warm": warm[: max(given.batches)], "prompts": prompts, "batches": given.batches}
-    job = {"model": model, "dtype": given.dtype, "context": 2048, "tokens": given.tokens, **asked}
-    told: dict[str, dict[str, Any]] = {}
-    ways = {name: WAYS[name] for name in given.ways}
-    if given.head:
-        ways["eagle3"] = {"method": "eagle3", "model": given.head, "num_speculative_tokens": given.chain}
+    random.Random(0).shuffle(prompts)  # files are sorted by kind, and a batch should have some of each
+    job = {"model": model, "dtype": given.dtype, "context": 2048, "tokens": given.tokens, "piece": given.piece}
+    more = [p for p in prompts_of(given.prompts, given.longest, 2 * given.limit + 32) if p not in prompts]
+    warm = {size: more[: max(2, size)] for size in given.batches}
     with tempfile.TemporaryDirectory() as name:
-        folder, store = Path(name), Path(name) / "store"
+        store = Path(name) / "store"
+        ways = {way: {**job, "way": WAYS[way], "options": {}} for way in given.ways}
         if "store" in ways:
-            known = {*prompts, *asked["warm"]}
+            known = {*prompts, *more}
             others = [p for p in prompts_of(given.prompts, given.longest, given.others + len(known)) if p not in known]
-            size = {"prompts": others, "warm": [], "batches": [16]}
-            made = run({**job, **size, "way": None}, folder, {})["16"]
-            build(store, made["answers"], json.loads((Path(model) / "config.json").read_text())["vocab_size"])
-            tell(f"a store of {made['tokens']} tokens, answers to {len(others)} other prompts")
-        for name, way in ways.items():
-            told[name] = run({**job, "way": way}, folder, {"stores": [str(store)]} if name == "store" else {})
-            report(name, told[name], told.get("none", told[name]))
+            answers = written({**job, "size": 64, "way": None, "options": {}}, others, given.answers)
+            build(store, answers, json.loads((Path(model) / "config.json").read_text())["vocab_size"])
+            tell(f"a store of {sum(map(len, answers))} tokens, answers to {len(answers)} other prompts")
+            ways["store"]["options"] = {"stores": [str(store)]}
         if given.head:
-            told["eagle3 here"] = here = run({**job, "chain": given.chain, "head": given.head}, folder, {})
-            tell(f"the head's chains of {given.chain} in slipstream: tokens/step {here['tokens_per_step']:.3f}")
-    for numbers in [each for way in told.values() for each in way.values() if isinstance(each, dict)]:
-        del numbers["answers"]
-    print(json.dumps({"benchmark": "vllm_plugin", "told": told, "prompts": len(prompts), "tokens": given.tokens}))
+            head = {"method": "eagle3", "model": given.head, "num_speculative_tokens": given.chain}
+            ways["eagle3"] = {**job, "way": head, "options": {}}
+            ways["eagle3 here"] = {**job, "chain": given.chain, "head": given.head, "options": {}}
+        result = {}
+        for size in given.batches:
+            jobs = {way: {**each, "size": size} for way, each in ways.items()}
+            told: dict[str, list[Told]] = {way: [] for way in ways}
+            for turn in range(given.repeats):
+                for way, batches in measure(jobs, warm[size], prompts, size, given.seconds).items():
+                    told[way] += batches
+                for way in ways if turn == given.repeats - 1 else ():
+                    result[f"{way}, {size}"] = found = summary(told[way], told[given.ways[0]])
+                    report(size, way, found)
+    about = {"prompts": len(prompts), "tokens": given.tokens, "repeats": given.repeats, "longest": given.longest}
+    about |= {"model": Path(model).name, "dtype": given.dtype, "piece": given.piece}
+    about |= {"machine": platform.machine(), "cores": len(os.sched_getaffinity(0))}
+    print(json.dumps({"benchmark": "vllm_plugin", **about, "told": result}))
 
 
-def report(name: str, told: dict[str, Any], plain: dict[str, Any]) -> None:
-    """One line per batch size; answers are replaced by how many are the same."""
-    for size, numbers in told.items():
-        base = plain[size]
-        expected = base.get("answers")
-        for clock in ("second", "cpu_second"):
-            numbers[f"{clock}s_against_none"] = numbers[f"tokens_per_{clock}"] / base[f"tokens_per_{clock}"]
-        numbers["same"] = sum(a == b for a, b in zip(numbers["answers"], expected, strict=True))
-        tell(
-            f"batch {size:>2}  {name:12} same {numbers['same']} of {len(expected)}  "
-            f"tokens/step {numbers['tokens_per_step']:.3f}  drafted {numbers['drafted']}  "
-            f"tokens/s {numbers['tokens_per_second']:.1f}  against none {numbers['seconds_against_none']:.3f}, "
-            f"by the CPU's seconds {numbers['cpu_seconds_against_none']:.3f}"
-        )
+def written(job: dict[str, Any], prompts: list[str], kept: Path | None) -> list[list[int]]:
+    """Answers to these prompts, by vLLM alone, or those that are kept."""
+    if kept is not None and kept.exists():
+        return json.loads(kept.read_text())
+    with started({"others": job}) as ways:
+        answers: list[list[int]] = ways["others"].ask(prompts)["answers"]
+    if kept is not None:
+        kept.write_text(json.dumps(answers))
+    return answers
 
 
 if __name__ == "__main__":

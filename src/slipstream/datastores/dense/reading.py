@@ -1,10 +1,14 @@
-"""Reading documents with the target, in batches: in this process, or in several that have a model each."""
+"""Reading documents with the target, in batches: in this process, or in several that have a model each.
+
+On a CPU every reader computes with one core. How many cores share a product may decide in which order it is summed, and
+so how it is rounded: with one each, the bytes are the same whoever reads, and however many do.
+"""
 
 from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import CancelledError, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from functools import cached_property
 from typing import Any
 
@@ -27,6 +31,7 @@ class Reader:
     def __init__(self, model: Any) -> None:
         self.model = unwrapped(model).eval()
         self.device, self.context = input_device(model), context_length(model.config)
+        self.ended = False  # nobody waits for what is being read
 
     @cached_property
     def origin(self) -> Origin:
@@ -43,6 +48,8 @@ class Reader:
         moved = transform.to(self.device) if transform is not None else None
         found: torch.Tensor | None = None
         for batch in batches(windows(counts.tolist(), window, overlap), batch_tokens):
+            if self.ended:
+                raise CancelledError
             longest = max(end - begin for _, begin, end, _ in batch)
             ids = np.zeros((len(batch), longest), np.int64)  # what pads a row stands behind it, where nobody looks
             for line, (d, begin, end, _) in zip(ids, batch, strict=True):
@@ -62,7 +69,8 @@ class Reader:
 
 
 def reader(load: Load) -> Reader:
-    """What each worker loads."""
+    """What a worker loads that is a process of its own."""
+    torch.set_num_threads(1)
     return Reader(load())
 
 
@@ -89,6 +97,23 @@ def batches(pieces: Iterator[Window], tokens: int) -> Iterator[list[Window]]:
         yield batch
 
 
+class ReaderThreads:
+    """A reader in this process: on a CPU, threads that share the model, one for each core."""
+
+    def __init__(self, load: Load) -> None:
+        self._own, self._threads = Reader(load()), torch.get_num_threads()
+        self.count = cores() if self._own.device.type == "cpu" else 1
+        self._pool = ThreadPoolExecutor(self.count, initializer=torch.set_num_threads, initargs=(1,))
+
+    def submit(self, work: Callable[..., Any], *given: Any) -> Future[Any]:
+        return self._pool.submit(work, self._own, *given)
+
+    def close(self) -> None:
+        self._own.ended = True
+        self._pool.shutdown(cancel_futures=True)
+        torch.set_num_threads(self._threads)  # a thread's own, but new threads begin with what was set last
+
+
 class ReaderProcesses:
     """A reader in each of several processes."""
 
@@ -97,7 +122,7 @@ class ReaderProcesses:
         context = multiprocessing.get_context("spawn")  # a forked process could not use the GPU
         queue = context.Queue()
         for load in loads:
-            queue.put((load, max(1, cores() // self.count)))
+            queue.put(load)
         self._pool = ProcessPoolExecutor(self.count, context, _start, (queue,))
 
     def submit(self, work: Callable[..., Any], *given: Any) -> Future[Any]:
@@ -111,9 +136,7 @@ _mine: list[Reader] = []  # of a worker process
 
 
 def _start(loads: Any) -> None:
-    load, threads = loads.get()
-    torch.set_num_threads(threads)
-    _mine.append(Reader(load()))
+    _mine.append(reader(loads.get()))
 
 
 def _work(work: Callable[..., Any], *given: Any) -> Any:

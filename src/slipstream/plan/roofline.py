@@ -28,7 +28,7 @@ class Chip(NamedTuple):
     dtype: str = "bfloat16"
 
 
-# From the makers' data sheets, as pages of vendors, clouds and computing centres repeat them; each was looked up in two
+# From the makers' data sheets, as pages of vendors, clouds and computing centres repeat them; each was looked up in one
 # of those or more. Sheets since the A100 print peaks with structured sparsity: half of that is dense.
 CHIPS: Mapping[str, Chip] = {
     "B200": Chip(8.0e12, 2250e12, 180e9),  # HGX board at 1,000 W, 4,500 sparse; 192 GB are built in, 180 sold

@@ -121,12 +121,11 @@ def bandwidth() -> float:
     return best
 
 
-def llama_7b(device: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> Any:
+def llama_7b(device: str = "cuda", dtype: torch.dtype = torch.bfloat16, **other: int) -> Any:
+    """Or one of other sizes."""
+    sizes = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32}
     config = transformers.LlamaConfig(
-        hidden_size=4096,
-        intermediate_size=11008,
-        num_hidden_layers=32,
-        num_attention_heads=32,
+        **(sizes | other),
         vocab_size=32000,
         max_position_embeddings=16384,
         dtype=dtype,

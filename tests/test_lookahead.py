@@ -163,6 +163,40 @@ def test_a_window_of_one_level_after_another_by_hand():
     assert window.levels == [[23], [32, 33], [42, 43]]
 
 
+def test_a_window_becomes_narrower_and_wider_at_its_end():
+    """Also while it has not all of its levels yet: what the columns that stay hold stays."""
+    narrow, wide = Window(4, [11, 12]), Window(4, [11, 12, 13, 14, 15])
+    for step in range(6):
+        assert (narrow.width, wide.width) == (1, 4)
+        wide.widen(-3, [[]] * len(wide.levels))
+        assert wide.levels == narrow.levels
+        assert wide.shift(step, [20 + step] * len(wide.levels[-1])) == narrow.shift(
+            step, [20 + step] * len(narrow.levels[-1])
+        )
+        wide.widen(3, [[1, 2, 3]] * len(wide.levels))
+        draft = Draft(step)
+        assert len(wide.put(draft)) == len(wide.levels[-1]) == len(narrow.levels[-1]) + 3
+
+
+@pytest.mark.parametrize("beside", [0, 2, 3, 10, 11, 12, 1000])
+def test_its_window_has_no_more_nodes_than_its_budget_says(beside, tiny):
+    drafter = LLM(tiny("llama"), drafter="lookahead").engine.drafter
+    session = drafter.begin(Request([1, 2, 3], max_new_tokens=100, max_draft=55))
+    session.observe(Seen([1, 2, 3], 0))
+    rng, sizes = np.random.default_rng(0), []
+    for root in range(30):
+        budget = Budget(55, 55, beside if root % 3 else int(rng.integers(0, 30)))
+        proposal = session.propose(root % 7, budget)
+        if root % 3:
+            sizes.append(len(proposal.beside) - 1 if proposal.beside else 0)
+        tree = fuse([proposal.tree, proposal.beside]) if proposal.beside else proposal.tree
+        session.choices(tree, chosen(tree, [1, 2, 3]))
+    columns = min(7, (beside + 1) // 4)
+    assert max(sizes) <= (beside if columns else 0)
+    assert max(sizes) >= 2 * columns
+    assert any(session.pool.about(root) for root in range(13))
+
+
 def test_what_was_not_verified_stays_a_guess_and_is_no_ngram():
     window = Window(3, [11, 12])
     window.shift(10, [21, 22])

@@ -12,10 +12,11 @@ from slipstream.tree import TokenTree
 class Budget:
     nodes: int  # drafted nodes at most, the root not counted
     depth: int  # of the deepest of them
+    beside: int | None = None  # nodes at most besides, for a drafter that learns from them; None: as many as it likes
 
-    def upto(self, nodes: int) -> Budget:
-        """The same, but for no more nodes than that."""
-        return self if self.nodes <= nodes else replace(self, nodes=nodes)
+    def upto(self, nodes: int, beside: int = 0) -> Budget:
+        """The same, but for no more nodes than that, and so many beside them."""
+        return replace(self, nodes=min(self.nodes, nodes), beside=beside) if beside or nodes < self.nodes else self
 
     def limit(self, tree: TokenTree) -> TokenTree:
         """Cut a draft that asks for more than it may have."""

@@ -5,7 +5,8 @@ A node is worth the probability that it and its ancestors are right, which `Cali
 
 Sources are asked from the cheapest to the dearest, each if it gains something over a step without it; of trained heads,
 which say much the same, the best one. What a source gains depends on how much is expected already, so it is known by
-level of that. One that gains nothing is only tried, as often as a small share of all time pays for.
+level of that. One that gains nothing is only tried, as often as a small share of all time pays for. Nodes beside its
+drafts, for one that learns from them, are an investment: as many as pay, by what rows cost and what such nodes gave.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from slipstream.budget.calibration import NEWEST, Calibration
 from slipstream.budget.costs import WILD, Costs
 from slipstream.budget.worth import best_nodes, rank
 from slipstream.tree import TokenTree
+
+Floats = NDArray[np.float64]
 
 LEVELS = 5  # of tokens that are expected already: less than 1.4, 2, 2.8, 4, more
 TRIAL = 4  # drafts by which it is known what one takes: the first ones load code, or begin late
@@ -59,7 +62,10 @@ class Source:
     number: int  # of its calibration, which all ways share
     most: int  # nodes that it is asked for
     head: bool  # of these one is asked at most
-    beside: int = 0  # nodes that it wanted verified besides its last draft
+    returns: Floats | None = None  # share of tokens that 0, 1, … nodes beside its drafts add in the end,
+    worth: float = 1.0  # how much of that came of late,
+    beside: int = 0  # nodes that pay,
+    behind: float = 0.0  # and seconds that it has lost
     began: bool = False  # whether that had to begin with the texts, or late
     drafting: TypicalTime = field(default_factory=TypicalTime)  # of a draft for all sequences,
     starting: TypicalTime = field(default_factory=TypicalTime)  # and of one that has to begin
@@ -148,20 +154,22 @@ class Pilot:
         drafters: Sequence[str],
         trees: bool = True,
         heads: Mapping[str, Sequence[int]] = MappingProxyType({}),
+        returns: Mapping[str, Floats] = MappingProxyType({}),
     ) -> None:
         """trees: whether a step can verify branches; else each draft's best chain counts. heads: which of the drafters
         are models of their own, and numbers of nodes that they may be asked for instead of all: each is a source of its
-        own."""
-        self.costs, self.trees, self.drafters, self.heads = costs, trees, list(drafters), heads
+        own. returns: of those that invest (`Source.returns`)."""
+        self.costs, self.trees, self.drafters, self.heads, self.returns = costs, trees, list(drafters), heads, returns
         self.calibration = Calibration(self.drafters)
         self.fusing = TypicalTime()  # what is done with a sequence's drafts: fusing, choosing, learning
         self.steps = 0  # that there were, with drafts or without
+        self.usual = 0.0  # nodes of a sequence that a step verifies
         self.last: Choice | None = None
         self._by_batch = dict[int, dict[str, Source]]()
         self._trial: Source | None = None  # the head that is tried,
         self._left = 0  # and the drafts that are left of that
-        # Until `judge` has time: who was asked about what, the best rate, and seconds of the step.
-        self._unjudged: tuple[list[Source], Sequence[Draft], float, float] | None = None
+        # Until `judge` has time: who was asked about what, the best rate, seconds of the step, tokens expected of it.
+        self._unjudged: tuple[list[Source], Sequence[Draft], float, float, float] | None = None
 
     def sources(self, batch: int = 1) -> dict[str, Source]:
         """Those of about so many sequences: what a draft takes and gains depends on how many there are."""
@@ -171,7 +179,7 @@ class Pilot:
             for i, name in enumerate(self.drafters):
                 for most in (*self.heads.get(name, ()), sys.maxsize):
                     way = name if most == sys.maxsize else f"{name}:{most}"
-                    found[way] = Source(way, name, i, most, name in self.heads)
+                    found[way] = Source(way, name, i, most, name in self.heads, returns=self.returns.get(name))
         return found
 
     # ---- before a step
@@ -181,51 +189,62 @@ class Pilot:
         of them says. unstarted: whose draft could have been started before, and was not."""
         self.judge()
         self.steps += 1
+        self.usual += NEWEST * ((self.last.nodes / len(drafts) if self.last else 0) - self.usual)
         there = [s for s in self.sources(len(drafts)).values() if s.drafter in names]
         for source in sorted([s for s in there if not s.head], key=lambda s: s.drafting.seconds):
-            source.level = self._level(drafts)
-            if self._due(source) or source.gain() > 0:
+            if source.returns is None:  # else what it finds now is drafted later, whatever others expect then
+                source.level = self._level(drafts)
+            if (self.steps >= source.due[source.level] or source.gain() > 0) and self._invests(source, drafts):
                 yield source
         if heads := [s for s in there if s.head]:
             level = self._level(drafts)
             for head in heads:
                 head.level = level
-            if (chosen := self._best_head(heads, unstarted, self.costs.seconds(1, len(drafts)))) is not None:
-                yield chosen
+            yield from self._best_head(heads, unstarted, self.costs.seconds(1, len(drafts)))
 
     def _level(self, drafts: Sequence[Draft]) -> int:
         """By tokens per sequence that are expected of these drafts, as far as they are worth verifying."""
         if max([len(draft.tree) for draft in drafts]) == 1:
             return 0
-        expected, _ = self._together(self._rank(drafts)[0])
+        expected, _ = self._together(self._rank(drafts, ())[0])
         nodes, _ = best_nodes(expected, self.costs.upto(len(expected), len(drafts)), 0.0, 0.0)
         return min(LEVELS - 1, int(2 * math.log2(expected[nodes] / len(drafts))))
 
-    def _due(self, source: Source) -> bool:
-        return self.steps >= source.due[source.level]
+    def _invests(self, source: Source, drafts: Sequence[Draft]) -> bool:
+        """If it does: as many nodes beside its drafts as pay, half of all at most. Where none do, it has to wait."""
+        if source.returns is None:
+            return True
+        tokens = 1 + source.worth * source.returns[: 1 + min([draft.limit for draft in drafts]) // 2]
+        each, first = len(drafts) if self.costs.flat else 1, round(self.usual)
+        seconds = self.costs.upto(1 + each * (first + len(tokens) - 1), len(drafts))[each * first :: each].copy()
+        source.beside, rate = best_nodes(tokens, seconds, source.drafting.seconds, 0.0)
+        if rate * seconds[0] > 1:
+            return True
+        source.worth, source.due[0] = 1.0, self.steps + round(TRIAL * len(self.sources()) / EXPLORING)
+        return False
 
-    def _best_head(self, heads: list[Source], unstarted: Container[str], step: float) -> Source | None:
-        """A head gives way to another only if that gains more than it takes to begin."""
-        if self._left and self._trial in heads:
+    def _best_head(self, heads: list[Source], unstarted: Container[str], step: float) -> list[Source]:
+        """One or none. A head gives way to another only if that gains more than it takes to begin."""
+        if self._left and self._trial is not None and self._trial in heads:
             self._left -= 1
-            return self._trial
+            return [self._trial]
         self._trial = None
         gains = [s.gain() - (s.beginning / step if s.drafter in unstarted else 0.0) for s in heads]
         best = heads[gains.index(max(gains))]
-        if due := [s for s in heads if self._due(s) and (s is not best or s.gain() <= 0)]:
+        if due := [s for s in heads if self.steps >= s.due[s.level] and (s is not best or s.gain() <= 0)]:
             chosen = min(due, key=lambda s: s.drafting.times)
             if not chosen.known or chosen.drafter in unstarted:
                 self._trial, self._left = chosen, TRIAL - 1
-            return chosen
-        return best if best.gain() > 0 else None
+            return [chosen]
+        return [best] if best.gain() > 0 else []
 
     def choose(self, drafts: Sequence[Draft], asked: Iterable[Source]) -> list[TokenTree]:
         """What of these drafts is worth verifying. asked: who has a part in them."""
         batch, sources = len(drafts), list(asked)
-        spent, plain = self._spent(sources, batch), batch / self.costs.seconds(1, batch)
-        worth, ranked = self._rank(drafts)
+        plain = batch / self.costs.seconds(1, batch)
+        worth, ranked = self._rank(drafts, sources)
         expected, owners = self._together(worth)
-        seconds = self.costs.upto(len(expected), batch)
+        spent, seconds = self._taken(sources, len(expected), batch)
         most, best = best_nodes(expected, seconds, spent, plain)
         widths = [most] * batch if owners is None else np.bincount(owners[:most], minlength=batch).tolist()
         kept = []
@@ -236,7 +255,7 @@ class Pilot:
         resting = not most and min([draft.share for draft in drafts]) < 1 / 2
         names, verified = tuple([s.name for s in sources]), sum(map(len, kept)) - batch
         self.last = Choice(names, resting, verified, tokens, tokens / taken, plain)
-        self._unjudged = sources, drafts, best, taken
+        self._unjudged = sources, drafts, best, taken, tokens
         return kept
 
     def decline(self, names: Container[str], batch: int) -> int:
@@ -253,25 +272,28 @@ class Pilot:
         against the best that could be asked instead, is little of all time."""
         if self._unjudged is None:
             return
-        (sources, drafts, rate, taken), self._unjudged = self._unjudged, None
+        (sources, drafts, rate, taken, expected), self._unjudged = self._unjudged, None
         batch, group = len(drafts), self.sources(len(drafts)).values()
         step = self.costs.seconds(1, batch)
         for source in sources:
-            # One that learns from nodes beside its drafts finds nothing at first: it may lose a few steps before.
-            investing = source.drafting.times * self._beside(source.beside, batch) < TRIAL * step
-            if not source.known or (source.beside and investing):
+            if not source.known:
                 continue
-            without = batch / step
+            tokens, without = float(batch), batch / step
             if others := [s for s in sources if s is not source]:
-                expected, _ = self._together(self._rank(drafts, source.number)[0])
-                spent = self._spent(others, batch)
-                _, without = best_nodes(expected, self.costs.upto(len(expected), batch), spent, 0.0)
+                worth, _ = self._together(self._rank(drafts, others, source.number)[0])
+                spent, seconds = self._taken(others, len(worth), batch)
+                nodes, without = best_nodes(worth, seconds, spent, 0.0)
+                tokens = worth[nodes]
             gain = rate / without - 1
             source.learn(gain)
             rivals = [s.gains[source.level] for s in group if s.head and s is not source] if source.head else []
             lost = taken * (1 - (1 + gain) / (1 + max([0.0, *rivals])))
             if source.began or source is self._trial:
                 lost += source.beginning
+            if source.returns is not None:  # it finds nothing at first: it may be behind by as much as a trial loses
+                source.worth += NEWEST * ((expected / tokens - 1) / source.returns[source.beside] - source.worth)
+                behind = max(0.0, source.behind + lost)
+                lost, source.behind = (behind, 0.0) if behind > TRIAL * step else (0.0, behind)
             source.due[source.level] = self.steps + max(0, round(lost / step * len(group) / EXPLORING))
 
     # ---- from one process to the next
@@ -298,6 +320,8 @@ class Pilot:
                     if name in mine and len(gains) == len(looks) == LEVELS:
                         mine[name].drafting = TypicalTime(TRIAL, seconds)
                         mine[name].gains, mine[name].looks = list(gains), list(looks)
+                        if name in self.returns and mine[name].gain() <= 0:  # as if it had just been tried
+                            mine[name].due[0] = self.steps + round(TRIAL * len(mine) / EXPLORING)
 
     def renew(self, name: str) -> None:
         """Ask this drafter again, whatever it gained before."""
@@ -306,27 +330,24 @@ class Pilot:
 
     # ---- within
 
-    def _spent(self, sources: Collection[Source], batch: int) -> float:
-        """Seconds that drafts of these sources take, nodes beside them, and what is done with drafts."""
-        drafting = sum([s.drafting.seconds for s in sources]) + batch * self.fusing.seconds
-        return drafting + self._beside(sum([s.beside for s in sources]), batch)
+    def _taken(self, sources: Collection[Source], rows: int, batch: int) -> tuple[float, Floats]:
+        """Seconds of these sources' drafts and what is done with them; (rows,) of steps with 0, 1, … nodes of them."""
+        spent = sum([s.drafting.seconds for s in sources]) + batch * self.fusing.seconds
+        beside = sum([s.beside for s in sources]) * (batch if self.costs.flat else 1)
+        return spent, self.costs.upto(rows + beside, batch)[beside:]
 
-    def _beside(self, rows: int, batch: int) -> float:
-        """Seconds that so many nodes beside drafts take."""
-        return self.costs.seconds(1 + rows, batch) - self.costs.seconds(1, batch) if rows else 0.0
-
-    def _rank(self, drafts: Sequence[Draft], without: int = -1) -> tuple[NDArray[np.float64], list[Any]]:
+    def _rank(self, drafts: Sequence[Draft], asked: Iterable[Source], without: int = -1) -> tuple[Floats, list[Any]]:
         """Tokens that each draft gives with 0, 1, … nodes if a source had proposed nothing, and its nodes in that order
-        with the scores of all."""
-        worth = np.empty((len(drafts), 1 + max([min(draft.limit, len(draft.tree) - 1) for draft in drafts])))
-        ranked, bins = [], self.calibration.bins
+        with the scores of all. asked: whose nodes beside drafts leave fewer of these."""
+        ranked, bins, beside = [], self.calibration.bins, sum([s.beside for s in asked])
+        worth = np.empty((len(drafts), max([len(draft.tree) for draft in drafts])))
         for draft, mine in zip(drafts, worth, strict=True):
-            tree, limit, share = draft.tree, draft.limit, draft.share
+            tree, limit, share = draft.tree, max(0, draft.limit - beside), draft.share
             columns = self.calibration.columns(tree.sources)
             ranked.append(rank(tree.parents, tree.raw, columns, bins, without, limit, self.trees, share, mine))
         return worth, ranked
 
-    def _together(self, worth: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.int64] | None]:
+    def _together(self, worth: Floats) -> tuple[Floats, NDArray[np.int64] | None]:
         """From the tokens of each sequence with 0, 1, … nodes of its own: those of all with 0, 1, … nodes, and whose
         the first, second, … node is. None: each has as many, since a step is as wide as the widest of its trees."""
         if len(worth) == 1:

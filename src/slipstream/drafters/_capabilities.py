@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from slipstream.drafters.base import Drafter, DraftSession, Seen
 
 if TYPE_CHECKING:
+    import numpy as np
     from numpy.typing import NDArray
 
     from slipstream.budget.pilot import Choice
@@ -72,9 +73,10 @@ class DraftsMuch(Protocol):
 
 
 class Invests(Protocol):
-    """Its proposals have nodes `beside` the tree, and get better while it is asked."""
+    """Its proposals have nodes `beside` the tree, no more than its budget says, and get better while it is asked."""
 
     invests: int  # how many at most
+    returns: NDArray[np.float64]  # by what share 0, 1, … of them raise the tokens of a step, in the long run
 
 
 class Pads(Protocol):
@@ -236,6 +238,15 @@ def generates(drafter: Drafter | type[Drafter]) -> bool:
 
 def sizes(drafter: Drafter) -> tuple[int, ...]:
     return getattr(drafter, "sizes", ())
+
+
+def invests(drafter: Drafter) -> int:
+    return getattr(drafter, "invests", 0)
+
+
+def returns(drafter: Any) -> NDArray[np.float64]:
+    found: NDArray[np.float64] = drafter.returns
+    return found
 
 
 def shared(drafter: Drafter) -> int:

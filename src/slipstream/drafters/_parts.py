@@ -24,7 +24,7 @@ log = logging.getLogger("slipstream")
 
 @dataclass(frozen=True)
 class AutoOptions:
-    drafters: str = ""  # names, separated by commas; empty: suffix, heads, and those that search the store
+    drafters: str = ""  # names, separated by commas; empty: suffix, lookahead, heads, and those that search the store
     heads: Any = ()  # folders of trained heads, separated by commas; empty: those registered for the model, or shipped
     draft_model: Any = None  # a smaller model with the same vocabulary, to be asked like a head
     store: Any = ""  # a store to draft from too: rest searches its text, and dresd its vectors where it has any
@@ -44,7 +44,8 @@ def make_parts(auto: JointDrafter) -> dict[str, Drafter]:
     """Searching a store takes longer than searching the text so far, so they are asked each for itself, unless
     nobody but suffix is there to do both."""
     o = auto.options
-    names = o.names() or ["suffix", *(["rest"] if o.store else [])]
+    windows = auto.target.trees and getattr(auto.target, "model", None) is not None  # a recording has no other choices
+    names = o.names() or ["suffix", *(["lookahead"] if windows else []), *(["rest"] if o.store else [])]
     given: dict[str, Any] = {"store": o.store, "shared": o.shared, "learn": o.learn}
     parts = {}
     for name in names:

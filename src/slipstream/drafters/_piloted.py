@@ -30,7 +30,8 @@ class PilotedDrafter(JointDrafter):
     def __init__(self, target: Any, tokenizer: Any, options: Any, costs: Costs) -> None:
         super().__init__(target, tokenizer, options)
         heads = {name: can.sizes(part) for name, part in self.parts.items() if can.generates(part)}
-        self.pilot = Pilot(costs, list(self.parts), target.trees, heads)
+        returns = {name: can.returns(part) for name, part in self.parts.items() if can.invests(part)}
+        self.pilot = Pilot(costs, list(self.parts), target.trees, heads, returns)
         # Rows, batch and seconds of steps that nobody has learnt from yet; of a long rest the last ones say enough.
         self._steps = deque[tuple[int, int, float]](maxlen=round(1 / NEWEST))
         self.resting = 0  # plain steps to come, in which nobody is asked,
@@ -100,11 +101,10 @@ class PilotedDrafter(JointDrafter):
             found = self.parts[source.drafter].propose(
                 [mine[i].parts[source.drafter] for i in who],
                 [roots[i] for i in who],
-                [budgets[i].upto(source.most) for i in who],
+                [budgets[i].upto(source.most, source.beside) for i in who],
             )
             taken[source] = asking.seconds()
             source.took(taken[source], first or source.drafter in unstarted)
-            source.beside = max([len(each.beside) - 1 for each in found if each.beside is not None], default=0)
             for i, proposal in zip(who, found, strict=True):
                 tree, new = drafts[i].tree, proposal.tree.cut(budgets[i].depth)
                 if len(new) > 1:
@@ -113,9 +113,7 @@ class PilotedDrafter(JointDrafter):
         if not taken:
             self.resting, self._resting = self.pilot.decline(names, len(mine)), list(sessions)
             return [Proposal(draft.tree) for draft in drafts]
-        rows = max([source.beside for source in taken])
         for session, draft in zip(mine, drafts, strict=True):
-            draft.limit = max(0, draft.limit - rows)
             session.proposed(draft.tree)
         kept = self.pilot.choose(drafts, taken)
         self.pilot.fusing.see((whole.seconds() - sum(taken.values())) / len(mine))

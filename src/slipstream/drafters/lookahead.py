@@ -34,6 +34,10 @@ if TYPE_CHECKING:
 
 Ngram = tuple[int, ...]
 
+# Tokens that a window of one column adds to a step, and one twice as wide again: 0.36 with 7 columns, 0.44 with 15 were
+# measured (docs/log/lookahead.md).
+FIRST = 0.12
+
 
 @dataclass(frozen=True)
 class LookaheadOptions:
@@ -68,6 +72,12 @@ class Lookahead(Drafter):
     def default_draft(self) -> int:
         return self.invests + int((self.options.ngram - 1) * self.options.guesses)
 
+    @property
+    def returns(self) -> NDArray[np.float64]:
+        """Steps become fewer by the logarithm of the window's width, which is what the paper found too."""
+        columns = (np.arange(self.invests + 1) + 1) // (self.options.ngram - 1)
+        return FIRST * np.log2(1 + columns)
+
     def begin(self, request: Request) -> DraftSession:
         o = self.options
         # Where fewer nodes are allowed than it needs, half of them are the window's.
@@ -94,17 +104,31 @@ class LookaheadSession(DraftSession):
     def propose(self, root: int, budget: Budget) -> Proposal:
         if self._width < 1 or budget.nodes < 1:
             return Proposal(TokenTree.root(root))
-        if self.window is None:
-            first = self._noise.choice([*self._prompt, root], self._width + self._ngram - 3).tolist()
-            self.window = Window(self._ngram, first)
         ngrams = self.pool.about(root)[: self._guesses]
         weights = [0.5**age for age in range(len(ngrams))]  # the latest is the likeliest
-        tree = TokenTree.from_continuations(root, ngrams, weights=weights, source="lookahead")
+        tree = TokenTree.from_continuations(root, ngrams, weights=weights, source="lookahead").cut(budget.depth)
+        most = self._width if budget.beside is None else (budget.beside + 1) // (self._ngram - 1)
+        width = min(self._width, most)
+        if width < 1:
+            return Proposal(tree)
+        if self.window is None:
+            self.window = Window(self._ngram, self._guess(width + self._ngram - 3, root))
+        elif more := width - self.window.width:
+            self.window.widen(more, [self._guess(more, root) for _ in self.window.levels])
         draft = Draft(root)
         last = self.window.put(draft)
         hopes = np.zeros(len(draft.tokens), np.float32)  # it is there to learn from
-        self._cells = TokenTree.build(draft.tokens, draft.parents, source="lookahead", raw=hopes), last
-        return Proposal(tree.cut(budget.depth), beside=self._cells[0])
+        cells = TokenTree.build(draft.tokens, draft.parents, source="lookahead", raw=hopes)
+        self._cells = cells, last
+        if (
+            budget.beside is not None and len(cells) - 1 > budget.beside
+        ):  # before it has all of its levels, a window may be a little larger
+            cells = cells.prune(np.arange(len(cells)) <= budget.beside)
+        return Proposal(tree, beside=cells)
+
+    def _guess(self, count: int, root: int) -> list[int]:
+        guessed: list[int] = self._noise.choice([*self._prompt, root], max(0, count)).tolist()
+        return guessed
 
     def choices(self, tree: TokenTree, chosen: Callable[[Sequence[int]], NDArray[Any]]) -> None:
         """The target chose after each node of its window: it moves on, whatever was accepted."""
@@ -127,6 +151,16 @@ class Window:
         that is new makes all of them shorter by one."""
         self.ngram = ngram
         self.levels = [first]
+
+    @property
+    def width(self) -> int:
+        return len(self.levels[0]) + len(self.levels) + 2 - self.ngram
+
+    def widen(self, more: int, guesses: list[list[int]]) -> None:
+        """By so many columns at its end, of these guesses for each level; less than 0: it loses some."""
+        self.levels = [
+            level[:more] if more < 0 else level + new for level, new in zip(self.levels, guesses, strict=True)
+        ]
 
     def put(self, draft: Draft) -> list[int]:
         """Into a draft: the nodes of the last level, column by column."""

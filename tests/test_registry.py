@@ -34,18 +34,18 @@ def test_a_model_is_known_by_its_weights_and_not_by_its_name(tiny):
 
 def test_a_registered_head_is_asked_unnamed_until_it_is_removed(folder, tiny):
     model = tiny("llama")
-    assert list(LLM(model).engine.drafter.parts) == ["suffix", "prediction"]
+    assert list(LLM(model).engine.drafter.parts) == ["suffix", "lookahead", "prediction"]
     entry = registry.add(folder, model)
     assert entry.kind == "eagle3"
     assert registry.entries() == [entry]
     llm = LLM(model)
-    assert list(llm.engine.drafter.parts) == ["suffix", "eagle3", "prediction"]
+    assert list(llm.engine.drafter.parts) == ["suffix", "lookahead", "eagle3", "prediction"]
     assert LLM(model, drafter="eagle3").engine.drafter.folder == folder
-    assert list(LLM(tiny("qwen2")).engine.drafter.parts) == ["suffix", "prediction"]
+    assert list(LLM(tiny("qwen2")).engine.drafter.parts) == ["suffix", "lookahead", "prediction"]
     plain = LLM(model, drafter="none").generate(PROMPT, max_new_tokens=24, ignore_eos=True).tokens
     assert llm.generate(PROMPT, max_new_tokens=24, ignore_eos=True).tokens == plain
     registry.remove(folder)
-    assert list(LLM(model).engine.drafter.parts) == ["suffix", "prediction"]
+    assert list(LLM(model).engine.drafter.parts) == ["suffix", "lookahead", "prediction"]
     with pytest.raises(DrafterError, match="is not registered"):
         registry.remove(folder)
 
@@ -54,7 +54,15 @@ def test_auto_takes_several_heads_of_a_kind_and_a_draft_model(folder, tiny):
     model = tiny("llama")
     heads = [folder, HEADS["eagle3"].fresh(model, seed=3), HEADS["medusa"].fresh(model)]
     llm = LLM(model, heads=heads, draft_model=tiny_model("llama", seed=1))
-    assert list(llm.engine.drafter.parts) == ["suffix", "eagle3", "eagle3-2", "medusa", "model", "prediction"]
+    assert list(llm.engine.drafter.parts) == [
+        "suffix",
+        "lookahead",
+        "eagle3",
+        "eagle3-2",
+        "medusa",
+        "model",
+        "prediction",
+    ]
     plain = LLM(model, drafter="none").generate(PROMPT, max_new_tokens=40, ignore_eos=True).tokens
     for names in (None, "eagle3-2", "model", "eagle3,medusa"):
         result = llm.generate(PROMPT, max_new_tokens=40, ignore_eos=True, drafters=names)

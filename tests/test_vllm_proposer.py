@@ -212,8 +212,20 @@ def test_dear_rows_are_not_tried_to_the_end():
     while not steps.done:
         asked.append(sum(trial := steps.trial(8)))
         steps.see([1 + n for n in trial], 1.0 + 0.5 * asked[-1])
-    assert max(asked) == 2
+    assert max(asked) == 4
     assert steps.costs().seconds(1 + 16, 8) == pytest.approx(9.0)
+
+
+def test_texts_that_come_and_go_do_not_make_it_begin_anew():
+    steps, wasted = StepCosts(32), 0
+    for number in range(200):
+        if steps.done:
+            break
+        wasted += sum(trial := steps.trial(7 + (number % 3 == 0)))
+        steps.see([1 + n for n in trial], 1.0 + 0.01 * sum(trial))
+    assert steps.done
+    assert number <= 4 * len(EXTRA) * 2
+    assert wasted <= 4 * sum(EXTRA) * 2
 
 
 def test_a_proposer_measures_before_it_drafts(monkeypatch):

@@ -24,7 +24,7 @@ FEWEST, MOST = 4, 32  # rows: fewer BLAS multiplies as quickly as weights can be
 SMALL = 32 << 20  # bytes of weights that a core's own cache may hold, where laying them out takes next to nothing
 SHARE = 4  # of the memory that is free, the copy takes no more than this part
 SEEN = 32  # weights of a layer by which a change of them is seen: it changes all of them, or nearly
-SAMPLE, TRIED = 8, 8  # rows, and layers of a shape, that are tried
+SAMPLE, TRIED = 8, 4  # rows, and layers of a shape, that are tried: every start of a process waits for it
 LESS = 0.85  # of BLAS' time that they must take: clocks err by a tenth on a busy machine
 
 _known = WeakValueDictionary[int, "PackedLayers"]()  # by the model's id: several targets may share it
@@ -134,7 +134,7 @@ def pays(layers: list[nn.Linear]) -> bool:
     except (AttributeError, NotImplementedError, RuntimeError) as error:  # a torch that has no such product
         log.debug("weights can't be packed: %s", error)
         return False
-    times = [[seconds(each, x) for each in (packed, layers)] for _ in range(5)]
+    times = [[seconds(each, x) for each in (packed, layers)] for _ in range(3)]
     least, usual = (min(each) for each in zip(*times, strict=True))
     return same and least < LESS * usual
 

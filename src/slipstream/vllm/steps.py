@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from slipstream.budget.costs import Costs
 from slipstream.budget.pilot import TRIAL, TypicalTime
 
-EXTRA = (0, 1, 2, 4, 8, 16, 32)  # drafted tokens of a step, of all its texts together
+# Drafted tokens of a step, of all its texts together. Few, since they are wasted; what lies between follows from them,
+# and from what real drafts take later.
+EXTRA = (0, 4, 16)
 DEAR = 1.5  # a step that takes so many times a plain one's: more tokens are not tried
 
 
@@ -18,14 +20,18 @@ class StepCosts:
     def __init__(self, longest: int) -> None:
         """longest: drafted tokens of one text at most."""
         self.longest = longest
-        self.times: dict[int, TypicalTime] = {}  # by rows
-        self.batch = 0  # texts of the steps that are measured: other batches begin anew
+        self.batch = 0  # texts of the latest steps
+        self._known: dict[int, dict[int, TypicalTime]] = {}  # by texts, then by rows: texts come and go
         self.done = False
+
+    @property
+    def times(self) -> dict[int, TypicalTime]:
+        """By rows, of steps with as many texts as now."""
+        return self._known.setdefault(self.batch, {})
 
     def trial(self, batch: int) -> list[int]:
         """How many tokens to draft for each of so many texts, so that a step is measured."""
-        if batch != self.batch:
-            self.batch, self.times = batch, {}
+        self.batch = batch
         total = next((n for n in self._tried() if self._times(n) < TRIAL), 0)
         return [total // batch + (i < total % batch) for i in range(batch)]
 

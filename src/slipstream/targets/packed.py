@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from time import perf_counter
 from typing import Any
 from weakref import WeakValueDictionary
@@ -51,15 +51,8 @@ class PackedLayers:
         for *_, packed in self._places:
             packed.follow()
 
-    @contextmanager
-    def in_place(self) -> Iterator[None]:
-        for parent, name, _, packed in self._places:
-            parent._modules[name] = packed
-        try:
-            yield
-        finally:
-            for parent, name, layer, _ in self._places:
-                parent._modules[name] = layer
+    def in_place(self) -> AbstractContextManager[None]:
+        return standing_in(self._places)
 
 
 class Packed(nn.Module):
@@ -90,6 +83,18 @@ class Packed(nn.Module):
             return linear(x, self.layer.weight, self.layer.bias)
         found: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.layer.bias, "none", [], "")
         return found
+
+
+@contextmanager
+def standing_in(places: Sequence[tuple[nn.Module, str, nn.Module, nn.Module]]) -> Iterator[None]:
+    """places: a module, the name of a layer of it, that layer, and what takes its place meanwhile."""
+    for parent, name, _, other in places:
+        parent._modules[name] = other
+    try:
+        yield
+    finally:
+        for parent, name, layer, _ in places:
+            parent._modules[name] = layer
 
 
 def is_plain(layer: Any) -> bool:

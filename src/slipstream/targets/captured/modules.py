@@ -5,15 +5,14 @@ Layers that read the same input, such as q, k and v, are one product. The angles
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
 
 from slipstream.kernels.ops import linear, norm
-from slipstream.targets.packed import is_plain
+from slipstream.targets.packed import is_plain, standing_in
 
 LASTING = ("default", "linear", "llama3", "yarn")  # ways to turn positions into angles that no text changes
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -42,15 +41,8 @@ class StandIns:
             if isinstance(other, Angles):
                 other.reach(positions, given)
 
-    @contextmanager
-    def in_place(self) -> Iterator[None]:
-        for parent, name, _, other in self._places:
-            parent._modules[name] = other
-        try:
-            yield
-        finally:
-            for parent, name, layer, _ in self._places:
-                parent._modules[name] = layer
+    def in_place(self) -> AbstractContextManager[None]:
+        return standing_in(self._places)
 
 
 def can_join(layers: list[Any]) -> bool:

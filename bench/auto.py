@@ -336,9 +336,9 @@ def watched(llm: LLM) -> list[tuple[tuple[int, tuple[str, ...], bool], tuple[flo
         spent[0] = perf_counter() - clock
         return found
 
-    def stepped(running: list[Any]) -> None:
+    def stepped(running: list[Any], readings: Any = ()) -> None:
         batch, before, clock = len(running), sum(len(s.tokens) for s in running), perf_counter()
-        step(running)
+        step(running, readings)
         taken, choice = perf_counter() - clock, drafter.choice
         got = sum(len(s.tokens) for s in running) - before
         numbers = choice.nodes / batch, choice.tokens / batch, got / batch, spent[0], taken, batch / choice.plain

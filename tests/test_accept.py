@@ -8,6 +8,7 @@ from slipstream.accept import RULES, Lenient, Match, Rejection, Typical, make_ru
 from slipstream.errors import OptionError
 from slipstream.sampling import Sampler, Sampling
 from slipstream.targets import Scores
+from slipstream.targets.captured.function import Captured
 from slipstream.tree import TokenTree
 from test_distribution import outcomes
 
@@ -54,6 +55,36 @@ def test_what_is_left_once_a_child_was_rejected():
     (p,), mass = residual(torch.tensor(P)[None], 1)
     assert p.tolist() == pytest.approx([0.5 / 0.7, 0, 0.15 / 0.7, 0.05 / 0.7])
     assert residual(torch.tensor([[0.0, 1.0]]), 1)[1].tolist() == [0], "nothing is left"
+
+
+@pytest.mark.parametrize("drawn", [False, True], ids=["certain", "drawn"])
+def test_rejection_decides_about_all_nodes_at_once_as_about_each(drawn):
+    """Random trees with up to four children a node, whose p is nearly nothing here and there."""
+    rng, vocabulary = np.random.default_rng(5), 11
+    accepted = 0
+    for seed in range(200):
+        size = int(rng.integers(1, 12))
+        parents = [-1, *(int(rng.integers(0, i)) for i in range(1, size))]
+        tokens = np.zeros(size, np.int64)
+        for parent in range(size):
+            mine = [i for i in range(size) if parents[i] == parent]
+            tokens[mine] = rng.choice(vocabulary, len(mine), replace=False)
+        logits = torch.from_numpy(rng.normal(0, 4, (size + 2, vocabulary))).float()
+        q = torch.softmax(torch.from_numpy(rng.normal(0, 2, (size, vocabulary))), -1) if drawn else None
+        rows = [-1 if i % 3 == 2 else i for i in range(size)] if drawn else None
+        tree = TokenTree.build(tokens, parents, q=q, q_row=rows)
+
+        def said(together, tree=tree, logits=logits, seed=seed):
+            found = Scores(logits, {}, tree.depths, begin=1)
+            found.captured = (lambda function: Captured(function, torch.device("cpu"))) if together else None
+            drawing = Sampler(Sampling(temperature=0.7), [0, 1], seed)
+            verdict = verify(Rejection(), tree, found, drawing, lambda _: False)
+            assert (found.decided is not None) == together
+            return verdict
+
+        assert said(together=True) == said(together=False)
+        accepted += len(said(together=True).path) - 1
+    assert accepted > 20
 
 
 def test_typical_accepts_what_is_plausible_and_nothing_else():

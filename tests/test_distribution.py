@@ -65,6 +65,8 @@ class Scripted(Sampler):
 class Table:
     """Scores of a target that depends on the path alone."""
 
+    captured = decided = None
+
     def __init__(self, tree, law):
         self._rows = [torch.from_numpy(law(tree.tokens[tree.path_to(i)][1:].tolist())) for i in range(len(tree))]
 

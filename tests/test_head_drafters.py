@@ -486,6 +486,8 @@ def test_rejection_of_drawn_drafts_leaves_the_targets_distribution(kind, options
 class Table:
     """Scores of a target that follows a law of the drafted path alone, at this temperature."""
 
+    captured = decided = None
+
     def __init__(self, tree, law, temperature):
         self._tree, self._law, self._temperature = tree, law, temperature
 

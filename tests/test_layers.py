@@ -18,6 +18,7 @@ LAYERS = [
     {"tree", "sampling", "stopwatch", "text", "grammar"},
     {"budget", "kernels", "loading", "stats"},
     {"counts", "targets"},
+    {"residuals"},
     {"accept"},
     {"options", "request"},
     {"datastores", "heads"},

@@ -15,14 +15,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from slipstream.errors import OptionError
+from slipstream.residuals import SMALLEST, decide
 from slipstream.sampling import Sampler
 
 if TYPE_CHECKING:
     from slipstream.targets.base import Scores
     from slipstream.tree import TokenTree
-
-
-SMALLEST = 1e-300  # of a sum that is divided by
 
 
 @dataclass(frozen=True)
@@ -87,22 +85,32 @@ class Rejection(Rule):
         return 1.0
 
     def next_token(self, tree: TokenTree, node: int, scores: Scores, sampler: Sampler) -> int:
-        """What each child's rejection leaves is computed before anybody knows whether it is rejected: on a GPU a
-        number that is waited for takes longer than all of it."""
+        if node == 0:
+            scores.decided = decide(tree, scores, sampler)
+        tokens = [int(tree.tokens[child]) for child in tree.children(node)]
+        chances, masses, drawn = (
+            self._decide(tree, node, tokens, scores, sampler) if scores.decided is None else scores.decided.at(node)
+        )
+        for i, x in enumerate(tokens):
+            # Without mass x had all of p, and rounding alone gets here.
+            if sampler.flip(chances[i] / self.leniency(), i) or masses[i] <= 0:
+                return x
+        return sampler.taken(*drawn)
+
+    def _decide(
+        self, tree: TokenTree, node: int, tokens: list[int], scores: Scores, sampler: Sampler
+    ) -> tuple[list[float], list[float], list[float]]:
+        """The chances of a node's children, what is left of p without them, and what is drawn of that: before anybody
+        knows whether a child is rejected, since a number that is waited for may take longer than all of it."""
         p = sampler.distribution(scores.logits(node))
         left = p[None] if (q := drawn_from(tree, node, p)) is None else torch.stack([p, q])
-        tokens = [int(tree.tokens[child]) for child in tree.children(node)]
         chances, masses = [p.new_empty(0)], [p.new_empty(0)]
         for x in tokens:
             chances.append(left[:1, x] if q is None else left[:1, x] / left[1, x])
             left, mass = residual(left, x)
             masses.append(mass)
         numbers = torch.cat([*chances, *masses, sampler.drawn(left[0])]).tolist()
-        for i, x in enumerate(tokens):
-            # Without mass x had all of p, and rounding alone gets here.
-            if sampler.flip(numbers[i] / self.leniency(), i) or numbers[len(tokens) + i] <= 0:
-                return x
-        return sampler.taken(*numbers[-2:])
+        return numbers[: len(tokens)], numbers[len(tokens) : -2], numbers[-2:]
 
 
 def drawn_from(tree: TokenTree, node: int, p: torch.Tensor) -> torch.Tensor | None:

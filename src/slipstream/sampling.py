@@ -61,6 +61,16 @@ class Sampling:
     def penalises(self) -> bool:
         return self.repetition_penalty != 1 or bool(self.presence_penalty or self.frequency_penalty)
 
+    @property
+    def adjusts(self) -> bool:
+        """Whether logits change before the temperature is applied."""
+        return bool(self.logit_bias or self.penalises or self.bad_words or self.processors)
+
+    @property
+    def filters(self) -> bool:
+        """Whether tokens are ruled out by their probabilities."""
+        return bool(self.top_k or self.top_p < 1 or self.min_p > 0)
+
     @cached_property
     def plain(self) -> bool:
         """The raw logits decide alone, so a forward may pick the token without knowing the history."""
@@ -173,7 +183,7 @@ class Sampler:
     def _adjusted(self, logits: torch.Tensor) -> torch.Tensor:
         """With biases, penalties and bad words. A copy wherever anyone may write: the row is the target's own."""
         s = self.sampling
-        if not (s.logit_bias or s.penalises or s.bad_words or s.processors):
+        if not s.adjusts:
             return logits
         logits = logits.clone()
         if s.logit_bias:

@@ -123,12 +123,19 @@ class Scores:
         self._positions = positions  # (n - first,) absolute
         self.hidden = hidden  # {layer: (·, H)} on the device
         self.replayed = False  # whether later forwards write into the same tensors
+        self.captured: Callable[[Callable[..., Any]], Any] | None = None  # of a function of tensors, where steps are
+        self.decided: Any = None  # what a rule has found out about all nodes at once
         self._tokens: list[int] | None = None  # chosen along with the forward
         self._values: list[float] | None = None
 
     def logits(self, node: int) -> torch.Tensor:
         """(V,) the logits of what follows `node`."""
         return self._logits[self._begin + node - self._first]
+
+    @property
+    def of_step(self) -> torch.Tensor:
+        """(·, V) the logits of all rows of the step, where they lie."""
+        return self._logits
 
     def every(self) -> torch.Tensor:
         """(n, V) those of all nodes that were computed."""

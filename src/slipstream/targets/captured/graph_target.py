@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -28,6 +28,7 @@ from slipstream.targets.cache import LayerShape
 from slipstream.targets.captured import fixed_step as steps
 from slipstream.targets.captured.arena import MEMORY, Arena
 from slipstream.targets.captured.fixed_step import BEST, DRAWN, DRAWN_WITH_HISTORY, FixedStep
+from slipstream.targets.captured.function import Captured
 from slipstream.targets.captured.inputs import DEEPEST, Shape, fill
 from slipstream.targets.captured.layers import fusable_layers, in_place
 from slipstream.targets.captured.modules import StandIns
@@ -101,6 +102,7 @@ class GraphTarget(Target):
         self._stand_ins.reach(self.arena.longest, torch.empty(0, dtype=self.dtype, device=self.device))
         self.memory: Any = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None  # of all captures
         self._steps: dict[tuple[Any, ...], FixedStep] = {}
+        self._functions: dict[Callable[..., Any], Captured] = {}
         self._scratch: Any = None
         self._histories: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
         self._told: dict[int, Told] = {}  # by row of the arena's table
@@ -138,6 +140,7 @@ class GraphTarget(Target):
 
     def release(self) -> None:
         self._steps.clear()
+        self._functions.clear()
         self._told.clear()
         self._histories = self._scratch = self._sample = self.memory = None
         self.arena.release()
@@ -250,8 +253,14 @@ class GraphTarget(Target):
         step = self._replay(slots, trees, self._rows(trees, want, known), want, known)
         found = self._scored(step, trees, known, bool(self._followed(want.samplers, len(slots))), step.hidden)
         for scores in found:
-            scores.replayed = True
+            scores.replayed, scores.captured = True, self.captured
         return found
+
+    def captured(self, function: Callable[..., Any]) -> Captured:
+        """For what is computed of a step's logits."""
+        if function not in self._functions:
+            self._functions[function] = Captured(function, self.device)
+        return self._functions[function]
 
     def _scored(
         self,

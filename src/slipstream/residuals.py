@@ -1,0 +1,129 @@
+"""What rejection decides by, at all nodes of a tree at once: on a GPU a number that is waited for takes longer than all
+that is computed for it. So it is computed where the logits are, as one captured function, and one table comes down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import count, islice
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from slipstream.sampling import Sampler, noise_key, uniform
+from slipstream.targets.base import Scores
+from slipstream.tree import TokenTree
+
+SMALLEST = 1e-300  # of a sum that is divided by
+GIVEN = 4  # numbers of a node that stand before its children's tokens in a table
+
+
+@dataclass(frozen=True)
+class Decisions:
+    """By node. A child's chance is that of being accepted once those before it were rejected."""
+
+    chances: NDArray[np.float64]  # (n, k), children in draw order
+    masses: NDArray[np.float64]  # (n, k) what p has left once the child is rejected too
+    drawn: NDArray[np.float64]  # (n, 2) the token that is drawn of what all of them leave, and its mass
+
+    def at(self, node: int) -> tuple[list[float], list[float], list[float]]:
+        return self.chances[node].tolist(), self.masses[node].tolist(), self.drawn[node].tolist()
+
+
+def decide(tree: TokenTree, scores: Scores, sampler: Sampler) -> Decisions | None:
+    """For a walk that begins now. None: what it decides by can't be captured, or depends on the text."""
+    s = sampler.sampling
+    if scores.captured is None or s.greedy or s.adjusts or s.filters:
+        return None
+    given, lying = table(tree, scores, sampler), (scores.of_step,)
+    if tree.q is None:
+        found = scores.captured(reject_certain).fetch(given, still=lying)
+    else:
+        found = scores.captured(reject_drawn).fetch(given, tree.q, still=lying)
+    numbers = found.numpy()[: len(tree)].copy()
+    most = (numbers.shape[1] - 2) // 2
+    return Decisions(numbers[:, :most], numbers[:, most:-2], numbers[:, -2:])
+
+
+def table(tree: TokenTree, scores: Scores, sampler: Sampler) -> Tensor:
+    """(n, GIVEN + 2k) float64, n and k rounded up, so that few shapes are captured: where a node's logits and its row
+    of q lie (-1: it has none), the uniform number that draws, the temperature; its children's tokens; which of these
+    are children, not padding."""
+    children: list[list[int]] = [[] for _ in range(len(tree))]
+    for parent, token in zip(tree.parents[1:].tolist(), tree.tokens[1:].tolist(), strict=True):
+        children[parent].append(token)
+    rows, most = _rounded(len(tree)), _rounded(max(map(len, children)) or 1)
+    made = np.zeros((rows, GIVEN + 2 * most))
+    made[:, 1], made[:, 3] = -1, sampler.sampling.temperature
+    made[: len(tree), 0] = scores.rows(range(len(tree)))
+    if tree.q_row is not None:
+        made[: len(tree), 1] = tree.q_row
+    for node, (depth, mine) in enumerate(zip(tree.depths.tolist(), children, strict=True)):
+        key = noise_key(sampler.seed, sampler.sample_index, sampler.position + depth, "draw")
+        made[node, 2] = uniform(key, 0)
+        made[node, GIVEN : GIVEN + most] = [*mine, *_others(mine, most - len(mine))]
+        made[node, GIVEN + most : GIVEN + most + len(mine)] = 1
+    made[len(tree) :, GIVEN : GIVEN + most] = range(most)
+    return torch.from_numpy(made)
+
+
+def _rounded(n: int) -> int:
+    """Up to a power of two."""
+    return 1 << (n - 1).bit_length()
+
+
+def _others(tokens: list[int], many: int) -> Iterable[int]:
+    """So many ids that are none of these: what is written for padding must not meet a child's."""
+    return islice((i for i in count() if i not in tokens), many)
+
+
+# ---- on the device
+
+
+def _read(table: Tensor, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """p (n, V), tokens (n, k), and which of these are children."""
+    most = (table.shape[1] - GIVEN) // 2
+    warm = logits[table[:, 0].long()].float() / table[:, 3:4].float()
+    return torch.softmax(warm.double(), -1), table[:, GIVEN : GIVEN + most].long(), table[:, GIVEN + most :] > 0
+
+
+def _draw(left: Tensor, share: Tensor) -> Tensor:
+    """(n, 2) as `Sampler.drawn`."""
+    total = left.cumsum(1)
+    reached = torch.where(left > 0, total, -1.0)
+    token = (reached >= share[:, None] * reached.amax(1, keepdim=True)).byte().argmax(1)
+    return torch.stack([token.to(left.dtype), total[:, -1]], 1)
+
+
+def reject_certain(table: Tensor, logits: Tensor) -> Tensor:
+    """Children that were not drawn: each is accepted with its share of what is left of p, and removed from it."""
+    p, tokens, real = _read(table, logits)
+    shares = p.gather(1, tokens) * real
+    left = p.scatter(1, tokens, p.gather(1, tokens) * ~real)
+    # After each child: what is left at last and the children behind it. A sum, since a difference may round to nothing.
+    behind = torch.cat([shares[:, 1:], torch.zeros_like(shares[:, :1])], 1).flip(1).cumsum(1).flip(1)
+    after = left.sum(1, keepdim=True) + behind
+    chances = shares / (shares + after).clamp_min(SMALLEST)
+    return torch.cat([chances, after, _draw(left, table[:, 2])], 1)
+
+
+def reject_drawn(table: Tensor, q: Tensor, logits: Tensor) -> Tensor:
+    """Children that were drawn from q without replacement; where a node has none, as above."""
+    left, tokens, real = _read(table, logits)
+    drawn = table[:, 1:2] >= 0
+    other = q[table[:, 1].clamp_min(0).long()].to(left)
+    chances, masses = torch.ones_like(real, dtype=left.dtype), torch.ones_like(real, dtype=left.dtype)
+    for i in range(tokens.shape[1]):
+        x, now = tokens[:, i : i + 1], real[:, i : i + 1]
+        at = left.gather(1, x)
+        chances[:, i : i + 1] = torch.where(drawn, at / other.gather(1, x), at)
+        less = torch.where(drawn, (left - other).clamp_min(0.0), left).scatter(1, x, 0.0)
+        mass = less.sum(1, keepdim=True)
+        masses[:, i : i + 1] = mass
+        left = torch.where(now, less / mass.clamp_min(SMALLEST), left)
+        rest = other.scatter(1, x, 0.0)
+        other = torch.where(now, rest / rest.sum(1, keepdim=True).clamp_min(SMALLEST), other)
+    return torch.cat([chances, masses, _draw(left, table[:, 2])], 1)

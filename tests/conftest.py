@@ -8,7 +8,7 @@ import pytest
 
 # Nothing heavy is imported here: the process that only hands out tests would wait for it before the others begin.
 
-REAL = {"smol", "shallow", "small", "forked", "browser", "forker"}
+REAL = {"smol", "shallow", "babble", "small", "forked", "browser", "forker"}
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -104,6 +104,21 @@ def shallow(smol):
     for i, layer in enumerate(model.model.layers):
         layer.self_attn.layer_idx = i
     return slipstream.LLM(model, smol.tokenizer, "pld")
+
+
+@pytest.fixture(scope="session")
+def babble():
+    """A tiny model with the embedded one's tokenizer: for servers, which don't care what is said. Even of three layers
+    the embedded model takes most of a step for its vocabulary."""
+    from transformers import AutoTokenizer
+
+    import slipstream
+    from families import tiny_model
+    from slipstream.loading import embedded
+
+    tokenizer = AutoTokenizer.from_pretrained(embedded.ensure())
+    model = tiny_model("llama", vocab_size=len(tokenizer), max_position_embeddings=8192)
+    return slipstream.LLM(model, tokenizer, "pld")
 
 
 @pytest.fixture(scope="session")

@@ -144,6 +144,10 @@ def load():
             with suppress(ImportError):  # kernels need triton
                 importlib.import_module(module.name)
     assert TokenTree.chain(1, [2]).depth == 1  # numba makes itself ready at the first call
+    with suppress(ImportError):  # a thousand patterns, which transformers compiles before its first model
+        from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+        get_checkpoint_conversion_mapping("llama")
 
 
 if __name__ == "__main__":

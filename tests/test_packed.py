@@ -12,6 +12,14 @@ from slipstream.targets.packed import FEWEST, MOST, Packed, PackedLayers
 from slipstream.tree import TokenTree
 
 
+@pytest.fixture(autouse=True)
+def nothing_kept():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packed, "recall", lambda *_: None)
+        patch.setattr(packed, "remember", lambda *_: None)
+        yield
+
+
 @pytest.fixture
 def model(monkeypatch):
     """Packed whatever that gains."""
@@ -109,3 +117,23 @@ def test_what_would_not_gain_is_left_alone(model, monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr(packed, "SMALL", 0)
     assert not places(model.to(torch.bfloat16))
+
+
+def test_a_shape_is_tried_once_on_a_machine(model, monkeypatch):
+    kept, tried, pays = {}, [], packed.pays
+    monkeypatch.setattr(packed, "recall", lambda *about: kept.get(about))
+    monkeypatch.setattr(packed, "remember", lambda kind, key, known: kept.update({(kind, key): known}))
+    monkeypatch.setattr(packed, "pays", lambda layers: tried.append(layers[0].weight.shape) or pays(layers))
+    first = packed.worth_packing(model)
+    assert len(tried) == len(set(tried)) > 2
+    assert {layer.weight.shape for *_, layer in first} == set(tried)
+    tried.clear()
+    assert packed.worth_packing(model) == first
+    assert not tried
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 99)  # another machine, as it were
+    assert packed.worth_packing(model) == first
+    assert tried
+    kept.update(dict.fromkeys(kept, False))
+    assert not packed.worth_packing(model)
+    kept.update(dict.fromkeys(kept, "damaged"))
+    assert packed.worth_packing(model) == first

@@ -77,8 +77,8 @@ class Running:
 
 
 @pytest.fixture(scope="module")
-def llm(shallow):
-    return LLM(shallow.model, shallow.tokenizer, "auto", drafters="suffix", max_batch=4)
+def llm(babble):
+    return LLM(babble.model, babble.tokenizer, "auto", drafters="suffix", max_batch=4)
 
 
 @pytest.fixture(scope="module")

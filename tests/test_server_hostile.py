@@ -29,8 +29,8 @@ CHAT = "/v1/chat/completions"
 
 
 @pytest.fixture(scope="module")
-def llm(shallow):
-    with LLM(shallow.model, shallow.tokenizer, drafter="suffix", max_batch=4) as found:
+def llm(babble):
+    with LLM(babble.model, babble.tokenizer, drafter="suffix", max_batch=4) as found:
         yield found
 
 
@@ -323,7 +323,7 @@ def connected(port):
     raise AssertionError("nobody listens")
 
 
-def test_whoever_reads_that_it_is_served_may_come_at_once(shallow, monkeypatch):
+def test_whoever_reads_that_it_is_served_may_come_at_once(babble, monkeypatch):
     came = []
 
     def said(text, **_):
@@ -333,7 +333,7 @@ def test_whoever_reads_that_it_is_served_may_come_at_once(shallow, monkeypatch):
 
     command = sys.modules[serve.__module__]
     monkeypatch.setattr(command.err, "print", said)
-    monkeypatch.setattr(command, "open_llm", lambda *_, **__: LLM(shallow.model, shallow.tokenizer, drafter="none"))
+    monkeypatch.setattr(command, "open_llm", lambda *_, **__: LLM(babble.model, babble.tokenizer, drafter="none"))
     monkeypatch.setattr("slipstream.server.run.run", lambda _, sock, *__: sock.close())
     serve(port=0)
     assert came

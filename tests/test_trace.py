@@ -47,18 +47,18 @@ def test_a_trace_of_the_embedded_model(smol, tmp_path):
     assert any(e["source"] == "pld" for s in steps(result.trace) for e in s["emitted"])
 
 
-def test_pieces_add_up_when_a_stop_string_takes_text_back(shallow, tmp_path):
-    whole = shallow.generate(FRUIT, max_new_tokens=24).text
+def test_pieces_add_up_when_a_stop_string_takes_text_back(babble, tmp_path):
+    whole = babble.generate(FRUIT, max_new_tokens=24).text
     for stop in (whole[10:18], whole[9:11], whole[17:31]):
-        result = shallow.generate(FRUIT, max_new_tokens=24, stop=stop, trace=True)
+        result = babble.generate(FRUIT, max_new_tokens=24, stop=stop, trace=True)
         assert result.finish_reason == "stop"
         check(result.trace, result, tmp_path)
 
 
-def test_pieces_add_up_for_any_unicode(shallow, tmp_path):
+def test_pieces_add_up_for_any_unicode(babble, tmp_path):
     """The model is made to say it, and is cut inside a character."""
     text = "日本語 🏳️‍🌈 naïve </script>"
-    tokens = shallow.tokenizer(text, add_special_tokens=False)["input_ids"]
+    tokens = babble.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def say(input_ids, scores):
         place = input_ids.shape[1] - length
@@ -67,19 +67,19 @@ def test_pieces_add_up_for_any_unicode(shallow, tmp_path):
         return scores
 
     for count in (len(tokens), 1, 2, 5):
-        length = len(shallow.request("Say it.").tokens)
-        result = shallow.generate("Say it.", processors=[say], max_new_tokens=count, trace=True)
+        length = len(babble.request("Say it.").tokens)
+        result = babble.generate("Say it.", processors=[say], max_new_tokens=count, trace=True)
         check(result.trace, result, tmp_path)
 
 
-def test_every_answer_of_a_batch_has_its_own_trace(shallow, tmp_path):
-    for result in shallow.generate([FRUIT, "Hello!"], n=2, max_new_tokens=6, temperature=1.0, seed=1, trace=True)[0]:
+def test_every_answer_of_a_batch_has_its_own_trace(babble, tmp_path):
+    for result in babble.generate([FRUIT, "Hello!"], n=2, max_new_tokens=6, temperature=1.0, seed=1, trace=True)[0]:
         check(result.trace, result, tmp_path)
 
 
-def test_lines_reach_the_sink_as_soon_as_they_are_final(shallow):
+def test_lines_reach_the_sink_as_soon_as_they_are_final(babble):
     got = []
-    stream = shallow.stream("Count to ten.", max_new_tokens=12, trace=got.append)
+    stream = babble.stream("Count to ten.", max_new_tokens=12, trace=got.append)
     counts = [len(got) for _ in stream]
     assert counts == sorted(counts)
     assert counts[1] >= 1  # the header at once, steps one behind
@@ -98,12 +98,12 @@ def test_a_trace_without_a_tokenizer_shows_ids(tmp_path):
     assert any(len(s["nodes"]) > 3 for s in steps(result.trace))
 
 
-def test_half_characters_are_shown_as_bytes(shallow):
-    shown = [readable(shallow.tokenizer, t) for t in shallow.tokenizer("🏳", add_special_tokens=False)["input_ids"]]
+def test_half_characters_are_shown_as_bytes(babble):
+    shown = [readable(babble.tokenizer, t) for t in babble.tokenizer("🏳", add_special_tokens=False)["input_ids"]]
     assert len(shown) > 1
     assert "".join(shown).replace("⟨", "").replace("⟩", "") == "🏳".encode().hex().upper()
-    assert readable(shallow.tokenizer, shallow.tokenizer(" the")["input_ids"][0]) == " the"
+    assert readable(babble.tokenizer, babble.tokenizer(" the")["input_ids"][0]) == " the"
 
 
-def test_no_trace_unless_asked(shallow):
-    assert shallow.generate("Hello!", max_new_tokens=2).trace is None
+def test_no_trace_unless_asked(babble):
+    assert babble.generate("Hello!", max_new_tokens=2).trace is None

@@ -286,22 +286,26 @@ def gathered_attention(
     tables: torch.Tensor | None = None,
     heard: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention by path in plain torch: every row gathers its own keys."""
+    """Attention by path in plain torch: every row gathers its own keys. Rows of depth -2 are nobody's."""
     b, heads, n, d = query.shape
     kv, dv = values.shape[1], values.shape[3]
-    rows, lengths = ((x[:, None].expand(b, n) if x.dim() == 1 else x).reshape(-1, 1).long() for x in (rows, lengths))
-    depths, paths = depths.reshape(-1, 1).long(), paths.reshape(b * n, -1).long()
-    there = depths > -2
+    out = query.new_zeros(b * n, kv, heads // kv, dv)
+    here = (depths.reshape(-1) > -2).nonzero()[:, 0]  # (m,) of b·n rows, of which most may be padding
+    if len(here) == 0:
+        return out.reshape(b, n, heads, dv)
+    rows, lengths = ((x[:, None].expand(b, n) if x.dim() == 1 else x).reshape(-1, 1) for x in (rows, lengths))
+    rows, lengths, depths = (x[here].long() for x in (rows, lengths, depths.reshape(-1, 1)))
+    paths = paths.reshape(b * n, -1)[here].long()
     at = torch.arange(max(1, int((lengths + depths).max()) + 1), device=query.device)[None]  # (1, positions)
     text = at if tables is None else tables[rows[:, 0]].long()[:, at[0] // PAGE] * PAGE + at % PAGE
     drafted = paths.gather(1, (at - lengths).clamp(0, paths.shape[1] - 1))
-    column = torch.where(at < lengths, text, drafted)  # (b·n, positions)
-    see = (at <= lengths + depths) & there
+    column = torch.where(at < lengths, text, drafted)  # (m, positions)
+    see = at <= lengths + depths
     if window is not None:
         see &= at > lengths + depths - window
-    column, rows = column.where(see, 0), rows.where(there, 0) if tables is None else torch.zeros_like(rows)
-    k, v = (x[rows, :, column].float().transpose(1, 2) for x in (keys, values))  # (b·n, kv, positions, d)
-    q = query.transpose(1, 2).reshape(b * n, kv, heads // kv, d).float()
+    column, rows = column.where(see, 0), rows if tables is None else torch.zeros_like(rows)
+    k, v = (x[rows, :, column].float().transpose(1, 2) for x in (keys, values))  # (m, kv, positions, d)
+    q = query.transpose(1, 2).reshape(b * n, kv, heads // kv, d)[here].float()
     scores = q @ k.transpose(2, 3) * scale
     if soft_cap is not None:
         scores = soft_cap * torch.tanh(scores / soft_cap)
@@ -309,7 +313,7 @@ def gathered_attention(
     if heard is not None:
         roots = (depths == 0)[:, 0]
         by_page = torch.nn.functional.pad(weights[roots], (0, -weights.shape[3] % PAGE)).unflatten(3, (-1, PAGE)).sum(4)
-        heard[roots, :, : by_page.shape[3]] += by_page.flatten(1, 2)
+        heard[here[roots], :, : by_page.shape[3]] += by_page.flatten(1, 2)
     v = v.masked_fill(~see[:, None, :, None], 0.0)  # what nobody sees may be no number
-    out = (weights @ v).masked_fill(~there[:, :, None, None], 0.0)
-    return out.to(query.dtype).reshape(b, n, heads, dv)
+    out[here] = (weights @ v).to(query.dtype)
+    return out.reshape(b, n, heads, dv)

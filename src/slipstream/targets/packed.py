@@ -18,13 +18,16 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
+from slipstream.kept import recall, remember
+from slipstream.targets.timing import cpu_name
+
 log = logging.getLogger("slipstream")
 
 FEWEST, MOST = 4, 32  # rows: fewer BLAS multiplies as quickly as weights can be read, more are worth the laying out
 SMALL = 32 << 20  # bytes of weights that a core's own cache may hold, where laying them out takes next to nothing
 SHARE = 4  # of the memory that is free, the copy takes no more than this part
 SEEN = 32  # weights of a layer by which a change of them is seen: it changes all of them, or nearly
-SAMPLE, TRIED = 8, 4  # rows, and layers of a shape, that are tried: every start of a process waits for it
+SAMPLE, TRIED = 8, 4  # rows, and layers of a shape, that are tried: the first start with a model waits for it
 LESS = 0.85  # of BLAS' time that they must take: clocks err by a tenth on a busy machine
 
 _known = WeakValueDictionary[int, "PackedLayers"]()  # by the model's id: several targets may share it
@@ -122,8 +125,20 @@ def worth_packing(model: nn.Module) -> list[tuple[nn.Module, str, nn.Linear]]:
     alike: dict[torch.Size, list[nn.Linear]] = {}
     for *_, layer in layers:
         alike.setdefault(layer.weight.shape, []).append(layer)
-    paying = {shape for shape, some in alike.items() if pays(some[:TRIED])}
+    paying = {shape for shape, some in alike.items() if known_to_pay(some[:TRIED])}
     return [each for each in layers if each[2].weight.shape in paying]
+
+
+def known_to_pay(layers: list[nn.Linear]) -> bool:
+    """Tried once on a machine, and kept: the last bits of logits depend on it, and are the same at every start."""
+    shape = "×".join(map(str, layers[0].weight.shape))
+    where = f"{cpu_name()} × {torch.get_num_threads()}, torch {torch.__version__}"
+    key = f"{len(layers)} layers {shape} | {where}"
+    known = recall("packed", key)
+    if not isinstance(known, bool):
+        known = pays(layers)
+        remember("packed", key, known)
+    return known
 
 
 @torch.inference_mode()

@@ -91,9 +91,10 @@ class Source:
         if not (began and self.known):
             self.drafting.see(seconds)
 
-    def gain(self) -> float:
-        """At its level: as it was seen there, or where others expect a little less or more."""
-        nearest = (*range(self.level, -1, -1), *range(self.level + 1, LEVELS))
+    def gain(self, level: int | None = None) -> float:
+        """At a level, or at its own: as it was seen there, or where others expect a little less or more."""
+        level = self.level if level is None else level
+        nearest = (*range(level, -1, -1), *range(level + 1, LEVELS))
         return next((self.gains[level] for level in nearest if self.looks[level]), 0.0)
 
     def learn(self, gain: float) -> None:
@@ -168,6 +169,7 @@ class Pilot:
         self._by_batch = dict[int, dict[str, Source]]()
         self._trial: Source | None = None  # the head that is tried,
         self._left = 0  # and the drafts that are left of that
+        self._levels = np.zeros(LEVELS)  # how often heads could be asked at each, of late
         # Until `judge` has time: who was asked about what, the best rate, seconds of the step, tokens expected of it.
         self._unjudged: tuple[list[Source], Sequence[Draft], float, float, float] | None = None
 
@@ -224,13 +226,17 @@ class Pilot:
         return False
 
     def _best_head(self, heads: list[Source], unstarted: Container[str], step: float) -> list[Source]:
-        """One or none. A head gives way to another only if that gains more than it takes to begin."""
+        """One or none. What it takes to begin with another head is paid once, and what that gains comes at every step,
+        whatever its level: so the best is who gains most at the levels that there were of late."""
+        self._levels *= 1 - NEWEST
+        self._levels[heads[0].level] += NEWEST
         if self._left and self._trial is not None and self._trial in heads:
             self._left -= 1
             return [self._trial]
         self._trial = None
-        gains = [s.gain() - (s.beginning / step if s.drafter in unstarted else 0.0) for s in heads]
-        best = heads[gains.index(max(gains))]
+        usual = [sum(share * s.gain(level) for level, share in enumerate(self._levels)) for s in heads]
+        begun = [s.beginning / step * NEWEST if s.drafter in unstarted else 0.0 for s in heads]
+        best = heads[int(np.argmax(np.subtract(usual, begun)))]
         if due := [s for s in heads if self.steps >= s.due[s.level] and (s is not best or s.gain() <= 0)]:
             chosen = min(due, key=lambda s: s.drafting.times)
             if not chosen.known or chosen.drafter in unstarted:
@@ -291,7 +297,9 @@ class Pilot:
             if source.began or source is self._trial:
                 lost += source.beginning
             if source.returns is not None:  # it finds nothing at first: it may be behind by as much as a trial loses
-                source.worth += NEWEST * ((expected / tokens - 1) / source.returns[source.beside] - source.worth)
+                if source.beside:
+                    came = (expected / tokens - 1) / source.returns[source.beside]
+                    source.worth += NEWEST * (came - source.worth)
                 behind = max(0.0, source.behind + lost)
                 lost, source.behind = (behind, 0.0) if behind > TRIAL * step else (0.0, behind)
             source.due[source.level] = self.steps + max(0, round(lost / step * len(group) / EXPLORING))

@@ -485,10 +485,10 @@ def test_a_draft_model_reads_a_level_of_all_its_texts_in_one_step(options, tiny,
         target = graphs(model)
         drafter = make("model", target, None, draft_model=draft, depth=4, **options)
         drafter.draft = graphs(draft)
-        extend = drafter.draft.extend
-        monkeypatch.setattr(
-            drafter.draft, "extend", lambda slots, *given: levels.append(len(slots)) or extend(slots, *given)
-        )
+        for name in ("extend", "draft_chains"):  # a level, or all of them
+            made = getattr(drafter.draft, name)
+            counted = lambda slots, *given, made=made: levels.append(len(slots)) or made(slots, *given)  # noqa: E731
+            monkeypatch.setattr(drafter.draft, name, counted)
         trees = [[] for _ in prompts]
         requests = [
             Request(p, 12, max_draft=8, watch=lambda step, mine=mine: mine.append(step.tree.tokens.tolist()))
@@ -563,3 +563,60 @@ def test_a_text_with_log_probabilities_is_looked_at_at_once(plain_engine, monkey
     monkeypatch.setattr(Engine, "_step_ahead", None)
     (sequence,) = answers(plain_engine, requests(4, logprobs=2))
     assert len(sequence.logprobs) == 4
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2"])
+def test_chains_are_drafted_at_once_as_they_are_level_by_level(family, tiny):
+    """Texts of different lengths, of which different numbers of tokens are unread; then what was accepted is committed,
+    and they are drafted for again, one of them past a page's end."""
+    plain, fixed = open_target(tiny(family)), graphs(tiny(family))
+    texts, depth = [[1, 2, 3, 4, 5] * 25, [7, 8, 9], [11]], 4
+    one, other = read(plain, texts), read(fixed, texts)
+    chains = [[4], [3, 9, 6], [2, 2]]
+    for accepted in ([3, 1, 2], [1, 4, 2]):
+        found = fixed.draft_chains(other, chains, depth, fixed.vocabulary)
+        for slot, chain, draft in zip(one, chains, found, strict=True):
+            tokens = list(chain)
+            for token, logp in draft:
+                tree = TokenTree.chain(tokens[0], tokens[1:])
+                said = torch.log_softmax(plain.score([slot], [tree], Want())[0].logits(len(tokens) - 1).float(), -1)
+                assert said.argmax() == token
+                assert logp == pytest.approx(float(said[token]), abs=1e-4)
+                tokens.append(token)
+        for slot, twin, chain, many in zip(one, other, chains, accepted, strict=True):
+            path = range(min(len(chain) - 1 + many, len(twin.tree)))
+            plain.score([slot], [twin.tree], Want())
+            plain.commit(slot, path)
+            fixed.commit(twin, path)
+        assert [s.tokens for s in one] == [s.tokens for s in other]
+        chains = [[5, 6, 7], [8], [1, 2, 3, 4]]
+    assert len(other[0].pages) == 2
+
+
+def test_no_chain_is_drafted_past_the_context(tiny):
+    fixed = graphs(tiny("llama"))
+    (slot,) = read(fixed, [[i % 50 for i in range(fixed.context - 4)]])
+    assert fixed.draft_chains([slot], [[3]], 4, fixed.vocabulary) is not None
+    assert fixed.draft_chains([slot], [[3]], 5, fixed.vocabulary) is None
+
+
+@pytest.mark.parametrize("confidence", [0.0, 0.3])
+def test_a_draft_model_drafts_the_same_chains_at_once(confidence, tiny, monkeypatch):
+    target, draft = graphs(tiny("llama")), tiny_model("llama", seed=3)
+    prompts = [[5, 6, 7, 8] * 3, [9, 10, 11], [1]]
+
+    def answered(at_once):
+        drafter = make("model", target, None, draft_model=draft, depth=4, confidence=confidence)
+        drafter.draft, made = graphs(draft), []
+        chains = drafter.draft.draft_chains
+        count = lambda *given: made.append(chains(*given)) or made[-1]  # noqa: E731
+        monkeypatch.setattr(drafter.draft, "draft_chains", count if at_once else lambda *_: None)
+        trees = []
+        requests = [Request(p, max_new_tokens=12) for p in prompts]
+        for request in requests:
+            request.watch = lambda step: trees.append(step.tree.tokens.tolist())
+        ended = {id(s.request): s.tokens for s in Engine(target, drafter).run(requests) if s.finish is not None}
+        assert bool(made) == at_once
+        return [ended[id(request)] for request in requests], trees
+
+    assert answered(True) == answered(False)

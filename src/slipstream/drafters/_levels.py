@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
@@ -38,8 +39,15 @@ class Level:
     ids: torch.Tensor  # (f, k)
 
 
+@dataclass(frozen=True)
+class Chain:
+    """What a model says after a tree that is a chain, and after that, by its most probable tokens."""
+
+    tokens: list[tuple[int, float]]  # with their log-probabilities
+
+
 # Yields a tree whenever it needs to know what follows its newest nodes; returns the draft.
-Grower = Generator["Growing", Level | None, Proposal]
+Grower = Generator["Growing", Level | Chain | None, Proposal]
 
 
 class Growing:
@@ -54,6 +62,7 @@ class Growing:
         self.rows = [-1] * len(chain)  # of q, for the node's children
         self.q: list[torch.Tensor] = []
         self.scored = 0
+        self.ahead = 0  # if its most probable tokens are wanted and nothing else: how many
 
     @property
     def drafted(self) -> int:
@@ -90,7 +99,7 @@ def grow_together(target: Target, growers: Sequence[Grower], vocabulary: int, be
     """One forward per level for all of them. vocabulary: what drafts are verified over. best: how many of the most
     probable tokens somebody looks at."""
     found: list[Proposal | None] = [None] * len(growers)
-    levels: dict[int, Level | None] = dict.fromkeys(range(len(growers)))  # of those that are to go on
+    levels: dict[int, Level | Chain | None] = dict.fromkeys(range(len(growers)))  # of those that are to go on
     while levels:
         trees: dict[int, Growing] = {}
         for i, level in levels.items():
@@ -98,8 +107,19 @@ def grow_together(target: Target, growers: Sequence[Grower], vocabulary: int, be
                 trees[i] = growers[i].send(level)
             except StopIteration as end:
                 found[i] = end.value
-        levels = dict(zip(trees, _read_levels(target, list(trees.values()), vocabulary, best), strict=True))
+        growing = list(trees.values())
+        said = _read_chains(target, growing, vocabulary) or _read_levels(target, growing, vocabulary, best)
+        levels = dict(zip(trees, said, strict=True))
     return [proposal for proposal in found if proposal is not None]
+
+
+def _read_chains(target: Target, growing: list[Growing], vocabulary: int) -> list[Chain] | None:
+    """All levels at once, where nobody needs to look at one before the next."""
+    if not growing or not all(tree.ahead for tree in growing):
+        return None
+    depth = max(tree.ahead for tree in growing)
+    found = target.draft_chains([t.slot for t in growing], [t.tokens for t in growing], depth, vocabulary)
+    return None if found is None else [Chain(tokens) for tokens in found]
 
 
 def _read_levels(target: Target, growing: list[Growing], vocabulary: int, best: int) -> list[Level]:
@@ -143,7 +163,13 @@ class LevelSession(DraftSession):
     def grow_levels(self, growing: Growing, depth: int, nodes: int) -> Grower:
         """At most so deep, and so many nodes."""
         position = growing.slot.position + growing.root
-        level = cast(Level, (yield growing))
+        if self.options.mode == "greedy" and self._sampler.sampling.plain and not self.first:
+            growing.ahead = min(depth, nodes)
+        level = yield growing
+        if isinstance(level, Chain):
+            return Proposal(self._chained(growing, level))
+        level = cast(Level, level)
+        growing.ahead = 0
         likeliest = tuple(level.ids[0, : self.first].tolist()) if self.first else None
         value = torch.zeros(1)
         for below in range(1, depth + 1):
@@ -154,6 +180,14 @@ class LevelSession(DraftSession):
                 break
             level = cast(Level, (yield growing))
         return Proposal(growing.proposal(self.source), likeliest)
+
+    def _chained(self, growing: Growing, chain: Chain) -> TokenTree:
+        for token, logp in chain.tokens[: growing.ahead]:
+            p = math.exp(logp)
+            if p < self.options.confidence:
+                break
+            growing.add(token, len(growing.tokens) - 1, p)
+        return growing.proposal(self.source)
 
     def _grow(self, growing: Growing, value: torch.Tensor, level: Level, position: int, room: int) -> torch.Tensor:
         """One level of children for the frontier, whose path log-probabilities (f,) are given. Returns the

@@ -257,6 +257,18 @@ class Target(ABC):
         each = zip(slots, trees, known, strict=True)
         return [self.score([slot], [tree], want, nodes)[0] for slot, tree, nodes in each]
 
+    def draft_chains(
+        self,
+        slots: Sequence[Slot],  # noqa: ARG002
+        chains: Sequence[Sequence[int]],  # noqa: ARG002
+        depth: int,  # noqa: ARG002
+        vocabulary: int,  # noqa: ARG002
+    ) -> list[list[tuple[int, float]]] | None:
+        """The `depth` tokens that follow each chain by its most probable one, and their log-probabilities: without the
+        host between them. The chain and all but the last of these are read, as if `extend` had done it. vocabulary:
+        tokens that may be drafted. None: it can't."""
+        return None
+
     def select(self, slot: Slot, blocks: Sequence[int]) -> Part:
         """A slot that has read some blocks of a text, at their positions there, to be drafted with: `extend` it, then
         `close` it before the text goes on. blocks: their numbers, in order; the last is the one that the text ends in.

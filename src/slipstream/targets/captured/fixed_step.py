@@ -119,10 +119,12 @@ class FixedStep:
         if cuda and captured:
             self._capture()
 
-    def run(self) -> None:
-        """Everything a step does, as the device sees it."""
+    def run(self, tokens: torch.Tensor | None = None) -> None:
+        """Everything a step does, as the device sees it. tokens: of its first rows, if the device alone knows them."""
         self._device.copy_(self._host, non_blocking=True)
         i = self.inputs
+        if tokens is not None:
+            i.ids[0, : len(tokens)] = tokens
         ids, positions = self._device[: 2 * i.ids.numel()].long().view(2, *i.ids.shape)  # they come first
         for keys, values in self.target.arena.stores():  # all layers of one shape
             move_keys(keys, values, self._rows, i.sources, i.places, i.moves)
@@ -189,11 +191,15 @@ class FixedStep:
             return nullcontext()
         return compiled_layers(self.target.model, self._cache, self.target.compile)
 
+    def run_within(self, tokens: torch.Tensor | None = None) -> None:
+        """`run`, not captured by itself."""
+        with self.target.fixed(self), self._compiled():
+            self.run(tokens)
+
     def __call__(self, during: Callable[[FixedStep], None] | None = None) -> None:
         """during: called as soon as the device has its work."""
         if self._graph is None:
-            with self.target.fixed(self), self._compiled():
-                self.run()
+            self.run_within()
             if self._ended is not None:
                 self._ended.record()
                 self._ended.synchronize()

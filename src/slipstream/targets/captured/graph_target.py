@@ -27,6 +27,7 @@ from slipstream.targets.base import Part, Scores, Slot, Target, Want
 from slipstream.targets.cache import LayerShape
 from slipstream.targets.captured import fixed_step as steps
 from slipstream.targets.captured.arena import MEMORY, Arena
+from slipstream.targets.captured.chain import FixedChain
 from slipstream.targets.captured.fixed_step import BEST, DRAWN, DRAWN_WITH_HISTORY, FixedStep
 from slipstream.targets.captured.function import Captured
 from slipstream.targets.captured.inputs import DEEPEST, Shape, fill
@@ -103,6 +104,7 @@ class GraphTarget(Target):
         self.memory: Any = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None  # of all captures
         self._steps: dict[tuple[Any, ...], FixedStep] = {}
         self._functions: dict[Callable[..., Any], Captured] = {}
+        self._chains: dict[tuple[Any, ...], FixedChain | None] = {}
         self._scratch: Any = None
         self._histories: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
         self._told: dict[int, Told] = {}  # by row of the arena's table
@@ -141,6 +143,7 @@ class GraphTarget(Target):
     def release(self) -> None:
         self._steps.clear()
         self._functions.clear()
+        self._chains.clear()
         self._told.clear()
         self._histories = self._scratch = self._sample = self.memory = None
         self.arena.release()
@@ -255,6 +258,44 @@ class GraphTarget(Target):
         for scores in found:
             scores.replayed, scores.captured = True, self.captured
         return found
+
+    @torch.inference_mode()
+    def draft_chains(
+        self, slots: Sequence[Slot], chains: Sequence[Sequence[int]], depth: int, vocabulary: int
+    ) -> list[list[tuple[int, float]]] | None:
+        sizes = [len(chain) for chain in chains]
+        if any(slot.position + size - 1 + depth > self.context for slot, size in zip(slots, sizes, strict=True)):
+            return None
+        # As many rows at least as cost no more than one: then nearly all drafts have one shape.
+        first = self._shape(len(slots), bucket(max(ROWS[1], sum(sizes)), ROWS), max(sizes))
+        later = self._shape(len(slots), bucket(len(slots), ROWS), max(sizes) + depth - 1)
+        made = self._chain(first, later, depth, vocabulary)
+        if made is None:
+            return None
+        for slot, size in zip(slots, sizes, strict=True):
+            self.arena.reach(slot, slot.length + size + depth)
+            if slot.pending is not None and len(slot.pending) > first.reach:
+                self._settle(slot)
+        unknown = [[*chain, *[0] * (depth - 1)] for chain in chains]
+        for i, step in enumerate(made.steps):
+            trees = [TokenTree.chain(c[0], c[1 : size + i]) for c, size in zip(unknown, sizes, strict=True)]
+            known = [size + i - 1 if i else 0 for size in sizes]
+            fill(step.host, self.arena.table, self.groups, slots, trees, known, 0, step.shape.tile)
+        self.arena.tell()
+        found = made((np.cumsum(sizes) - 1).tolist())  # (depth, 2, sequences)
+        drafts = [[(int(token), float(logp)) for token, logp in found[:, :, i]] for i in range(len(slots))]
+        for slot, chain, draft in zip(slots, chains, drafts, strict=True):
+            slot.tree = TokenTree.chain(chain[0], [*chain[1:], *(token for token, _ in draft[:-1])])
+        return drafts
+
+    def _chain(self, *key: Any) -> FixedChain | None:
+        if key not in self._chains:
+            try:
+                self._chains[key] = FixedChain(self, *key)
+            except RuntimeError as error:
+                log.warning("drafts can't be captured whole and go level by level: %s", str(error).splitlines()[0])
+                self._chains[key] = None
+        return self._chains[key]
 
     def captured(self, function: Callable[..., Any]) -> Captured:
         """For what is computed of a step's logits."""

@@ -163,6 +163,7 @@ def texts(given: argparse.Namespace) -> dict[str, Any]:
     prompts = [p.turns[0] for p in select(read(given.prompts) if given.prompts else builtin(), None, given.limit)]
     contestants: dict[str, tuple[str, dict[str, Any]]] = {
         "none": ("none", {}),
+        "none-exact": ("none", {"exact": True}),
         "pld": ("pld", {}),
         "suffix": ("suffix", {}),
     }

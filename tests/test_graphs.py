@@ -11,6 +11,8 @@ from families import FAMILIES, graphs, tiny_model
 from slipstream.accept import Match, verify
 from slipstream.budget import Budget
 from slipstream.drafters import make
+from slipstream.drafters.base import Drafter, Proposal
+from slipstream.drafters.none import NoSession
 from slipstream.engine import Engine
 from slipstream.errors import ModelError
 from slipstream.heads import HEADS
@@ -620,3 +622,42 @@ def test_a_draft_model_drafts_the_same_chains_at_once(confidence, tiny, monkeypa
         return [ended[id(request)] for request in requests], trees
 
     assert answered(True) == answered(False)
+
+
+class Shy(Drafter):
+    """Drafts a token for every other step, and hears what steps took."""
+
+    def __init__(self, target):
+        super().__init__(target, None, None)
+        self.asked, self.told = 0, []
+
+    def begin(self, request):  # noqa: ARG002
+        return NoSession()
+
+    def propose(self, sessions, roots, budgets):  # noqa: ARG002
+        self.asked += 1
+        return [Proposal(TokenTree.chain(r, [5]) if self.asked % 2 else TokenTree.root(r)) for r in roots]
+
+    def measured(self, rows, seconds):
+        self.told.append((max(rows), seconds))
+
+
+def test_what_the_host_decides_is_no_part_of_a_plain_step(tiny, monkeypatch):
+    """Plain steps that follow each other do not wait for it, and that is what drafts have to be better than."""
+    target, now = graphs(tiny("llama")), [0.0]
+
+    def taking(seconds, work):
+        def timed(*given, **more):
+            now[0] += seconds
+            return work(*given, **more)
+
+        return timed
+
+    monkeypatch.setattr("slipstream.stopwatch.perf_counter", lambda: now[0])
+    monkeypatch.setattr(target, "score", taking(1, target.score))
+    monkeypatch.setattr("slipstream.engine.verify", taking(10, verify))
+    drafter = Shy(target)
+    for _ in Engine(target, drafter, max_batch=3).run(requests(8, 8, 8)):
+        pass
+    assert {seconds for rows, seconds in drafter.told if rows == 1} == {1.0}
+    assert {seconds for rows, seconds in drafter.told if rows == 2} >= {31.0}

@@ -166,17 +166,18 @@ class Engine:
         if len(running) == 1 and not readings:
             during = partial(can.draft_ahead, self.drafter, running[0].session)
         scores = self._forward(running, trees, readings, during)
-        scored = perf_counter()
-        if self._may_run_ahead(running) and all(len(tree) == 1 for tree in trees):
+        scored, forward = perf_counter(), taken.seconds()
+        plain = all(len(tree) == 1 for tree in trees) and self._chosen_ahead(running)
+        if plain and can.idle(self.drafter):
             if not readings:
-                can.measured(self.drafter, [1] * len(running), taken.seconds())
+                can.measured(self.drafter, [1] * len(running), forward)
             for sequence, tree, score in zip(running, trees, scores, strict=True):
                 sequence.due = Due(tree, score, (scored - clock) / len(running))
             self._step_ahead(running)
             return
         verdicts = [self._decide(*each) for each in zip(running, trees, scores, strict=True)]
-        if not readings:
-            can.measured(self.drafter, [len(tree) for tree in trees], taken.seconds())
+        if not readings:  # a plain step does not wait for the host, if others follow it
+            can.measured(self.drafter, [len(tree) for tree in trees], forward if plain else taken.seconds())
         self._tell_exactness(running)
         times = (t / len(running) for t in (drafted - clock, scored - drafted, perf_counter() - scored))
         draft_seconds, verify_seconds, host_seconds = times
@@ -213,11 +214,12 @@ class Engine:
         return scores
 
     def _may_run_ahead(self, running: list[Sequence]) -> bool:
-        """Whether the next forward can begin as soon as the tokens of the latest one are there. Nobody drafts for it,
-        and they are all that is needed."""
-        return can.idle(self.drafter) and all(
-            s.request.logprobs is None and self.target.chooses(chooser(s)) for s in running
-        )
+        """Whether the next forward can begin as soon as the tokens of the latest one are there."""
+        return can.idle(self.drafter) and self._chosen_ahead(running)
+
+    def _chosen_ahead(self, running: list[Sequence]) -> bool:
+        """Whether the tokens that a forward chose are all that a plain one after it needs."""
+        return all(s.request.logprobs is None and self.target.chooses(chooser(s)) for s in running)
 
     def _step_ahead(self, running: list[Sequence], readings: Collection[Reading] = ()) -> None:
         """Begin the next forward, if all is there that it needs, and meanwhile take over what the latest one said."""

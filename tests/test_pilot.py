@@ -905,6 +905,14 @@ def test_where_rows_cost_more_than_they_can_give_nobody_invests():
     assert source.drafting.times == 0
 
 
+def test_a_window_that_returns_nothing_is_no_investment():
+    """Even if a clock says that two rows take less time than one: its worth would be a quotient by nought."""
+    pilot = Pilot(Costs({1: 1.0, 2: 0.9, 3: 1.9, 64: 9.0}), ["w"], returns={"w": RETURNS})
+    (source,) = known(pilot, {"w": 0.0})
+    assert not list(pilot.asks(["w"], [Draft(Text(), TokenTree.root(0), 30)]))
+    assert source.worth == 1
+
+
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("flat", [False, True])
 def test_as_many_nodes_are_invested_as_pay_most(batch, flat):

@@ -18,7 +18,7 @@ from slipstream.drafters import make
 from slipstream.engine import Engine
 from slipstream.errors import CacheFullError
 from slipstream.heads import HEADS
-from slipstream.jobs import Job, Mailbox
+from slipstream.jobs import PACE, Job, Mailbox
 from slipstream.kernels.sizes import PAGE
 from slipstream.request import Request
 from slipstream.sampling import Sampling
@@ -327,6 +327,65 @@ def test_a_step_wakes_an_event_loop_once_for_all_who_listen_in_it(llm, monkeypat
         assert len(woken) < len(put) / 2  # after each step, and after the reading of each prompt
 
     asyncio.run(main())
+
+
+class ByHand:
+    """An event loop whose time is told to it."""
+
+    def __init__(self):
+        self.now, self.soon, self.timers = 0.0, [], []
+
+    def time(self):
+        return self.now
+
+    def is_closed(self):
+        return False
+
+    def call_soon_threadsafe(self, work, *given):
+        self.soon.append((work, given))
+
+    def call_later(self, seconds, work, *given):
+        self.timers.append((self.now + seconds, work, given))
+
+    def at(self, now):
+        """Does what there is to do by then. Returns how often it was woken."""
+        self.now, woken = now, len(self.soon)
+        due = [(work, given) for when, work, given in self.timers if when <= now + 1e-9]
+        self.timers = [timer for timer in self.timers if timer[0] > now + 1e-9]
+        for work, given in [*due, *self.soon]:
+            work(*given)
+        self.soon.clear()
+        return woken
+
+
+def test_what_quick_steps_say_comes_together_and_an_end_at_once():
+    loop, heard = ByHand(), []
+    mailbox = Mailbox(loop)
+
+    def say(*words, urgent=False):
+        for word in words:
+            mailbox.put(heard.append, word)
+        mailbox.urgent |= urgent
+        mailbox.wake()
+
+    say("a", "b")
+    assert (loop.at(0.0), heard) == (1, ["a", "b"])  # nothing came for long
+    say("c")
+    assert (loop.at(PACE * 0.2), heard) == (1, ["a", "b"])
+    say("d")
+    say("e", "f")
+    assert (loop.at(PACE * 0.9), heard) == (0, ["a", "b"])  # nobody is woken for what is taken soon
+    assert (loop.at(PACE), heard) == (0, list("abcdef"))
+    say("g")
+    say("h", urgent=True)
+    assert (loop.at(PACE * 1.1), heard) == (2, list("abcdefgh"))
+    say("i")
+    loop.at(PACE * 1.2)
+    assert heard == list("abcdefgh")
+    loop.at(PACE * 2.1)
+    assert heard == list("abcdefghi")
+    say("j")
+    assert (loop.at(PACE * 9), heard) == (1, list("abcdefghij"))
 
 
 def test_what_came_while_nobody_asked_comes_as_one_update(llm):

@@ -37,13 +37,21 @@ class Update:
         )
 
 
+# Seconds between two deliveries of what running answers say. No reader notices; but a small model on a GPU writes a
+# token of each answer every millisecond or two, and telling of each by itself takes as long as writing it.
+PACE = 0.01
+
+
 class Mailbox:
     """Updates on their way from the service's thread into an event loop: those of one step come by one wake-up, since
-    each takes a system call, and a change of threads."""
+    each takes a system call, and a change of threads; and those of several quick steps at a time."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = weakref.ref(loop)  # which the service finds this by, and keeps as long as others do
         self._letters = deque[tuple[Callable[[Update], None], Update]]()
+        self.urgent = False  # somebody waits for one of them: an answer's beginning, or its end
+        self._coming = False  # whether the loop will look by itself,
+        self._emptied = -PACE  # and when it did last
 
     def put(self, take: Callable[[Update], None], update: Update) -> None:
         """To be taken within the event loop, after the next `wake`."""
@@ -52,14 +60,28 @@ class Mailbox:
     def wake(self) -> None:
         """RuntimeError: the event loop is closed, or gone."""
         loop = self._loop()
-        if loop is None:
+        if loop is None or loop.is_closed():
             raise RuntimeError("the event loop is gone")
-        loop.call_soon_threadsafe(self._empty)
+        urgent, self.urgent = self.urgent, False
+        if urgent or not self._coming:
+            loop.call_soon_threadsafe(self._empty, loop, urgent)
 
-    def _empty(self) -> None:
+    def _empty(self, loop: asyncio.AbstractEventLoop, now: bool) -> None:
+        """Now, or when it is time."""
+        left = self._emptied + PACE - loop.time()
+        if left > 0 and not now:
+            if not self._coming:
+                self._coming = True
+                loop.call_later(left, self._come, loop)
+            return
+        self._emptied = loop.time()
         while self._letters:
             take, update = self._letters.popleft()
             take(update)
+
+    def _come(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._coming = False  # before it looks: what is put from now on has a wake-up of its own
+        self._empty(loop, True)
 
 
 @dataclass(eq=False)
@@ -88,7 +110,10 @@ class Job:
         if isinstance(stop, Detokenizer):
             text = (stop.visible() if finish is None else stop.finish())[self._texts :]
             ends = stop.lengths[self._tokens :] if self.streams else []
+        first = not self._tokens
         self._texts += len(text)
         self._tokens += len(tokens)
+        if self.mailbox is not None and (first or finish is not None):
+            self.mailbox.urgent = True
         ended = self.sequence if finish is not None else None
         return Update(text, list(tokens), ends, list(logprobs), finish, error, ended)

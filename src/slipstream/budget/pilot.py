@@ -220,7 +220,8 @@ class Pilot:
         each, first = len(drafts) if self.costs.flat else 1, round(self.usual)
         seconds = self.costs.upto(1 + each * (first + len(tokens) - 1), len(drafts))[each * first :: each].copy()
         source.beside, rate = best_nodes(tokens, seconds, source.drafting.seconds, 0.0)
-        if rate * seconds[0] > 1:
+        # A window that returns nothing is no investment, even if steps of a few rows seem to take less than one of one.
+        if source.returns[source.beside] > 0 and rate * seconds[0] > 1:
             return True
         source.worth, source.due[0] = 1.0, self.steps + round(TRIAL * len(self.sources()) / EXPLORING)
         return False
@@ -297,9 +298,8 @@ class Pilot:
             if source.began or source is self._trial:
                 lost += source.beginning
             if source.returns is not None:  # it finds nothing at first: it may be behind by as much as a trial loses
-                if source.beside:
-                    came = (expected / tokens - 1) / source.returns[source.beside]
-                    source.worth += NEWEST * (came - source.worth)
+                came = (expected / tokens - 1) / source.returns[source.beside]
+                source.worth += NEWEST * (came - source.worth)
                 behind = max(0.0, source.behind + lost)
                 lost, source.behind = (behind, 0.0) if behind > TRIAL * step else (0.0, behind)
             source.due[source.level] = self.steps + max(0, round(lost / step * len(group) / EXPLORING))

@@ -39,7 +39,7 @@ class Update:
 
 # Seconds between two deliveries of what running answers say. No reader notices; but a small model on a GPU writes a
 # token of each answer every millisecond or two, and telling of each by itself takes as long as writing it.
-PACE = 0.01
+PACE = 0.02
 
 
 class Mailbox:

@@ -68,7 +68,7 @@ def test_rejection_decides_about_all_nodes_at_once_as_about_each(drawn):
         tokens = np.zeros(size, np.int64)
         for parent in range(size):
             mine = [i for i in range(size) if parents[i] == parent]
-            tokens[mine] = rng.choice(vocabulary, len(mine), replace=False)
+            tokens[mine] = rng.choice(vocabulary, len(mine), replace=seed % 4 == 0)  # equal siblings too
         logits = torch.from_numpy(rng.normal(0, 4, (size + 2, vocabulary))).float()
         q = torch.softmax(torch.from_numpy(rng.normal(0, 2, (size, vocabulary))), -1) if drawn else None
         rows = [-1 if i % 3 == 2 else i for i in range(size)] if drawn else None

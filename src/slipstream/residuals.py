@@ -4,7 +4,7 @@ that is computed for it. So it is computed where the logits are, as one captured
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count, islice
 
@@ -51,7 +51,7 @@ def decide(tree: TokenTree, scores: Scores, sampler: Sampler) -> Decisions | Non
 def table(tree: TokenTree, scores: Scores, sampler: Sampler) -> Tensor:
     """(n, GIVEN + 2k) float64, n and k rounded up, so that few shapes are captured: where a node's logits and its row
     of q lie (-1: it has none), the uniform number that draws, the temperature; its children's tokens; which of these
-    are children, not padding."""
+    are children, not padding, nor equal to one before."""
     children: list[list[int]] = [[] for _ in range(len(tree))]
     for parent, token in zip(tree.parents[1:].tolist(), tree.tokens[1:].tolist(), strict=True):
         children[parent].append(token)
@@ -64,8 +64,11 @@ def table(tree: TokenTree, scores: Scores, sampler: Sampler) -> Tensor:
     for node, (depth, mine) in enumerate(zip(tree.depths.tolist(), children, strict=True)):
         key = noise_key(sampler.seed, sampler.sample_index, sampler.position + depth, "draw")
         made[node, 2] = uniform(key, 0)
-        made[node, GIVEN : GIVEN + most] = [*mine, *_others(mine, most - len(mine))]
-        made[node, GIVEN + most : GIVEN + most + len(mine)] = 1
+        first = [token not in mine[:i] for i, token in enumerate(mine)]  # once rejected, an equal one is too
+        others = _others(mine)
+        tokens = [token if new else next(others) for token, new in zip(mine, first, strict=True)]
+        made[node, GIVEN : GIVEN + most] = [*tokens, *islice(others, most - len(mine))]
+        made[node, GIVEN + most : GIVEN + most + len(mine)] = first
     made[len(tree) :, GIVEN : GIVEN + most] = range(most)
     return torch.from_numpy(made)
 
@@ -75,9 +78,9 @@ def _rounded(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def _others(tokens: list[int], many: int) -> Iterable[int]:
-    """So many ids that are none of these: what is written for padding must not meet a child's."""
-    return islice((i for i in count() if i not in tokens), many)
+def _others(tokens: list[int]) -> Iterator[int]:
+    """Ids that are none of these: what is written for padding must not meet a child's."""
+    return (i for i in count() if i not in tokens)
 
 
 # ---- on the device
@@ -119,10 +122,10 @@ def reject_drawn(table: Tensor, q: Tensor, logits: Tensor) -> Tensor:
     for i in range(tokens.shape[1]):
         x, now = tokens[:, i : i + 1], real[:, i : i + 1]
         at = left.gather(1, x)
-        chances[:, i : i + 1] = torch.where(drawn, at / other.gather(1, x), at)
+        chances[:, i : i + 1] = torch.where(now, torch.where(drawn, at / other.gather(1, x), at), 0.0)
         less = torch.where(drawn, (left - other).clamp_min(0.0), left).scatter(1, x, 0.0)
         mass = less.sum(1, keepdim=True)
-        masses[:, i : i + 1] = mass
+        masses[:, i : i + 1] = torch.where(now, mass, 1.0)
         left = torch.where(now, less / mass.clamp_min(SMALLEST), left)
         rest = other.scatter(1, x, 0.0)
         other = torch.where(now, rest / rest.sum(1, keepdim=True).clamp_min(SMALLEST), other)

@@ -105,6 +105,7 @@ def unpacked() -> str:
     """The Python files of all packages that are not held out. Kept, since names and times are part of a store."""
     place = cache_folder() / "corpus" / "files"
     if not place.exists():
+        place.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=place.parent, prefix=".making-") as made:
             for package in code._listed()["packages"]:
                 if not package["held_out"]:

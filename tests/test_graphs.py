@@ -612,6 +612,7 @@ def test_no_chain_is_drafted_past_the_context(tiny):
     assert fixed.draft_chains([slot], [[3]], 5, fixed.vocabulary) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("confidence", [0.0, 0.3])
 def test_a_draft_model_drafts_the_same_chains_at_once(confidence, tiny, monkeypatch):
     target, draft = graphs(tiny("llama")), tiny_model("llama", seed=3)

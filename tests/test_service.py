@@ -158,6 +158,7 @@ def test_prompts_are_read_in_pieces_beside_answers(tiny):
         service.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafter", ["none", "suffix", "eagle3"])
 def test_prompts_are_read_in_the_forwards_of_answers_where_the_target_can(drafter, tiny, plainly, monkeypatch):
     """Nobody waits for others' prompts: once somebody runs, no forward is of prompts alone."""
@@ -195,6 +196,7 @@ def test_prompts_are_read_in_the_forwards_of_answers_where_the_target_can(drafte
     assert target.arena.free == target.arena.pages - 1
 
 
+@pytest.mark.slow
 def test_a_forward_of_both_that_fails_is_done_again_apart(tiny, monkeypatch):
     target = graphs(tiny("llama"))
     engine = Engine(target, make("none", target), "none", max_batch=4)
@@ -221,6 +223,7 @@ def test_a_forward_of_both_that_fails_is_done_again_apart(tiny, monkeypatch):
     assert failed
 
 
+@pytest.mark.slow
 def test_what_fails_fails_alone(llm, monkeypatch):
     service = Service(llm.engine)
     good = [Listener(service, llm.request(p, max_new_tokens=30, ignore_eos=True)) for p in PROMPTS[:3]]

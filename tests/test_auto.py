@@ -68,6 +68,7 @@ def test_rows_that_cost_nothing_are_used(steps, tiny):
     assert pilot.last.rate >= pilot.last.plain
 
 
+@pytest.mark.slow
 def test_rows_that_cost_too_much_are_not(steps, tiny):
     steps(DEAR)
     _, result = answer(tiny("llama"))
@@ -124,6 +125,7 @@ def test_a_source_is_shown_what_it_missed_when_it_is_asked(reads, steps, tiny, m
     assert all(len(seen.hidden[1]) == len(seen.tokens) for seen in shown if seen.hidden)
 
 
+@pytest.mark.slow
 def test_what_is_prepared_once_is_nobodys_fault(tiny, monkeypatch):
     """As on a GPU, where the first step and the first draft of a shape are captured."""
     monkeypatch.setattr("slipstream.drafters.auto.costs_of", lambda _: Costs(FREE))
@@ -167,6 +169,7 @@ def test_whoever_was_asked_drafts_ahead(steps, tiny, monkeypatch):
         assert called == [("suffix", session.parts["suffix"], "the step")] * expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("accept", "expected"), [("match", True), ("rejection", False)])
 def test_a_draft_is_late_only_if_it_could_have_been_started(accept, expected, tiny, monkeypatch):
     """A rule that decides on the host leaves nothing to start."""
@@ -492,6 +495,7 @@ def test_a_large_model_is_measured_for_few_numbers_of_rows(tiny):
     assert set(measure(open_target(tiny("llama")), [1, 2, 3], at_most=0)) == {1, 16}
 
 
+@pytest.mark.slow
 def test_where_nobody_gains_steps_are_plain_and_nobody_reads_their_states(steps, tiny, monkeypatch):
     """After its trial a source waits: until it is due, `auto` does nothing, and wants no states but the last step's."""
     steps(DEAR)

@@ -75,10 +75,10 @@ def test_with_any_drafter_each_turn_reads_only_what_is_new(drafter, request, mon
     shipped = drafter in ("eagle3", "redrafter", "auto", "rasd")  # with a head of the whole model
     given = request.getfixturevalue("smol" if shipped else "shallow")
     options = {}
-    if drafter in ("medusa", "eagle"):
-        options["drafter_path"] = HEADS[drafter].fresh(given.model)
+    if drafter == "medusa":  # each of its heads asks for all of the vocabulary, and so does each level of eagle
+        options["drafter_path"] = HEADS[drafter].fresh(given.model, heads=2, tied=True)
     if drafter == "eagle":
-        options |= {"depth": 2, "width": 2}  # each level asks for all of the vocabulary
+        options |= {"drafter_path": HEADS[drafter].fresh(given.model), "depth": 2, "width": 2}
     if drafter == "model":
         options["draft_model"] = given.model
     llm = LLM(given.model, given.tokenizer, drafter, **options)

@@ -58,6 +58,12 @@ def one_prompt(monkeypatch):
     monkeypatch.setattr("slipstream.training.distill.TRIALS", 1)
 
 
+@pytest.fixture
+def untried(monkeypatch):
+    """For what does not ask how the draft does: then it is not tried beside plain decoding."""
+    monkeypatch.setattr("slipstream.training.distill.attempt", lambda *_: [])
+
+
 def half(**changes):
     return {"source": DraftSource(cut="even", layers=2), "lesson": Distillation(**changes), "pair": CHEAP}
 
@@ -234,6 +240,7 @@ def test_a_distilled_draft_is_accepted_more_often(target, data, tmp_path, name, 
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("untried")
 def test_the_folder_is_an_ordinary_model_that_drafts(target, data, tmp_path):
     half_target = copy.deepcopy(target).to(torch.bfloat16)
     distill(half_target, letters(), [data], tmp_path / "d", plan=replace(PLAN, steps=8), **half())
@@ -249,6 +256,7 @@ def test_the_folder_is_an_ordinary_model_that_drafts(target, data, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("untried")
 def test_a_run_that_was_stopped_ends_where_it_would_have(target, data, tmp_path):
     how, plan = half(on_policy=0.3), TrainingPlan(steps=6, batch_tokens=512, rate=1e-2, log_every=1, warmup=2)
     whole = distill(target, None, [data], tmp_path / "whole", plan=plan, **how)

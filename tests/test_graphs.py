@@ -219,7 +219,7 @@ def test_pieces_of_several_texts_share_a_step(count, family, tiny):
 
 
 @pytest.mark.parametrize("family", ["llama", "opt"])
-@pytest.mark.parametrize("count", [1, 4, 70])
+@pytest.mark.parametrize("count", [1, 4, pytest.param(70, marks=pytest.mark.slow)])
 def test_trees_and_pieces_of_texts_share_a_step(count, family, tiny):
     """Trees of all sizes, one as deep as it is long, and texts: logits, states and choices are those of each alone."""
     target, rng = graphs(tiny(family)), np.random.default_rng(count)
@@ -228,7 +228,7 @@ def test_trees_and_pieces_of_texts_share_a_step(count, family, tiny):
     samplers = [GREEDY, Sampler(Sampling(temperature=0.9), [], seed=3)]
     want = Want((1,), samplers=tuple(samplers[i % 2] for i in range(1 + 2 * count)))
     begun = [[5, 6, 7][: 1 + i % 3] for i in range(1 + count)] + [[9] * (i % 4) for i in range(count)]
-    together, alone = read(target, begun), read(target, begun)
+    together, alone = read_at_once(target, begun), read_at_once(target, begun)
     drafting, reading = together[: 1 + count], together[1 + count :]
     scored, read_along = target.score_and_read(drafting, trees, reading, texts, want)
     for i, (slot, tree, scores) in enumerate(zip(alone[: 1 + count], trees, scored, strict=True)):
@@ -244,11 +244,21 @@ def test_trees_and_pieces_of_texts_share_a_step(count, family, tiny):
         torch.testing.assert_close(scores.hidden[1], own.hidden[1], rtol=1e-5, atol=1e-5)
         assert scores.token(0, samplers[i % 2]) == own.token(0, samplers[i % 2])
         assert together[i].tokens == slot.tokens
-    for slot, other, tree in zip(drafting, alone, trees, strict=False):  # and both go on alike
-        for each in (slot, other):
-            target.commit(each, best_path(tree))
-        scores, own = (target.score([each], [TokenTree.root(8)], Want())[0] for each in (slot, other))
-        torch.testing.assert_close(scores.logits(0), own.logits(0), rtol=0, atol=1e-5)
+    going = []  # and both go on alike
+    for slots in (drafting, alone[: 1 + count]):
+        for slot, tree in zip(slots, trees, strict=True):
+            target.commit(slot, best_path(tree))
+        going.append([s.logits(0).clone() for s in target.score(slots, [TokenTree.root(8)] * len(slots), Want())])
+    for one, other in zip(*going, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
+
+
+def read_at_once(target, texts):
+    """As `read`, in one step."""
+    slots = [target.open() for _ in texts]
+    some = [(slot, text) for slot, text in zip(slots, texts, strict=True) if text]
+    target.read(*zip(*some, strict=True), Want(samplers=(GREEDY,) * len(some)))
+    return slots
 
 
 def best_path(tree):
@@ -602,6 +612,7 @@ def test_no_chain_is_drafted_past_the_context(tiny):
     assert fixed.draft_chains([slot], [[3]], 5, fixed.vocabulary) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("confidence", [0.0, 0.3])
 def test_a_draft_model_drafts_the_same_chains_at_once(confidence, tiny, monkeypatch):
     target, draft = graphs(tiny("llama")), tiny_model("llama", seed=3)

@@ -184,6 +184,7 @@ def test_other_threads_are_not_watched(tiny):
         assert seen.layers > 0
 
 
+@pytest.mark.slow
 def test_what_was_told_selects(tiny, long):
     """The first draft knows nothing; the next one has what the verification attended to, by token or by page."""
     for target, length, first, next_ in (

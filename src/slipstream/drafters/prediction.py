@@ -79,7 +79,7 @@ class PredictionSession(DraftSession):
         return Proposal(self._search(root, text, budget).top_k(budget.nodes))
 
     def _search(self, root: int, text: Tokens, budget: Budget) -> TokenTree:
-        """The text has left the prediction: draft from the places where it may be now, from the best one without limit."""
+        """The text has left the prediction: draft from all places where it may be now; only the best has no limit."""
         places, agreed = _agreeing(self._expected, text, self._home, self._home + self._gone, CANDIDATES)
         found = dict(zip(places.tolist(), agreed.tolist(), strict=True))
         if self._cursor < 0 and len(places) and agreed[0] >= SURE:

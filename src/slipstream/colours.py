@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from hashlib import sha256
 
-# For light and for dark screens. The first six are Okabe and Ito's, which colour-blind people can tell apart. Nobody can
-# tell twenty hues apart, so pages add a second cue: underlines, shapes, names.
+# For light and for dark screens. The first six are Okabe and Ito's, which colour-blind people can tell apart. Twenty
+# hues are too many for anyone to tell apart, so pages add a second cue: underlines, shapes, names.
 COLOURS = {
     "none": ("#8b929c", "#7b838e"),
     "suffix": ("#0072b2", "#4da3dd"),

@@ -36,7 +36,7 @@ class FakeEngine:
     """Reads ten tokens at a time, writes one a step. Some requests fail where their plan says so. room: tokens that
     fit into its cache, if texts lie in pages; then several texts are read together. mixes: also along with a step."""
 
-    takes_more, may_join = Engine.takes_more, Engine.may_join
+    has_rows_left, should_read_with = Engine.has_rows_left, Engine.should_read_with
 
     def __init__(self, log, max_batch, room=None, mixes=False):
         self.log, self.max_batch, self.room = log, max_batch, room
@@ -62,9 +62,9 @@ class FakeEngine:
         self.open.add(slot)
         return Reading(sequence, slot, [*sequence.request.tokens, *sequence.tokens[:-1]], again=True)
 
-    def read(self, request, running=(), kept=None, like=None):  # noqa: ARG002
+    def read(self, request, running=(), kept=None, copy_from=None):  # noqa: ARG002
         self.log.append(("begin", request.seed))
-        assert like is None or like.slot in self.open
+        assert copy_from is None or copy_from.slot in self.open
         slot = Slot([])
         if kept is not None and kept.slot is not None:
             self.open.discard(kept.slot)

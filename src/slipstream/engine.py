@@ -21,7 +21,17 @@ from slipstream.drafters.base import Drafter, DraftSession, Hidden, Seen
 from slipstream.errors import CacheFullError, ModelError, OptionError
 from slipstream.request import Request, Step
 from slipstream.sampling import Sampler
-from slipstream.sequence import Due, Kept, Reading, Sequence, check_drafting, check_prompt, chooser, logprobs, twin_of
+from slipstream.sequence import (
+    PendingResult,
+    Kept,
+    Reading,
+    Sequence,
+    check_drafting,
+    check_prompt,
+    chooser,
+    logprobs,
+    same_prompt,
+)
 from slipstream.stats import Stats
 from slipstream.stopwatch import Stopwatch
 from slipstream.targets.base import Scores, Slot, Target, Want, shared
@@ -29,7 +39,7 @@ from slipstream.tree import TokenTree, fuse
 
 log = logging.getLogger("slipstream")
 
-WORTH = 32  # a copy of a text's cache pays only if at least so many tokens of its prefix are shared
+MIN_SHARED = 32  # a copy of a text's cache pays only if at least so many tokens of its prefix are shared
 
 
 class Engine:
@@ -49,8 +59,8 @@ class Engine:
         self._latest: list[Sequence] = []  # sequences of the latest step
         self.closed = False
         # Frees the cache of one kept text and returns True, or returns False if none is kept. Set by the service.
-        self.spare: Callable[[], bool] = lambda: False
-        self._left: deque[tuple[list[Sequence], Kept | None]] = deque()  # runs that ended early, to be retired
+        self.evict: Callable[[], bool] = lambda: False
+        self._abandoned: deque[tuple[list[Sequence], Kept | None]] = deque()  # runs that ended early, to be retired
 
     def run(self, requests: Iterable[Request], kept: Kept | None = None) -> Iterator[Sequence]:
         """Continue all requests, at most max_batch at a time. Yields a sequence each time it has new tokens; the last
@@ -61,33 +71,33 @@ class Engine:
         its own text is kept there afterwards."""
         self.check_open()
         waiting = requests if isinstance(requests, deque) else deque(requests)
-        running, sound = list[Sequence](), True
+        running, consistent = list[Sequence](), True
         try:
             while waiting or running:
                 with self.turn():
-                    sound = False
-                    told = self._round(waiting, running, kept)
-                    for sequence in told:
+                    consistent = False
+                    progressed = self._round(waiting, running, kept)
+                    for sequence in progressed:
                         if sequence.error is not None:
                             raise sequence.error
                     self.retire(running, kept)
-                    sound = True
-                yield from told
+                    consistent = True
+                yield from progressed
         finally:
             if running:
                 for sequence in running:
                     sequence.finish = sequence.finish or "cancelled"
                 # A run that broke off within a step has an undefined cache: its text is not kept.
-                self._left.append((running, kept if sound else None))
-                self._tidy()
+                self._abandoned.append((running, kept if consistent else None))
+                self._retire_abandoned()
 
     def _round(self, waiting: deque[Request], running: list[Sequence], kept: Kept | None) -> list[Sequence]:
         """Begin waiting requests if there is room in the batch, else take one step of all running sequences. Returns
         the sequences that have new tokens."""
         if waiting and len(running) < self.max_batch:
-            told = self._start(waiting, running, kept)
-            running += told
-            return told
+            progressed = self._start(waiting, running, kept)
+            running += progressed
+            return progressed
         before = [(sequence, len(sequence.tokens)) for sequence in running]
         self._with_room(partial(self.step, running))
         return [sequence for sequence, had in before if len(sequence.tokens) > had or sequence.finish is not None]
@@ -99,7 +109,7 @@ class Engine:
             try:
                 return forward()
             except CacheFullError:
-                if not self.spare():
+                if not self.evict():
                     raise
 
     @contextmanager
@@ -107,20 +117,20 @@ class Engine:
         """Hold the model: no other thread uses it within this."""
         with self._turns:
             yield
-        self._tidy()
+        self._retire_abandoned()
 
     @property
     def inside(self) -> bool:
         """Whether this thread holds the model already: user code was called from within a step."""
         return self._turns.mine
 
-    def _tidy(self) -> None:
+    def _retire_abandoned(self) -> None:
         """Retire runs that ended early: now if the model is free, else when the current turn ends. It never waits,
         since Python's garbage collector may drop a stream within any step."""
-        while self._left and self._turns.attempt():
+        while self._abandoned and self._turns.attempt():
             try:
-                while self._left:
-                    self.retire(*self._left.popleft())
+                while self._abandoned:
+                    self.retire(*self._abandoned.popleft())
             finally:
                 self._turns.__exit__()
 
@@ -161,7 +171,7 @@ class Engine:
 
         readings: prompts of which a piece is read in the same forward (see `reads_along`)."""
         self._pause_all_but(running)
-        if any(sequence.due is not None for sequence in running):
+        if any(sequence.pending is not None for sequence in running):
             self._step_ahead(running, readings)
             return
         clock = perf_counter()
@@ -175,18 +185,18 @@ class Engine:
             during = partial(can.draft_ahead, self.drafter, running[0].session)
         scores = self._forward(running, trees, readings, during)
         scored, forward = perf_counter(), taken.seconds()
-        plain = all(len(tree) == 1 for tree in trees) and self._chosen_ahead(running)
+        plain = all(len(tree) == 1 for tree in trees) and self._choose_on_device(running)
         if plain and can.idle(self.drafter):
             if not readings:
                 can.measured(self.drafter, [1] * len(running), forward)
             for sequence, tree, score in zip(running, trees, scores, strict=True):
-                sequence.due = Due(tree, score, (scored - clock) / len(running))
+                sequence.pending = PendingResult(tree, score, (scored - clock) / len(running))
             self._step_ahead(running)
             return
         verdicts = [self._decide(*each) for each in zip(running, trees, scores, strict=True)]
         if not readings:  # a plain step counts its forward alone: the host's part overlaps with the next forward
             can.measured(self.drafter, [len(tree) for tree in trees], forward if plain else taken.seconds())
-        self._tell_exactness(running)
+        self._mark_inexact(running)
         times = (t / len(running) for t in (drafted - clock, scored - drafted, perf_counter() - scored))
         draft_seconds, verify_seconds, host_seconds = times
         for sequence, tree, verdict in zip(running, trees, verdicts, strict=True):
@@ -208,77 +218,77 @@ class Engine:
         """Score the trees. As far as the forward has rows left, pieces of the prompts are read with them."""
         slots, samplers = [s.slot for s in running], tuple(chooser(s) for s in running)
         layers = can.step_layers(self.drafter)
-        joining, pieces = self._pieces(readings, self.target.chunk - sum(map(len, trees)))
+        included, pieces = self._pieces(readings, self.target.chunk - sum(map(len, trees)))
         if not pieces:
             rows = 1 + max(s.request.max_draft for s in running) if can.pads(self.drafter) else 1
             return self.target.score(slots, trees, Want(layers, rows, samplers, during))
-        samplers += tuple(chooser(reading.sequence) for reading in joining)
-        want = Want(self._reading_layers(joining) or layers, samplers=samplers, during=during)
+        samplers += tuple(chooser(reading.sequence) for reading in included)
+        want = Want(self._reading_layers(included) or layers, samplers=samplers, during=during)
         clock = perf_counter()
-        scores, found = self.target.score_and_read(slots, trees, [r.slot for r in joining], pieces, want)
-        self._take_all(joining, pieces, found, perf_counter() - clock)
+        scores, found = self.target.score_and_read(slots, trees, [r.slot for r in included], pieces, want)
+        self._record_pieces(included, pieces, found, perf_counter() - clock)
         for score in scores:
             score.hidden = {layer: score.hidden[layer] for layer in layers}
         return scores
 
     def _may_run_ahead(self, running: list[Sequence]) -> bool:
         """Whether the next forward can begin as soon as the tokens of the latest one are known."""
-        return can.idle(self.drafter) and self._chosen_ahead(running)
+        return can.idle(self.drafter) and self._choose_on_device(running)
 
-    def _chosen_ahead(self, running: list[Sequence]) -> bool:
+    def _choose_on_device(self, running: list[Sequence]) -> bool:
         """Whether the target chooses these sequences' tokens within its forward, so that a plain forward after it
         needs nothing else."""
         return all(s.request.logprobs is None and self.target.chooses(chooser(s)) for s in running)
 
     def _step_ahead(self, running: list[Sequence], readings: Collection[Reading] = ()) -> None:
         """Begin the next plain forward, if its inputs are known, and verify the pending results while it runs."""
-        due = self._due(running)
+        pending = self._take_pending(running)
         room = all(sequence.slot.length < self.target.context for sequence in running)
-        if len(due) == len(running) and room and self._may_run_ahead(running):
+        if len(pending) == len(running) and room and self._may_run_ahead(running):
             try:
-                self._score_ahead(running, due, readings)
+                self._score_ahead(running, pending, readings)
             except Exception:
-                if not due:
+                if not pending:
                     raise
                 # The forward did not start. The next ordinary step raises the same error where it is handled.
-        self._take_over(due)
+        self._verify_pending(pending)
         if not can.idle(self.drafter):  # the next step drafts: the drafter must have observed everything
-            self._take_over(self._due(running))
+            self._verify_pending(self._take_pending(running))
 
-    def _due(self, running: list[Sequence]) -> deque[tuple[Sequence, Due]]:
+    def _take_pending(self, running: list[Sequence]) -> deque[tuple[Sequence, PendingResult]]:
         """Take the pending results of all running sequences. Their roots are committed."""
-        due = deque((sequence, sequence.due) for sequence in running if sequence.due is not None)
-        for sequence, _ in due:
-            sequence.due = None
+        pending = deque((sequence, sequence.pending) for sequence in running if sequence.pending is not None)
+        for sequence, _ in pending:
+            sequence.pending = None
             self.target.commit(sequence.slot, [0])
-        return due
+        return pending
 
-    def _take_over(self, due: deque[tuple[Sequence, Due]]) -> None:
+    def _verify_pending(self, pending: deque[tuple[Sequence, PendingResult]]) -> None:
         """Verify pending results."""
-        while due:
-            sequence, said = due.popleft()
-            verdict = self._decide(sequence, said.tree, said.score, committed=True)
+        while pending:
+            sequence, result = pending.popleft()
+            verdict = self._decide(sequence, result.tree, result.score, committed=True)
             if verdict is not None:
-                self._advance(sequence, Step(said.tree, verdict, 0.0, said.seconds, 0.0))
+                self._advance(sequence, Step(result.tree, verdict, 0.0, result.seconds, 0.0))
 
     def _score_ahead(
-        self, running: list[Sequence], due: deque[tuple[Sequence, Due]], readings: Collection[Reading]
+        self, running: list[Sequence], pending: deque[tuple[Sequence, PendingResult]], readings: Collection[Reading]
     ) -> None:
         """Score the next roots, which the pending results chose, and read pieces of prompts. The pending results are
         verified while the device works."""
         clock, taken = perf_counter(), Stopwatch()
-        trees = [TokenTree.root(said.score.token(0, sequence.sampler)) for sequence, said in due]
+        trees = [TokenTree.root(result.score.token(0, sequence.sampler)) for sequence, result in pending]
         can.rest(self.drafter)
-        scores = self._forward(running, trees, readings, lambda _: self._take_over(due))
+        scores = self._forward(running, trees, readings, lambda _: self._verify_pending(pending))
         if not readings:
             can.measured(self.drafter, [1] * len(running), taken.seconds())
-        self._tell_exactness(running)
+        self._mark_inexact(running)
         seconds = (perf_counter() - clock) / len(running)
         for sequence, tree, score in zip(running, trees, scores, strict=True):
             if sequence.finish is None:
-                sequence.due = Due(tree, score, seconds)
+                sequence.pending = PendingResult(tree, score, seconds)
 
-    def _tell_exactness(self, running: list[Sequence]) -> None:
+    def _mark_inexact(self, running: list[Sequence]) -> None:
         if len(running) > 1 and not self.target.exact_together:
             for sequence in running:
                 sequence.stats.exact = False
@@ -302,8 +312,8 @@ class Engine:
         readings: list[Reading] = []
         try:
             while waiting and len(running) + len(readings) < self.max_batch:
-                known = len(waiting[0].tokens) if twin_of(waiting[0], running) else 0
-                if not self.may_join(waiting[0], readings, known):
+                known = len(waiting[0].tokens) if same_prompt(waiting[0], running) else 0
+                if not self.should_read_with(waiting[0], readings, known):
                     break
                 readings.append(self.read(waiting.popleft(), running, kept))
             while left := [reading for reading in readings if reading.left]:
@@ -317,24 +327,24 @@ class Engine:
             raise
         return [reading.sequence for reading in readings]
 
-    def takes_more(self, readings: Collection[Reading]) -> bool:
+    def has_rows_left(self, readings: Collection[Reading]) -> bool:
         """Whether the forward that reads these texts has rows left for another."""
         return not readings or (self.target.flat and sum(reading.left for reading in readings) < self.target.chunk)
 
-    def may_join(self, request: Request, readings: Collection[Reading], known: int) -> bool:
+    def should_read_with(self, request: Request, readings: Collection[Reading], known: int) -> bool:
         """Whether a prompt should be read in the same forward as these. It should wait if it shares a long prefix with
         one of them: once that is read, it is copied. Prefixes of other collections are never copied, so nothing waits
         for them. known: tokens of the prompt that are cached already."""
         mine = [reading.text for reading in readings if reading.sequence.request.collection == request.collection]
         gain = max((shared(text, request.tokens) for text in mine), default=0) - known
-        return self.takes_more(readings) and (not readings or gain < min(WORTH, len(request.tokens)))
+        return self.has_rows_left(readings) and (not readings or gain < min(MIN_SHARED, len(request.tokens)))
 
     def read(
         self,
         request: Request,
         running: Iterable[Sequence] = (),
         kept: Kept | None = None,
-        like: Sequence | Kept | None = None,
+        copy_from: Sequence | Kept | None = None,
     ) -> Reading:
         """A new sequence, and the reading of its prompt. A prefix that a kept text or a running sequence has read
         already is reused. like: the sequence or kept text to copy that prefix from."""
@@ -346,7 +356,7 @@ class Engine:
         stats.processors = tuple(type(p).__name__ for p in request.sampling.processors)
         session = self.drafter.begin(request)
         try:
-            slot = self._resumed(request, session, running, kept, like) or self.target.open()
+            slot = self._resumed(request, session, running, kept, copy_from) or self.target.open()
         except BaseException:
             session.close()
             raise
@@ -355,7 +365,7 @@ class Engine:
 
     def put_back(self, sequence: Sequence) -> None:
         """Preempt a sequence: free its keys until `reread`. Its tokens and its drafter's session are kept."""
-        sequence.due = None  # the forward after `reread` computes it again
+        sequence.pending = None  # the forward after `reread` computes it again
         can.pause(sequence.session)
         can.follow(sequence.session, None)
         self._latest = [other for other in self._latest if other is not sequence]
@@ -371,36 +381,38 @@ class Engine:
         complete: its sequence has its next token. An error of one sequence is stored in its reading. An error of the
         whole forward is raised, and then nothing was read."""
         self._pause_all_but(())
-        joining, pieces = self._pieces(readings, self.target.chunk)
-        samplers = tuple(chooser(reading.sequence) for reading in joining)
+        included, pieces = self._pieces(readings, self.target.chunk)
+        samplers = tuple(chooser(reading.sequence) for reading in included)
         clock = perf_counter()
-        slots = [reading.slot for reading in joining]
-        scores = self.target.read(slots, pieces, Want(self._reading_layers(joining), samplers=samplers))
-        self._take_all(joining, pieces, scores, perf_counter() - clock)
+        slots = [reading.slot for reading in included]
+        scores = self.target.read(slots, pieces, Want(self._reading_layers(included), samplers=samplers))
+        self._record_pieces(included, pieces, scores, perf_counter() - clock)
 
     def _pieces(self, readings: Iterable[Reading], room: int) -> tuple[list[Reading], list[list[int]]]:
         """The readings that a forward with room for so many tokens takes part in, and the next piece of each."""
-        joining, pieces = list[Reading](), list[list[int]]()
+        included, pieces = list[Reading](), list[list[int]]()
         for reading in readings:
             if room > 0:
-                joining.append(reading)
+                included.append(reading)
                 pieces.append(reading.text[reading.slot.length : reading.slot.length + room])
                 room -= len(pieces[-1])
-        return joining, pieces
+        return included, pieces
 
     def _reading_layers(self, readings: Iterable[Reading]) -> tuple[int, ...]:
         """The layers whose hidden states the drafter needs; none if it has seen all of these texts before."""
         return () if all(reading.again for reading in readings) else can.layers(self.drafter)
 
-    def _take_all(self, readings: list[Reading], pieces: list[list[int]], scores: list[Scores], seconds: float) -> None:
+    def _record_pieces(
+        self, readings: list[Reading], pieces: list[list[int]], scores: list[Scores], seconds: float
+    ) -> None:
         for reading, piece, score in zip(readings, pieces, scores, strict=True):
             reading.seconds += seconds / len(readings)
             try:
-                self._take(reading, piece, score)
+                self._record_piece(reading, piece, score)
             except Exception as error:
                 reading.error = error
 
-    def _take(self, reading: Reading, piece: list[int], score: Scores) -> None:
+    def _record_piece(self, reading: Reading, piece: list[int], score: Scores) -> None:
         """Record a piece that was read. The drafter observes it; after the last piece the first token is decided."""
         sequence, clock = reading.sequence, perf_counter()
         if reading.again:
@@ -441,7 +453,7 @@ class Engine:
         session: DraftSession,
         running: Iterable[Sequence],
         kept: Kept | None,
-        like: Sequence | Kept | None,
+        copy_from: Sequence | Kept | None,
     ) -> Slot | None:
         """A slot that has read a prefix of the prompt, with the session brought to the same point. None if there is no
         text to reuse."""
@@ -454,10 +466,10 @@ class Engine:
             slot, other = kept.slot, kept.session
             kept.slot = kept.session = None
         else:
-            twin = like or twin_of(request, running)
-            if twin is None or twin.slot is None:
+            original = copy_from or same_prompt(request, running)
+            if original is None or original.slot is None:
                 return None
-            slot, other = self.target.fork(twin.slot), twin.session
+            slot, other = self.target.fork(original.slot), original.session
         try:
             known = max(0, slot.shared(request.tokens[:-1]) - again)
             self.target.truncate(slot, known)

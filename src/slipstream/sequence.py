@@ -29,7 +29,7 @@ class TokenLogprobs:
 
 
 @dataclass(frozen=True)
-class Due:
+class PendingResult:
     """The result of a forward for one sequence's root, not verified yet."""
 
     tree: TokenTree
@@ -52,7 +52,7 @@ class Sequence:
     finish: str | None = None  # why it ended: stop, length, cancelled, failed, or a reason of the request's own
     error: Exception | None = None  # what made this sequence alone fail
     started: float = field(default_factory=perf_counter)
-    due: Due | None = None  # the pending result of the latest forward
+    pending: PendingResult | None = None  # the pending result of the latest forward
 
     def over(self, token: int) -> bool:
         """Emit `token`. Returns whether the text ends with it."""
@@ -92,7 +92,7 @@ class Kept:
     session: DraftSession | None = None
 
 
-def twin_of(request: Request, running: Iterable[Sequence]) -> Sequence | None:
+def same_prompt(request: Request, running: Iterable[Sequence]) -> Sequence | None:
     """A running sequence with the same prompt. Only within the request's collection: else the time that a request takes
     would reveal what other collections asked."""
     own = [s for s in running if s.request.collection == request.collection]

@@ -28,7 +28,7 @@ from typing import cast
 import torch
 
 from slipstream.counts import Counts
-from slipstream.engine import WORTH, Engine
+from slipstream.engine import MIN_SHARED, Engine
 from slipstream.errors import BusyError, CacheFullError, ModelError
 from slipstream.jobs import Job, Mailbox, Update
 from slipstream.request import Request
@@ -58,7 +58,7 @@ class Service:
         self._counting = threading.Lock()
         self._thread: threading.Thread | None = None
         self._closing: float | None = None  # once it is closing: when running answers are cancelled
-        engine.spare = self._spare
+        engine.evict = self._evict
 
     # ---- for callers, from any thread
 
@@ -171,10 +171,10 @@ class Service:
                 return False
             *_, job = self._waiting[0]
         readings = [other.reading for other in self.reading if other.reading]
-        if not self.engine.takes_more(readings):  # asked in every round, and cheaper than looking for a prefix
+        if not self.engine.has_rows_left(readings):  # asked in every round, and cheaper than looking for a prefix
             return False
         found, known = self._known(job.request)
-        if not self.engine.may_join(job.request, readings, known):
+        if not self.engine.should_read_with(job.request, readings, known):
             return False
         self._kept.sort(key=lambda each: each[1] is found)  # a kept text that is used moves to the end
         with self._changed:
@@ -193,7 +193,7 @@ class Service:
         if job.sequence is not None:
             return self.engine.reread(job.sequence)
         if self.engine.target.paged:
-            return self.engine.read(job.request, like=found)
+            return self.engine.read(job.request, copy_from=found)
         self._kept = [each for each in self._kept if each[1] is not found]  # without pages its slot is taken over
         running = [other.sequence for other in self.running if other.sequence is not None]
         return self.engine.read(job.request, running, cast(Kept | None, found))
@@ -248,7 +248,7 @@ class Service:
         pages."""
         job = max(self.reading, key=lambda job: job.number)
         self._stop_reading(job)
-        if self._spare() or self.running or self.reading:
+        if self._evict() or self.running or self.reading:
             self._wait_again(job)
         else:
             self._drop(job, "failed", error)
@@ -286,7 +286,7 @@ class Service:
     def _make_room(self) -> bool:
         """Free pages for a step: a kept text, else the youngest request that is being read, else the youngest running
         one, unless it is the only one. Returns whether anything was freed."""
-        if self._spare():
+        if self._evict():
             return True
         if self.reading:
             job = max(self.reading, key=lambda job: job.number)
@@ -303,7 +303,7 @@ class Service:
         self._wait_again(youngest)
         return True
 
-    def _spare(self) -> bool:
+    def _evict(self) -> bool:
         """Free the least recently used kept text. Returns whether there was one."""
         if self._kept:
             self._forget(len(self._kept) - 1)
@@ -450,7 +450,7 @@ class Service:
         """The text of this collection that shares the longest prefix with a request, and the prefix's length. With
         pages, running texts count too."""
         best: Kept | Sequence | None = None
-        most, paged = WORTH - 1, self.engine.target.paged
+        most, paged = MIN_SHARED - 1, self.engine.target.paged
         texts = list[tuple[str, Kept | Sequence]](self._kept)
         if paged:
             texts += [(job.request.collection, job.sequence) for job in self.running if job.sequence is not None]

@@ -13,7 +13,7 @@ from slipstream.errors import CacheFullError
 from slipstream.jobs import Job
 from slipstream.request import Request
 from slipstream.sequence import Reading
-from slipstream.service import KEPT, KEPT_IN_PAGES, Service
+from slipstream.service import MAX_KEPT, MAX_KEPT_PAGED, Service
 from slipstream.stats import Stats
 
 
@@ -199,7 +199,7 @@ def one_schedule(rng, monkeypatch):
         assert rounds < 10_000, "it never ends"
     service._forget(0)
     assert not engine.open  # no slot is lost
-    assert len(service._kept) <= (KEPT if engine.room is None else KEPT_IN_PAGES)
+    assert len(service._kept) <= (MAX_KEPT if engine.room is None else MAX_KEPT_PAGED)
     for number, updates in heard.items():
         ends = [update for update in updates if update.finish is not None]
         assert len(ends) == 1
@@ -232,7 +232,7 @@ def test_who_waits_for_a_forward_does_not_look_for_known_texts_in_every_round():
         while service.busy:
             service._round()
     kept = [text.slot for _, text in service._kept]
-    looked, service._known = [], lambda request, known=service._known: looked.append(request) or known(request)
+    looked, service._longest_prefix = [], lambda request, known=service._longest_prefix: looked.append(request) or known(request)
     ask([3] * 60)  # six forwards
     late = ask([1] * 50)
     for _ in range(5):

@@ -44,15 +44,15 @@ class Rule(ABC):
         """The token after `node`. If a child carries it, that child is accepted."""
 
 
-def verify(rule: Rule, tree: TokenTree, scores: Scores, sampler: Sampler, over: Callable[[int], bool]) -> Verdict:
-    """Walk down the tree as long as the rule's next token is a drafted child. `over` is called once per token, in
+def verify(rule: Rule, tree: TokenTree, scores: Scores, sampler: Sampler, emit: Callable[[int], bool]) -> Verdict:
+    """Walk down the tree as long as the rule's next token is a drafted child. `emit` is called once per token, in
     order, so that a text which ends inside a draft ends exactly where plain decoding would end it."""
     path = [0]
     while True:
         token = rule.next_token(tree, path[-1], scores, sampler)
         sampler.push(token)
         child = tree.child(path[-1], token)
-        if over(token) or child is None:
+        if emit(token) or child is None:
             return Verdict(path, token)
         path.append(child)
 

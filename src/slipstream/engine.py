@@ -22,8 +22,8 @@ from slipstream.errors import CacheFullError, ModelError, OptionError
 from slipstream.request import Request, Step
 from slipstream.sampling import Sampler
 from slipstream.sequence import (
-    PendingResult,
     Kept,
+    PendingResult,
     Reading,
     Sequence,
     check_drafting,
@@ -297,7 +297,7 @@ class Engine:
         """Verify a tree, commit the accepted path and show it to the drafter. An error here, for instance in a user's
         processor, ends this sequence alone; then None."""
         try:
-            verdict = verify(sequence.request.accept, tree, score, sequence.sampler, sequence.over)
+            verdict = verify(sequence.request.accept, tree, score, sequence.sampler, sequence.emit)
             if not committed:
                 self.target.commit(sequence.slot, verdict.path)
             self._observe(sequence, tree, score, verdict)
@@ -426,7 +426,7 @@ class Engine:
             reading.seconds += perf_counter() - clock
             return
         tree = TokenTree.root(reading.text[-1])
-        verdict = verify(sequence.request.accept, tree, score, sequence.sampler, sequence.over)
+        verdict = verify(sequence.request.accept, tree, score, sequence.sampler, sequence.emit)
         self._report(sequence, tree, score, verdict)
         sequence.stats.first_token_seconds = perf_counter() - sequence.started
         self._advance(sequence, Step(tree, verdict, 0.0, reading.seconds, perf_counter() - clock))

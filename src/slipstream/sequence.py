@@ -54,7 +54,7 @@ class Sequence:
     started: float = field(default_factory=perf_counter)
     pending: PendingResult | None = None  # the pending result of the latest forward
 
-    def over(self, token: int) -> bool:
+    def emit(self, token: int) -> bool:
         """Emit `token`. Returns whether the text ends with it."""
         self.tokens.append(token)
         if self.request.stop is not None:

@@ -36,9 +36,9 @@ from slipstream.sequence import Kept, Reading, Sequence, check_drafting, check_p
 
 log = logging.getLogger("slipstream")
 
-LINGER = 5.0  # seconds without work after which the thread ends; the next request starts another
-KEPT = 4  # kept texts at most, without pages: each holds memory for its whole length
-KEPT_IN_PAGES = 8  # kept texts at most, with pages. Few, although pages are shared: a head has a cache row for each
+IDLE_SECONDS = 5.0  # seconds without work after which the thread ends; the next request starts another
+MAX_KEPT = 4  # kept texts at most, without pages: each holds memory for its whole length
+MAX_KEPT_PAGED = 8  # kept texts at most, with pages. Few, although pages are shared: a head has a cache row for each
 
 
 class Service:
@@ -52,8 +52,8 @@ class Service:
         self._numbers = itertools.count()
         self._kept: list[tuple[str, Kept]] = []  # collection and text, the most recently used last
         self._mailboxes = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Mailbox]()
-        self._written: set[Mailbox] = set()  # mailboxes with new updates
-        self._scarce = False  # after a preemption: no request begins before another has ended
+        self._to_wake: set[Mailbox] = set()  # mailboxes with new updates
+        self._pages_short = False  # after a preemption: no request begins before another has ended
         self._changed = threading.Condition()
         self._counting = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -131,7 +131,7 @@ class Service:
             with self._changed:
                 idle = not self.busy
                 if idle and self._closing is None:
-                    self._changed.wait(LINGER)
+                    self._changed.wait(IDLE_SECONDS)
                     idle = not self._waiting
                 if idle:
                     self._thread = None
@@ -147,24 +147,24 @@ class Service:
         """Read a piece of prompts and take one step of all running requests, in one forward if possible."""
         self._drop_ended()
         with self.engine.turn():
-            self._scarce = self._scarce and bool(self.running or self.reading)
-            while len(self.running) + len(self.reading) < self.engine.max_batch and not self._scarce:
-                if not self._begin():
+            self._pages_short = self._pages_short and bool(self.running or self.reading)
+            while len(self.running) + len(self.reading) < self.engine.max_batch and not self._pages_short:
+                if not self._start_reading():
                     break
             if self._step_and_read():
                 return
             if self.reading:
                 self._read()
-            if self.running and not self._fills():
+            if self.running and not self._fill_batch_first():
                 self._step()
 
-    def _fills(self) -> bool:
+    def _fill_batch_first(self) -> bool:
         """Whether to read more prompts before the next step, so that its batch is larger. Only if all running requests
         are offline, where the time of a single answer does not matter."""
-        room = len(self.running) + len(self.reading) < self.engine.max_batch and not self._scarce
+        room = len(self.running) + len(self.reading) < self.engine.max_batch and not self._pages_short
         return bool(self.reading or (self._waiting and room)) and all([job.offline for job in self.running])
 
-    def _begin(self) -> bool:
+    def _start_reading(self) -> bool:
         """Begin reading the next waiting request, if it can be read with the others. Returns whether one was taken."""
         with self._changed:
             if not self._waiting:
@@ -173,7 +173,7 @@ class Service:
         readings = [other.reading for other in self.reading if other.reading]
         if not self.engine.has_rows_left(readings):  # asked in every round, and cheaper than looking for a prefix
             return False
-        found, known = self._known(job.request)
+        found, known = self._longest_prefix(job.request)
         if not self.engine.should_read_with(job.request, readings, known):
             return False
         self._kept.sort(key=lambda each: each[1] is found)  # a kept text that is used moves to the end
@@ -213,7 +213,7 @@ class Service:
             if not isinstance(error, CacheFullError):
                 log.warning("a step that reads prompts failed; both are done apart: %s", error, exc_info=error)
         else:
-            self._tell(list(self.running))
+            self._report_progress(list(self.running))
         self._begin_answers()
         return failed is None
 
@@ -241,7 +241,7 @@ class Service:
                     self.counts.first_token.see(monotonic() - job.arrived)
                 job.sequence = reading.sequence
                 self.running.append(job)
-                self._tell([job])
+                self._report_progress([job])
 
     def _read_fewer(self, error: CacheFullError) -> None:
         """There are too few pages: stop reading the youngest request. It waits again, or fails if nothing else holds
@@ -249,7 +249,7 @@ class Service:
         job = max(self.reading, key=lambda job: job.number)
         self._stop_reading(job)
         if self._evict() or self.running or self.reading:
-            self._wait_again(job)
+            self._requeue(job)
         else:
             self._drop(job, "failed", error)
 
@@ -276,9 +276,9 @@ class Service:
                 self.counts.add(job.sequence.stats)
         self._end(job, finish, error)
 
-    def _wait_again(self, job: Job) -> None:
+    def _requeue(self, job: Job) -> None:
         """Preempted: wait again, before all requests of its priority that arrived later."""
-        self._scarce = True
+        self._pages_short = True
         self.counts.put_back += 1
         with self._changed:
             heapq.heappush(self._waiting, (job.priority, job.number, job))
@@ -291,7 +291,7 @@ class Service:
         if self.reading:
             job = max(self.reading, key=lambda job: job.number)
             self._stop_reading(job)
-            self._wait_again(job)
+            self._requeue(job)
             return True
         if len(self.running) < 2:
             return False
@@ -300,7 +300,7 @@ class Service:
         self.engine.put_back(youngest.sequence)
         with self._counting:
             self.running.remove(youngest)
-        self._wait_again(youngest)
+        self._requeue(youngest)
         return True
 
     def _evict(self) -> bool:
@@ -324,7 +324,7 @@ class Service:
                 sequences[0].error, sequences[0].finish = error, "failed"
             else:
                 self._step_one_by_one(sequences)
-        self._tell(list(self.running))
+        self._report_progress(list(self.running))
 
     def _step_one_by_one(self, sequences: list[Sequence]) -> None:
         """A step of the whole batch failed: take each sequence's step alone to find which one fails."""
@@ -335,7 +335,7 @@ class Service:
                 except Exception as error:
                     sequence.error, sequence.finish = error, "failed"
 
-    def _tell(self, jobs: list[Job]) -> None:
+    def _report_progress(self, jobs: list[Job]) -> None:
         """After a step: deliver new tokens, and retire the requests that ended."""
         for job in jobs:
             sequence = job.sequence
@@ -351,7 +351,7 @@ class Service:
 
     def _retire(self, job: Job, sequence: Sequence) -> None:
         kept = None
-        self._scarce = False
+        self._pages_short = False
         target = self.engine.target
         paged = target.paged
         # Without pages, in lower precision, bits depend on the pieces in which a prompt was read.
@@ -361,7 +361,7 @@ class Service:
         self.engine.retire([sequence], kept)
         if kept is not None:
             self._kept.append((job.request.collection, kept))
-            self._forget(KEPT_IN_PAGES if paged else KEPT)
+            self._forget(MAX_KEPT_PAGED if paged else MAX_KEPT)
         if sequence.stats.new_tokens > 1:
             later = sequence.stats.seconds - sequence.stats.first_token_seconds
             self.counts.per_token.see(later / (sequence.stats.new_tokens - 1), sequence.stats.new_tokens - 1)
@@ -383,10 +383,10 @@ class Service:
         except Exception:  # the caller is gone
             job.request.cancel()
         if job.mailbox is not None:
-            self._written.add(job.mailbox)
+            self._to_wake.add(job.mailbox)
 
     def _wake(self) -> None:
-        written, self._written = self._written, set()
+        written, self._to_wake = self._to_wake, set()
         for mailbox in written:
             try:
                 mailbox.wake()
@@ -446,7 +446,7 @@ class Service:
 
     # ---- kept texts
 
-    def _known(self, request: Request) -> tuple[Kept | Sequence | None, int]:
+    def _longest_prefix(self, request: Request) -> tuple[Kept | Sequence | None, int]:
         """The text of this collection that shares the longest prefix with a request, and the prefix's length. With
         pages, running texts count too."""
         best: Kept | Sequence | None = None

@@ -139,7 +139,7 @@ class Service:
             try:
                 self._round()
             except Exception as error:
-                log.exception("the service failed at something that is nobody's: all its requests end")
+                log.exception("the service failed outside any single request: all its requests end")
                 self._fail_all(error)
             self._wake()
 

@@ -137,7 +137,7 @@ class DresdSession(DraftSession):
         self.state = None if self.state is None else self.state.clone()
 
     def ask(self, root: int) -> Asked:
-        assert self.state is not None, "nobody is asked about a state that was not shown"
+        assert self.state is not None, "a session without a state is not asked"
         return Asked(self.collection, self.state, root, self.own)
 
     def propose(self, root: int, budget: Budget) -> Proposal:

@@ -155,7 +155,7 @@ class MagicDecSession(LevelSession):
         if o.selection == "snapkv":
             if self._prompt is None:
                 weights = self.target.attended(slot, o.window)
-                assert weights is not None, "a model that does not tell is refused"
+                assert weights is not None, "a model that does not report attention is refused"
                 self._prompt = by_block(pooled(weights), size)
             told = self._prompt
         elif o.selection == "attended":

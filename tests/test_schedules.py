@@ -232,7 +232,8 @@ def test_who_waits_for_a_forward_does_not_look_for_known_texts_in_every_round():
         while service.busy:
             service._round()
     kept = [text.slot for _, text in service._kept]
-    looked, service._longest_prefix = [], lambda request, known=service._longest_prefix: looked.append(request) or known(request)
+    looked, search = [], service._longest_prefix
+    service._longest_prefix = lambda request: looked.append(request) or search(request)
     ask([3] * 60)  # six forwards
     late = ask([1] * 50)
     for _ in range(5):

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from slipstream.budget.calibration import NEWEST
 from slipstream.compiled import compiled
 
-WILD = 1.5  # outliers: a time longer than this multiple of the typical one was interrupted, and is capped there
+OUTLIER = 1.5  # outliers: a time longer than this multiple of the typical one was interrupted, and is capped there
 
 
 class Costs:
@@ -45,13 +45,13 @@ class Costs:
         alone = self._table[batch - 1 : every : 1 if self.flat else batch]
         more = np.where(np.arange(rows) > 0, self._more[1], self._more[0])
         # `more` may be negative: a batch can be faster than equally many rows of one text were measured to be.
-        return np.maximum(alone + (batch - 1) * more, alone / WILD)
+        return np.maximum(alone + (batch - 1) * more, alone / OUTLIER)
 
     def observe(self, rows: int, batch: int, seconds: float) -> None:
         """Record the time of a step. A step of one sequence also corrects other numbers of rows, the more the less
         recently these were seen: the machine may have been busy when they were measured."""
         expected = self.seconds(rows, batch)
-        off = min(WILD, max(1 / WILD, seconds / expected)) - 1
+        off = min(OUTLIER, max(1 / OUTLIER, seconds / expected)) - 1
         if batch == 1:
             _follow(self._rows, self._curve, self._seen, rows, self.padded, off)
             _between(self._rows, self._curve, self._table, self.padded)

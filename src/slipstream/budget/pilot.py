@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.budget.calibration import NEWEST, Calibration
-from slipstream.budget.costs import WILD, Costs
+from slipstream.budget.costs import OUTLIER, Costs
 from slipstream.budget.worth import best_nodes, rank
 from slipstream.tree import TokenTree
 
@@ -51,7 +51,7 @@ class TypicalTime:
         if self.times < TRIAL:
             self.seconds = min(seconds, self.seconds) if self.times else seconds
         else:
-            self.seconds += NEWEST * (min(seconds, WILD * self.seconds) - self.seconds)
+            self.seconds += NEWEST * (min(seconds, OUTLIER * self.seconds) - self.seconds)
         self.times += 1
 
 
@@ -67,16 +67,16 @@ class Source:
     # For a source that invests: the expected relative gain in tokens, in the long run, of 0, 1, … nodes beside its
     # drafts; the share of it that was seen recently; how many such nodes pay now; seconds lost to them so far.
     returns: Floats | None = None
-    worth: float = 1.0
+    realised: float = 1.0
     beside: int = 0
-    behind: float = 0.0
-    began: bool = False  # whether its latest draft had to read the texts first, or was not started ahead
+    deficit: float = 0.0
+    late_start: bool = False  # whether its latest draft had to read the texts first, or was not started ahead
     drafting: TypicalTime = field(default_factory=TypicalTime)  # of a draft for all sequences
-    starting: TypicalTime = field(default_factory=TypicalTime)  # of a draft that had to start like that (`began`)
+    starting: TypicalTime = field(default_factory=TypicalTime)  # of a draft that had to start like that (`late_start`)
     # By level: the relative gain in tokens per second from asking it, the number of observations of that, and the step
     # at which it is tried again if it gains nothing.
     gains: list[float] = field(default_factory=lambda: [0.0] * LEVELS)
-    looks: list[int] = field(default_factory=lambda: [0] * LEVELS)
+    observations: list[int] = field(default_factory=lambda: [0] * LEVELS)
     due: list[int] = field(default_factory=lambda: [0] * LEVELS)
     level: int = 0  # at which it was considered last
 
@@ -85,16 +85,16 @@ class Source:
         return self.drafting.times >= TRIAL
 
     @property
-    def beginning(self) -> float:
+    def start_cost(self) -> float:
         """Additional seconds of a draft that has to read the texts first, or was not started ahead."""
         return max(0.0, self.starting.seconds - self.drafting.seconds)
 
-    def took(self, seconds: float, began: bool = False) -> None:
-        """Record a draft's time. began: it had to read the texts first, which is rare, or was not started ahead."""
-        self.began = began
-        if began:
+    def took(self, seconds: float, late_start: bool = False) -> None:
+        """Record a draft's time. late_start: it had to read the texts first, which is rare, or was not started ahead."""
+        self.late_start = late_start
+        if late_start:
             self.starting.see(seconds)
-        if not (began and self.known):
+        if not (late_start and self.known):
             self.drafting.see(seconds)
 
     def gain(self, level: int | None = None) -> float:
@@ -102,13 +102,13 @@ class Source:
         first. 0 if it was never seen."""
         level = self.level if level is None else level
         nearest = (*range(level, -1, -1), *range(level + 1, LEVELS))
-        return next((self.gains[level] for level in nearest if self.looks[level]), 0.0)
+        return next((self.gains[level] for level in nearest if self.observations[level]), 0.0)
 
     def learn(self, gain: float) -> None:
         """Record the gain of asking it, at its current level."""
-        before, looks = self.gain(), self.looks[self.level]
-        self.gains[self.level] = before + max(NEWEST, 1 / (2 + looks)) * (gain - before)
-        self.looks[self.level] = looks + 1
+        before, observations = self.gain(), self.observations[self.level]
+        self.gains[self.level] = before + max(NEWEST, 1 / (2 + observations)) * (gain - before)
+        self.observations[self.level] = observations + 1
 
 
 @dataclass(eq=False)
@@ -117,20 +117,20 @@ class Text:
     may be wrong for a single text."""
 
     promised: float = 0.0  # tokens beyond one per step that were expected, older steps counting less
-    came: float = 0.0  # tokens beyond one that these steps gave
+    delivered: float = 0.0  # tokens beyond one that these steps gave
     promise: float = 0.0  # expected of the step under way
 
-    def see(self, came: float) -> None:
+    def see(self, delivered: float) -> None:
         """The step under way gave so many tokens beyond one."""
         fading = NEWEST if self.promise else FORGIVEN
         self.promised += self.promise - fading * self.promised
-        self.came += (came if self.promise else 0.0) - fading * self.came
+        self.delivered += (delivered if self.promise else 0.0) - fading * self.delivered
         self.promise = 0.0
 
     @property
     def share(self) -> float:
         """The share of the next promise to expect: at most 1, even if more tokens came than were promised."""
-        return min(1.0, (CREDIT + self.came) / (CREDIT + self.promised))
+        return min(1.0, (CREDIT + self.delivered) / (CREDIT + self.promised))
 
 
 @dataclass(eq=False)
@@ -173,11 +173,11 @@ class Pilot:
         self.calibration = Calibration(self.drafters)
         self.fusing = TypicalTime()  # per sequence: fusing its drafts, choosing nodes, learning
         self.steps = 0  # so far, with drafts or without
-        self.usual = 0.0  # running mean of the nodes that a step verifies per sequence
+        self.mean_nodes = 0.0  # running mean of the nodes that a step verifies per sequence
         self.last: Choice | None = None
         self._by_batch = dict[int, dict[str, Source]]()
         self._trial: Source | None = None  # the head on trial
-        self._left = 0  # drafts that are left of its trial
+        self._trial_left = 0  # drafts that are left of its trial
         self._levels = np.zeros(LEVELS)  # how often heads were considered at each level, recent steps counting more
         # Input of `judge` for the latest step: sources asked, drafts, best rate, seconds of the step, expected tokens.
         self._unjudged: tuple[list[Source], Sequence[Draft], float, float, float] | None = None
@@ -201,7 +201,7 @@ class Pilot:
         of which a draft could have been started ahead, and was not."""
         self.judge()
         self.steps += 1
-        self.usual += NEWEST * ((self.last.nodes / len(drafts) if self.last else 0) - self.usual)
+        self.mean_nodes += NEWEST * ((self.last.nodes / len(drafts) if self.last else 0) - self.mean_nodes)
         there = [s for s in self.sources(len(drafts)).values() if s.drafter in names]
         for source in sorted([s for s in there if not s.head], key=lambda s: s.drafting.seconds):
             if source.returns is None:  # one that invests gains in later steps, at whatever level they have
@@ -218,7 +218,7 @@ class Pilot:
         """The level of these drafts: by the tokens per sequence that are expected of their nodes worth verifying."""
         if max([len(draft.tree) for draft in drafts]) == 1:
             return 0
-        expected, _ = self._together(self._rank(drafts, ())[0])
+        expected, _ = self._batch_tokens(self._rank(drafts, ())[0])
         nodes, _ = best_nodes(expected, self.costs.upto(len(expected), len(drafts)), 0.0, 0.0)
         return min(LEVELS - 1, int(2 * math.log2(expected[nodes] / len(drafts))))
 
@@ -227,14 +227,14 @@ class Pilot:
         all nodes. If none do, it is not asked until a later trial."""
         if source.returns is None:
             return True
-        tokens = 1 + source.worth * source.returns[: 1 + min([draft.limit for draft in drafts]) // 2]
-        each, first = len(drafts) if self.costs.flat else 1, round(self.usual)
+        tokens = 1 + source.realised * source.returns[: 1 + min([draft.limit for draft in drafts]) // 2]
+        each, first = len(drafts) if self.costs.flat else 1, round(self.mean_nodes)
         seconds = self.costs.upto(1 + each * (first + len(tokens) - 1), len(drafts))[each * first :: each].copy()
         source.beside, rate = best_nodes(tokens, seconds, source.drafting.seconds, 0.0)
         # Without a return it is no investment, even if steps of a few rows were measured as faster than one of one row.
         if source.returns[source.beside] > 0 and rate * seconds[0] > 1:
             return True
-        source.worth, source.due[0] = 1.0, self.steps + round(TRIAL * len(self.sources()) / EXPLORING)
+        source.realised, source.due[0] = 1.0, self.steps + round(TRIAL * len(self.sources()) / EXPLORING)
         return False
 
     def _best_head(self, heads: list[Source], unstarted: Container[str], step: float) -> list[Source]:
@@ -242,17 +242,17 @@ class Pilot:
         whatever level. So heads are compared by their gains averaged over the recent levels."""
         self._levels *= 1 - NEWEST
         self._levels[heads[0].level] += NEWEST
-        if self._left and self._trial is not None and self._trial in heads:
-            self._left -= 1
+        if self._trial_left and self._trial is not None and self._trial in heads:
+            self._trial_left -= 1
             return [self._trial]
         self._trial = None
-        usual = [sum(share * s.gain(level) for level, share in enumerate(self._levels)) for s in heads]
-        begun = [s.beginning / step * NEWEST if s.drafter in unstarted else 0.0 for s in heads]
-        best = heads[int(np.argmax(np.subtract(usual, begun)))]
+        expected_gains = [sum(share * s.gain(level) for level, share in enumerate(self._levels)) for s in heads]
+        start_costs = [s.start_cost / step * NEWEST if s.drafter in unstarted else 0.0 for s in heads]
+        best = heads[int(np.argmax(np.subtract(expected_gains, start_costs)))]
         if due := [s for s in heads if self.steps >= s.due[s.level] and (s is not best or s.gain() <= 0)]:
             chosen = min(due, key=lambda s: s.drafting.times)
             if not chosen.known or chosen.drafter in unstarted:
-                self._trial, self._left = chosen, TRIAL - 1
+                self._trial, self._trial_left = chosen, TRIAL - 1
             return [chosen]
         return [best] if best.gain() > 0 else []
 
@@ -261,8 +261,8 @@ class Pilot:
         batch, sources = len(drafts), list(asked)
         plain = batch / self.costs.seconds(1, batch)
         worth, ranked = self._rank(drafts, sources)
-        expected, owners = self._together(worth)
-        spent, seconds = self._taken(sources, len(expected), batch)
+        expected, owners = self._batch_tokens(worth)
+        spent, seconds = self._expected_seconds(sources, len(expected), batch)
         most, best = best_nodes(expected, seconds, spent, plain)
         widths = [most] * batch if owners is None else np.bincount(owners[:most], minlength=batch).tolist()
         kept = []
@@ -298,21 +298,21 @@ class Pilot:
                 continue
             tokens, without = float(batch), batch / step
             if others := [s for s in sources if s is not source]:
-                worth, _ = self._together(self._rank(drafts, others, source.number)[0])
-                spent, seconds = self._taken(others, len(worth), batch)
+                worth, _ = self._batch_tokens(self._rank(drafts, others, source.number)[0])
+                spent, seconds = self._expected_seconds(others, len(worth), batch)
                 nodes, without = best_nodes(worth, seconds, spent, 0.0)
                 tokens = worth[nodes]
             gain = rate / without - 1
             source.learn(gain)
             rivals = [s.gains[source.level] for s in group if s.head and s is not source] if source.head else []
             lost = taken * (1 - (1 + gain) / (1 + max([0.0, *rivals])))
-            if source.began or source is self._trial:
-                lost += source.beginning
+            if source.late_start or source is self._trial:
+                lost += source.start_cost
             if source.returns is not None:  # it finds nothing at first, so it may lose as much as a trial: TRIAL steps
-                came = (expected / tokens - 1) / source.returns[source.beside]
-                source.worth += NEWEST * (came - source.worth)
-                behind = max(0.0, source.behind + lost)
-                lost, source.behind = (behind, 0.0) if behind > TRIAL * step else (0.0, behind)
+                delivered = (expected / tokens - 1) / source.returns[source.beside]
+                source.realised += NEWEST * (delivered - source.realised)
+                deficit = max(0.0, source.deficit + lost)
+                lost, source.deficit = (deficit, 0.0) if deficit > TRIAL * step else (0.0, deficit)
             source.due[source.level] = self.steps + max(0, round(lost / step * len(group) / EXPLORING))
 
     # ---- from one process to the next
@@ -320,7 +320,7 @@ class Pilot:
     def known(self) -> dict[str, Any]:
         """What was learnt, in the form that `recall` takes."""
         sources = {
-            str(size): {s.name: [s.drafting.seconds, s.gains, s.looks] for s in group.values() if s.known}
+            str(size): {s.name: [s.drafting.seconds, s.gains, s.observations] for s in group.values() if s.known}
             for size, group in self._by_batch.items()
         }
         calibration = dict(zip(self.drafters, np.round(self.calibration.bins, 4).tolist(), strict=True))
@@ -335,21 +335,21 @@ class Pilot:
                     self.calibration.bins[i] = bins
             for size, group in known["sources"].items():
                 mine = self.sources(1 << int(size) - 1)
-                for name, (seconds, gains, looks) in group.items():
-                    if name in mine and len(gains) == len(looks) == LEVELS:
+                for name, (seconds, gains, observations) in group.items():
+                    if name in mine and len(gains) == len(observations) == LEVELS:
                         mine[name].drafting = TypicalTime(TRIAL, seconds)
-                        mine[name].gains, mine[name].looks = list(gains), list(looks)
+                        mine[name].gains, mine[name].observations = list(gains), list(observations)
                         if name in self.returns and mine[name].gain() <= 0:  # as if it was just tried
                             mine[name].due[0] = self.steps + round(TRIAL * len(mine) / EXPLORING)
 
     def renew(self, name: str) -> None:
         """Forget what this drafter gained, so that it is tried again: it has new weights, or a new prediction."""
         for group in self._by_batch.values():
-            group[name].looks, group[name].due = [0] * LEVELS, [0] * LEVELS
+            group[name].observations, group[name].due = [0] * LEVELS, [0] * LEVELS
 
     # ---- expected tokens and times
 
-    def _taken(self, sources: Collection[Source], rows: int, batch: int) -> tuple[float, Floats]:
+    def _expected_seconds(self, sources: Collection[Source], rows: int, batch: int) -> tuple[float, Floats]:
         """Seconds that drafting by these sources and fusing takes, and (rows,) seconds of steps that verify 0, 1, …
         nodes of their drafts."""
         spent = sum([s.drafting.seconds for s in sources]) + batch * self.fusing.seconds
@@ -368,7 +368,7 @@ class Pilot:
             ranked.append(rank(tree.parents, tree.raw, columns, bins, without, limit, self.trees, share, mine))
         return worth, ranked
 
-    def _together(self, worth: Floats) -> tuple[Floats, NDArray[np.int64] | None]:
+    def _batch_tokens(self, worth: Floats) -> tuple[Floats, NDArray[np.int64] | None]:
         """Expected tokens of the batch with 0, 1, … nodes verified, from those of each sequence; and which sequence
         the first, second, … node belongs to. None instead where a step is as wide as its widest tree: then each
         sequence has equally many nodes."""

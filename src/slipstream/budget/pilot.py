@@ -90,7 +90,7 @@ class Source:
         return max(0.0, self.starting.seconds - self.drafting.seconds)
 
     def took(self, seconds: float, late_start: bool = False) -> None:
-        """Record a draft's time. late_start: it had to read the texts first, or was not started ahead, which is rare."""
+        """Record a draft's time. late_start: it had to read the texts first (rare), or was not started ahead."""
         self.late_start = late_start
         if late_start:
             self.starting.see(seconds)

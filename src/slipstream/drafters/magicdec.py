@@ -17,7 +17,7 @@ Selections:
 - `streaming`: the first `sinks` tokens and the most recent ones (Xiao et al., StreamingLLM, 2023).
 - `snapkv`: also what the prompt's last `window` tokens attend to, pooled over neighbours (Li et al., SnapKV, 2024).
 - `attended`: what the root of the latest verification attended to (Zhao et al., SparseSpec, 2025), which that step
-  reports (`Slot.asks`). Before there was one, the selection is that of `streaming`.
+  reports (`Slot.wants_attention`). Before there was one, the selection is that of `streaming`.
 
 `snapkv` reads the window once more, with all keys, when it selects.
 """
@@ -159,7 +159,7 @@ class MagicDecSession(LevelSession):
                 self._prompt = by_block(pooled(weights), size)
             told = self._prompt
         elif o.selection == "attended":
-            slot.asks = True
+            slot.wants_attention = True
             if slot.attended is not None:  # by block; blocks of one token are pooled, as with snapkv
                 told = (pooled(slot.attended) if size == 1 else slot.attended).numpy()
         return chosen_blocks(slot.length, size, o.keys, o.sinks, o.window, told)

@@ -46,7 +46,7 @@ class Slot:
     pages: list[int] = field(default_factory=list)  # that hold its keys, where the cache has pages
     tree: TokenTree | None = None  # scored last, not yet committed
     pending: list[int] | None = None  # an accepted path whose keys still have to move into place
-    asks: bool = False  # whether the next `score` must report what its root attends to
+    wants_attention: bool = False  # whether the next `score` must report what its root attends to
     attended: torch.Tensor | None = None  # that report: weights by block of the text, summed over all layers and heads
 
     @property
@@ -65,9 +65,9 @@ class Slot:
         self.tokens.extend(self.tree.tokens[self.pending].tolist())
         self.tree = None
 
-    def hear(self, weights: torch.Tensor) -> None:
-        """Take the report of attention weights that `asks` requested."""
-        self.attended, self.asks = weights, False
+    def set_attended(self, weights: torch.Tensor) -> None:
+        """Take the report of attention weights that `wants_attention` requested."""
+        self.attended, self.wants_attention = weights, False
 
     def shared(self, tokens: Sequence[int]) -> int:
         """The length of the common prefix of its tokens and a text."""

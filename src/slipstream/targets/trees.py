@@ -68,20 +68,20 @@ class TreeTarget(Target):
             self._slots[slot.row] = None
 
     def fork(self, slot: Slot) -> Slot:
-        self._settle(slot)
+        self._move_pending(slot)
         twin = self.open()
         twin.tokens = list(slot.tokens)
         self._pool.copy(slot.row, twin.row, slot.length)
         return twin
 
     def truncate(self, slot: Slot, length: int) -> None:
-        self._settle(slot)
+        self._move_pending(slot)
         del slot.tokens[length:]
         slot.tree = None
 
     def select(self, slot: Slot, blocks: Sequence[int]) -> Part:
         """A copy of these blocks' keys."""
-        self._settle(slot)
+        self._move_pending(slot)
         part = Part.of(slot, blocks, self.block, self._row())
         self._slots[part.row] = part
         self._pool.pick(slot.row, part.row, part.positions(self.block))
@@ -90,7 +90,7 @@ class TreeTarget(Target):
     def commit(self, slot: Slot, path: Sequence[int]) -> None:
         slot.accept(path)
 
-    def _settle(self, slot: Slot) -> None:
+    def _move_pending(self, slot: Slot) -> None:
         if slot.pending is not None:
             self._pool.move(slot.row, slot.length - len(slot.pending), slot.pending)
             slot.pending = None
@@ -109,15 +109,15 @@ class TreeTarget(Target):
     def score(self, slots: Sequence[Slot], trees: Sequence[TokenTree], want: Want, known: int = 0) -> list[Scores]:
         order = self._gather(slots)
         slots, trees = [slots[i] for i in order], [trees[i] for i in order]
-        if known or not any(slot.asks for slot in slots):
+        if known or not any(slot.wants_attention for slot in slots):
             scores = self._forward(slots, trees, want, known)
         else:
             width = max(slot.length for slot in slots) + max(map(len, trees))
             with watching.watching(len(slots), width, watching.ROOTS) as seen:
                 scores = self._forward(slots, trees, want, known)
             for slot, weights in zip(slots, seen.weights, strict=True):
-                if slot.asks:
-                    slot.hear(weights[: slot.length + 1])
+                if slot.wants_attention:
+                    slot.set_attended(weights[: slot.length + 1])
         back = np.argsort(order)
         return [scores[i] for i in back]
 
@@ -162,7 +162,7 @@ class TreeTarget(Target):
             raise ModelError(f"a draft reaches past the model's {self.context} positions: the engine must cut it")
         self._pool.reserve(len(self._slots), width)
         for slot, tree in zip(slots, trees, strict=True):
-            self._settle(slot)
+            self._move_pending(slot)
             slot.tree = tree
         starts = tuple(length + known for length in lengths)
         self._pool.look(Window(slots[0].row, starts, rows, width))

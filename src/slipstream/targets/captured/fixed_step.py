@@ -90,11 +90,17 @@ class FixedStep:
         shape: Shape,
         layers: tuple[int, ...],
         choice: str,
-        telling: bool = False,
+        reports_attention: bool = False,
         captured: bool = True,
     ) -> None:
         """choice: BEST, DRAWN or DRAWN_WITH_HISTORY. telling: also report what the roots attend to."""
-        self.target, self.shape, self.layers, self.choice, self.telling = target, shape, layers, choice, telling
+        self.target, self.shape, self.layers, self.choice, self.reports_attention = (
+            target,
+            shape,
+            layers,
+            choice,
+            reports_attention,
+        )
         device, cuda, history = target.device, target.device.type == "cuda", choice == DRAWN_WITH_HISTORY
         size = Inputs.size(shape, history)
         self._host = torch.zeros(size, dtype=torch.int32, pin_memory=cuda)
@@ -111,7 +117,7 @@ class FixedStep:
         self._mask = torch.zeros((1, 1, shape.rows, 1), dtype=target.dtype, device=device)  # not read by our attention
         self._rows = torch.zeros(shape.sequences, dtype=torch.int32, device=device)  # of the arena, which is one row
         pages = self.tables.shape[1]
-        self.attended = torch.zeros((shape.rows if telling else 0, pages), pin_memory=cuda)  # by row and page
+        self.attended = torch.zeros((shape.rows if reports_attention else 0, pages), pin_memory=cuda)  # by row and page
         self.watched: Watched | None = None  # collects what rows of text attend to, in uncaptured steps
         self._graph: Any = None
         self._ended: Any = torch.cuda.Event() if cuda else None
@@ -128,7 +134,7 @@ class FixedStep:
         ids, positions = self._device[: 2 * i.ids.numel()].long().view(2, *i.ids.shape)  # the first two inputs
         for keys, values in self.target.arena.stores():  # all layers of one shape
             move_keys(keys, values, self._rows, i.sources, i.places, i.moves)
-        if self.telling:
+        if self.reports_attention:
             rows, heads = self.shape.rows, self.target.model.config.get_text_config().num_attention_heads
             pages, device = self.tables.shape[1], self._device.device
             self.told = torch.empty((pages * PAGE // BLOCK, rows, heads), device=device)
@@ -149,7 +155,7 @@ class FixedStep:
         self.hidden = {layer: h[0] for layer, h in asked(out).items()}  # (n, H)
         self.chosen = self._choose()
         self.answer.copy_(self.chosen, non_blocking=True)
-        if self.telling:
+        if self.reports_attention:
             self.attended.copy_(self.heard.sum(1), non_blocking=True)
 
     def walk(self, room: int) -> torch.Tensor:
@@ -236,7 +242,7 @@ def attention_by_path(
     room = under_way.scratch
     rows = i.slots, i.lengths, i.depths, i.paths, under_way.tables, under_way.tiles(query.shape[1] // key.shape[1])
     how = scale, sliding_window, softcap, under_way.shape.tile
-    if under_way.telling:
+    if under_way.reports_attention:
         told = under_way.told, under_way.heard
         return attend_and_tell(query, key, value, *rows, room.stats, room.sums, *told, *how), None
     return attend(query, key, value, *rows, room.stats, room.sums, *how), None

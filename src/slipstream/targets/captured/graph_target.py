@@ -150,27 +150,27 @@ class GraphTarget(Target):
         self.arena.release()
 
     def fork(self, slot: Slot) -> Slot:
-        self._settle(slot)
+        self._move_pending(slot)
         twin = self.open()
         twin.tokens = list(slot.tokens)
         self.arena.share(slot, twin)
         return twin
 
     def truncate(self, slot: Slot, length: int) -> None:
-        self._settle(slot)
+        self._move_pending(slot)
         del slot.tokens[length:]
         slot.tree = None
         self.arena.shorten(slot, length)
 
     def select(self, slot: Slot, blocks: Sequence[int]) -> Part:
         """The slot's own pages, not copied. Layers with a window count places in the selection, not in the text."""
-        self._settle(slot)
+        self._move_pending(slot)
         return self.arena.select(slot, blocks)
 
     def commit(self, slot: Slot, path: Sequence[int]) -> None:
         slot.accept(path)
 
-    def _settle(self, slot: Slot) -> None:
+    def _move_pending(self, slot: Slot) -> None:
         if slot.pending == list(range(len(slot.pending or ()))):
             slot.pending = None  # the accepted nodes are the first ones: their keys are in place already
         if slot.pending is not None:
@@ -276,7 +276,7 @@ class GraphTarget(Target):
         for slot, size in zip(slots, sizes, strict=True):
             self.arena.reach(slot, slot.length + size + depth)
             if slot.pending is not None and len(slot.pending) > first.reach:
-                self._settle(slot)
+                self._move_pending(slot)
         unknown = [[*chain, *[0] * (depth - 1)] for chain in chains]
         for i, step in enumerate(made.steps):
             trees = [TokenTree.chain(c[0], c[1 : size + i]) for c, size in zip(unknown, sizes, strict=True)]
@@ -341,27 +341,29 @@ class GraphTarget(Target):
         drafts = trees[: len(trees) - texts]
         depth = max((tree.depth for tree in drafts), default=0) + 1
         ends = sum(map(len, drafts)) + texts if texts else None
-        telling = not texts and any(slot.asks for slot in slots)
-        step = self.step(self._shape(len(slots), rows, depth, ends), want.layers, choice(samplers), telling)
+        reports_attention = not texts and any(slot.wants_attention for slot in slots)
+        step = self.step(self._shape(len(slots), rows, depth, ends), want.layers, choice(samplers), reports_attention)
         for slot, tree in zip(slots, trees, strict=True):
             self.arena.reach(slot, slot.length + len(tree))
             slot.tree = tree
             if slot.pending is not None and len(slot.pending) > step.shape.reach:
-                self._settle(slot)
+                self._move_pending(slot)
         fill(step.host, self.arena.table, self.groups, slots, trees, known, texts, step.shape.tile)
         self._tell(step, slots, trees, samplers, texts)
         self.arena.tell()
         step(want.during if samplers else None)  # tokens chosen on the host are not known while the step runs
-        if telling:
-            self._hear(step, slots, trees, known)
+        if reports_attention:
+            self._report_attention(step, slots, trees, known)
         return step
 
-    def _hear(self, step: FixedStep, slots: Sequence[Slot], trees: Sequence[TokenTree], known: Sequence[int]) -> None:
+    def _report_attention(
+        self, step: FixedStep, slots: Sequence[Slot], trees: Sequence[TokenTree], known: Sequence[int]
+    ) -> None:
         """Report attention weights to the slots that asked. A sequence's first row is its root."""
         row = 0
         for slot, tree, before in zip(slots, trees, known, strict=True):
-            if slot.asks and not before:
-                slot.hear(step.attended[row, : slot.length // PAGE + 1].clone())
+            if slot.wants_attention and not before:
+                slot.set_attended(step.attended[row, : slot.length // PAGE + 1].clone())
             row += len(tree) - before
 
     def _shape(self, sequences: int, rows: int, depth: int, ends: int | None = None) -> Shape:
@@ -436,12 +438,12 @@ class GraphTarget(Target):
         self._sample = found if same else self._sample
         return same
 
-    def step(self, shape: Shape, layers: tuple[int, ...], chosen: str, telling: bool = False) -> FixedStep:
+    def step(self, shape: Shape, layers: tuple[int, ...], chosen: str, reports_attention: bool = False) -> FixedStep:
         if chosen == DRAWN_WITH_HISTORY and self._histories is not None and self.arena.rows > len(self._histories[0]):
             self._steps = {key: step for key, step in self._steps.items() if key[2] != DRAWN_WITH_HISTORY}
             self._told.clear()
             self._histories = None
-        key = (shape, layers, chosen, telling)
+        key = (shape, layers, chosen, reports_attention)
         if key not in self._steps:
             self._steps[key] = FixedStep(self, *key)
         return self._steps[key]

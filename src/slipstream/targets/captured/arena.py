@@ -206,7 +206,7 @@ class Arena:
                 store[:, 0, :, place] = store[:, 0, :, source]
 
     @torch.inference_mode()
-    def tell(self) -> None:
+    def upload_table(self) -> None:
         """Copy changed rows of the table to the device, before the next step."""
         for row in self._changed:
             self.tables[row].copy_(self._host[row], non_blocking=True)

@@ -61,7 +61,7 @@ def bucket(n: int, sizes: Sequence[int]) -> int:
 
 
 @dataclass
-class Told:
+class HistoryState:
     """How much of a sequence's output the device's tables for penalties contain."""
 
     slot: Slot
@@ -108,7 +108,7 @@ class GraphTarget(Target):
         self._chains: dict[tuple[Any, ...], FixedChain | None] = {}
         self._scratch: Any = None
         self._histories: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
-        self._told: dict[int, Told] = {}  # by row of the arena's table
+        self._history_states: dict[int, HistoryState] = {}  # by row of the arena's table
         self._may_be_wide = same_bits_in_wide_tiles(self.device, self.dtype)
         self._alike: dict[tuple[int, bool], bool] = {}  # see `alike`: by number of rows, and whether they read text
         self._sample: torch.Tensor | None = None  # the logits that steps of every width should give the sample text
@@ -145,7 +145,7 @@ class GraphTarget(Target):
         self._steps.clear()
         self._functions.clear()
         self._chains.clear()
-        self._told.clear()
+        self._history_states.clear()
         self._histories = self._scratch = self._sample = self.memory = None
         self.arena.release()
 
@@ -206,7 +206,7 @@ class GraphTarget(Target):
         chains = [TokenTree.chain(piece[0], piece[1:]) for piece in pieces]
         every, known = [*slots, *readers], [0] * (len(slots) + len(readers))
         step = self._replay(every, [*trees, *chains], rows, want, known, len(pieces))
-        chosen = bool(self._followed(want.samplers, len(every)))
+        chosen = bool(self._usable_samplers(want.samplers, len(every)))
         # Copies: drafts that read a step's own tensors are captured for each such step.
         nodes = sum(map(len, trees))
         hidden = {layer: h[:nodes].clone() for layer, h in step.hidden.items()} if trees else {}
@@ -240,7 +240,7 @@ class GraphTarget(Target):
         self.arena.reach(slot, slot.length + len(tokens))
         tree = TokenTree.chain(tokens[0], tokens[1:])
         fill(step.host, self.arena.table, self.groups, [slot], [tree], [0], texts=1)
-        self.arena.tell()
+        self.arena.upload_table()
         step.watched = seen = Watched(1, slot.length + len(tokens))
         step()
         return seen.weights[0]
@@ -255,7 +255,7 @@ class GraphTarget(Target):
         if any(slot.position + tree.depth >= self.context for slot, tree in zip(slots, trees, strict=True)):
             raise ModelError(f"a draft reaches past the model's {self.context} positions: the engine must cut it")
         step = self._replay(slots, trees, self._rows(trees, want, known), want, known)
-        found = self._scored(step, trees, known, bool(self._followed(want.samplers, len(slots))), step.hidden)
+        found = self._scored(step, trees, known, bool(self._usable_samplers(want.samplers, len(slots))), step.hidden)
         for scores in found:
             scores.replayed, scores.captured = True, self.captured
         return found
@@ -282,7 +282,7 @@ class GraphTarget(Target):
             trees = [TokenTree.chain(c[0], c[1 : size + i]) for c, size in zip(unknown, sizes, strict=True)]
             known = [size + i - 1 if i else 0 for size in sizes]
             fill(step.host, self.arena.table, self.groups, slots, trees, known, 0, step.shape.tile)
-        self.arena.tell()
+        self.arena.upload_table()
         found = made((np.cumsum(sizes) - 1).tolist())  # (depth, 2, sequences)
         drafts = [[(int(token), float(logp)) for token, logp in found[:, :, i]] for i in range(len(slots))]
         for slot, chain, draft in zip(slots, chains, drafts, strict=True):
@@ -314,13 +314,13 @@ class GraphTarget(Target):
     ) -> list[Scores]:
         """The scores of trees, which are the step's first rows."""
         tokens, values, positions = step.tokens.tolist(), step.values, step.host.positions[0].copy()
-        sound = bool(np.isfinite(values[: sum(map(len, trees)) - sum(known)]).all())
+        finite = bool(np.isfinite(values[: sum(map(len, trees)) - sum(known)]).all())
         found, begin = [], 0
         for tree, before in zip(trees, known, strict=True):
             end = begin + len(tree) - before
             scores = Scores(step.logits, hidden, positions[begin:end], before, begin)
             if chosen:
-                scores.take(tokens[begin:end], None if sound else values[begin:end].tolist())
+                scores.take(tokens[begin:end], None if finite else values[begin:end].tolist())
             found.append(scores)
             begin = end
         return found
@@ -337,7 +337,7 @@ class GraphTarget(Target):
     ) -> FixedStep:
         """Run one step for all trees. known: nodes of each tree that were computed before. texts: how many of the last
         trees are chains that are read as text."""
-        samplers = self._followed(want.samplers, len(slots))
+        samplers = self._usable_samplers(want.samplers, len(slots))
         drafts = trees[: len(trees) - texts]
         depth = max((tree.depth for tree in drafts), default=0) + 1
         ends = sum(map(len, drafts)) + texts if texts else None
@@ -349,8 +349,8 @@ class GraphTarget(Target):
             if slot.pending is not None and len(slot.pending) > step.shape.reach:
                 self._move_pending(slot)
         fill(step.host, self.arena.table, self.groups, slots, trees, known, texts, step.shape.tile)
-        self._tell(step, slots, trees, samplers, texts)
-        self.arena.tell()
+        self._fill_draws(step, slots, trees, samplers, texts)
+        self.arena.upload_table()
         step(want.during if samplers else None)  # tokens chosen on the host are not known while the step runs
         if reports_attention:
             self._report_attention(step, slots, trees, known)
@@ -377,17 +377,17 @@ class GraphTarget(Target):
         if sequences > 1:  # at most: each sequence has at most one tile that is not full, and no tile is empty
             tiles = tuple(min(rows * -(-g // tile), -(-rows * g // tile) + sequences) for g in self.groups)
         ends = min(rows, bucket(ends, SEQUENCES)) if ends is not None and self._keeps_logits else rows
-        usual = min(rows, DEEPEST)
+        most = min(rows, DEEPEST)
         if text:  # coarser sizes, for few shapes: rows are many, and paths of drafts among them short
             depth = bucket(depth, (1, *DEPTHS))
         else:
-            depth = usual if depth <= usual else bucket(depth, DEPTHS)
+            depth = most if depth <= most else bucket(depth, DEPTHS)
         return Shape(sequences, rows, depth, ends, tiles, tile)
 
     def chooses(self, sampler: Sampler | None) -> bool:
         return sampler is not None and drawable(sampler.sampling) and not needs_history(sampler.sampling)
 
-    def _followed(self, samplers: Sequence[Sampler | None], count: int) -> Sequence[Sampler | None]:
+    def _usable_samplers(self, samplers: Sequence[Sampler | None], count: int) -> Sequence[Sampler | None]:
         """The samplers, if a step can choose by the rules of all of them; else none."""
         able = len(samplers) == count and all(s is not None and drawable(s.sampling) for s in samplers)
         return samplers if able else ()
@@ -441,7 +441,7 @@ class GraphTarget(Target):
     def step(self, shape: Shape, layers: tuple[int, ...], chosen: str, reports_attention: bool = False) -> FixedStep:
         if chosen == DRAWN_WITH_HISTORY and self._histories is not None and self.arena.rows > len(self._histories[0]):
             self._steps = {key: step for key, step in self._steps.items() if key[2] != DRAWN_WITH_HISTORY}
-            self._told.clear()
+            self._history_states.clear()
             self._histories = None
         key = (shape, layers, chosen, reports_attention)
         if key not in self._steps:
@@ -474,7 +474,7 @@ class GraphTarget(Target):
             self._histories = one, other, third
         return self._histories
 
-    def _tell(
+    def _fill_draws(
         self,
         step: FixedStep,
         slots: Sequence[Slot],
@@ -503,19 +503,19 @@ class GraphTarget(Target):
             begin = end
             if step.history is None:
                 continue
-            told = self._told.get(slot.row)
-            if told is None or told.slot is not slot or told.sampler is not sampler:
+            state = self._history_states.get(slot.row)
+            if state is None or state.slot is not slot or state.sampler is not sampler:
                 step.history.begin(slot.row, sampler.prompt, sampler.sampling.logit_bias)
-                told = self._told[slot.row] = Told(slot, sampler)
-            new = sampler.output[told.emitted : -1]  # the last token is the root, which is a row of the step
-            told.emitted += len(new)
+                state = self._history_states[slot.row] = HistoryState(slot, sampler)
+            new = sampler.output[state.emitted : -1]  # the last token is the root, which is a row of the step
+            state.emitted += len(new)
             reach = step.shape.reach
-            late = new[:-reach] if len(new) > reach else []
-            if late:
-                row = torch.full((len(late),), slot.row, device=self.device)
-                ids = torch.tensor(late, device=self.device)
+            overflow = new[:-reach] if len(new) > reach else []
+            if overflow:
+                row = torch.full((len(overflow),), slot.row, device=self.device)
+                ids = torch.tensor(overflow, device=self.device)
                 step.history.emitted.index_put_((row, ids), torch.ones_like(ids, dtype=torch.int32), accumulate=True)
-            host.emitted[i, : len(new) - len(late)] = new[len(late) :]
+            host.emitted[i, : len(new) - len(overflow)] = new[len(overflow) :]
 
 
 def by_row(model: Any) -> bool:

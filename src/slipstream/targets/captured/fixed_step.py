@@ -137,8 +137,8 @@ class FixedStep:
         if self.reports_attention:
             rows, heads = self.shape.rows, self.target.model.config.get_text_config().num_attention_heads
             pages, device = self.tables.shape[1], self._device.device
-            self.told = torch.empty((pages * PAGE // BLOCK, rows, heads), device=device)
-            self.heard = torch.zeros((rows, heads, pages), device=device)
+            self.attention_scratch = torch.empty((pages * PAGE // BLOCK, rows, heads), device=device)
+            self.page_weights = torch.zeros((rows, heads, pages), device=device)
         options: dict[str, Any] = {"output_hidden_states": True} if self.layers else {}
         if self.shape.ends < self.shape.rows:
             options["logits_to_keep"] = i.ends.long()
@@ -156,7 +156,7 @@ class FixedStep:
         self.chosen = self._choose()
         self.answer.copy_(self.chosen, non_blocking=True)
         if self.reports_attention:
-            self.attended.copy_(self.heard.sum(1), non_blocking=True)
+            self.attended.copy_(self.page_weights.sum(1), non_blocking=True)
 
     def walk(self, room: int) -> torch.Tensor:
         """(1, 1 + 2·room) int64, on the device: see `ops.walk`. For a step of one sequence: the path that the host will
@@ -238,17 +238,17 @@ def attention_by_path(
     i = under_way.inputs
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     if under_way.watched is not None:
-        _tell(under_way, under_way.watched, query, key, scale, sliding_window, softcap)
+        _report_text_attention(under_way, under_way.watched, query, key, scale, sliding_window, softcap)
     room = under_way.scratch
     rows = i.slots, i.lengths, i.depths, i.paths, under_way.tables, under_way.tiles(query.shape[1] // key.shape[1])
     how = scale, sliding_window, softcap, under_way.shape.tile
     if under_way.reports_attention:
-        told = under_way.told, under_way.heard
-        return attend_and_tell(query, key, value, *rows, room.stats, room.sums, *told, *how), None
+        attention_scratch = under_way.attention_scratch, under_way.page_weights
+        return attend_and_tell(query, key, value, *rows, room.stats, room.sums, *attention_scratch, *how), None
     return attend(query, key, value, *rows, room.stats, room.sums, *how), None
 
 
-def _tell(
+def _report_text_attention(
     step: FixedStep,
     watched: Watched,
     query: torch.Tensor,

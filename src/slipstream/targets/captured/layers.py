@@ -27,7 +27,7 @@ LEAST = 1e-4  # tolerance at least, as a share of the largest number, where roun
 
 
 @dataclass
-class Heard:
+class AttentionCall:
     """The arguments with which a layer called its attention."""
 
     query: Tensor  # (b, heads, n, d)
@@ -54,7 +54,7 @@ class FusedLayer:
         """The fused form of `layer`, if both agree in the trial. The layer's products and norms must have been replaced
         by stand-ins already."""
         attention, gated = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
-        if attention is None or gated is None or any(map(is_watched, (attention, gated))) or "forward" in vars(layer):
+        if attention is None or gated is None or any(map(has_hooks, (attention, gated))) or "forward" in vars(layer):
             return None
         parts = (
             getattr(layer, "input_layernorm", None),
@@ -69,7 +69,7 @@ class FusedLayer:
             return None
         same = cls(*parts, getattr(attention, "layer_idx", 0))  # type: ignore[arg-type]
         try:
-            return same if same._says_what(layer) else None
+            return same if same._agrees_with(layer) else None
         except (AttributeError, TypeError, ValueError, RuntimeError, NotImplementedError):
             return None  # it takes other arguments, or computes something else
 
@@ -89,7 +89,7 @@ class FusedLayer:
         return linear(inner, self.down.weight, self.down.bias, hidden)
 
     @torch.no_grad()
-    def _says_what(self, layer: Any) -> bool:
+    def _agrees_with(self, layer: Any) -> bool:
         """The trial: whether queries, keys, values and output equal the layer's own. The input is small, so that the
         residual does not hide what is added to it."""
         attention, weight = layer.self_attn, self.input_norm.weight
@@ -97,11 +97,11 @@ class FusedLayer:
         x = 1e-2 * torch.randn(1, ROWS, len(weight), generator=generator).to(weight)
         turns = torch.rand(1, ROWS, attention.head_dim // 2, generator=generator).repeat(1, 1, 2)
         angles = turns.cos().to(weight), turns.sin().to(weight)
-        with asked(attention.config) as heard:
+        with recorded_attention(attention.config) as calls:
             expected = layer(
                 x, attention_mask=None, position_ids=None, past_key_values=None, position_embeddings=angles
             )
-        (one,) = heard
+        (one,) = calls
         self.options = one.options
         keys, values = (torch.zeros_like(t, memory_format=torch.contiguous_format) for t in (one.keys, one.values))
         places = torch.arange(ROWS, dtype=torch.int32, device=x.device)
@@ -134,43 +134,43 @@ def is_near(one: Tensor, other: Tensor) -> bool:
     return bool(((one - other).abs() <= near).all())  # False if there is a NaN
 
 
-def is_watched(module: Any) -> bool:
+def has_hooks(module: Any) -> bool:
     """Whether the module has hooks other than transformers' own: these would not be called."""
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
     return hasattr(module, "_hf_hook") or any(not h.__module__.startswith("transformers.") for h in hooks)
 
 
 @contextmanager
-def in_place(usual: list[tuple[Any, FusedLayer]]) -> Iterator[None]:
+def in_place(fused: list[tuple[Any, FusedLayer]]) -> Iterator[None]:
     """Within this, these layers compute their fused forms. Only `forward` is replaced: transformers has hooks on the
     modules, to record hidden states."""
-    for layer, same in usual:
+    for layer, same in fused:
         layer.forward = same
     try:
         yield
     finally:
-        for layer, _ in usual:
+        for layer, _ in fused:
             del layer.forward
 
 
-_heard: list[Heard] = []
+_calls: list[AttentionCall] = []
 
 
 @contextmanager
-def asked(config: Any) -> Iterator[list[Heard]]:
+def recorded_attention(config: Any) -> Iterator[list[AttentionCall]]:
     """Within this, attention only records its arguments and returns the queries."""
-    global _heard
+    global _calls
     kept, config._attn_implementation_internal = config._attn_implementation_internal, NAME
-    heard: list[Heard] = []
-    _heard = heard
+    calls: list[AttentionCall] = []
+    _calls = calls
     try:
-        yield heard
+        yield calls
     finally:
         config._attn_implementation_internal = kept
-        _heard = []
+        _calls = []
 
 
-def _listen(
+def _record_call(
     module: torch.nn.Module,  # noqa: ARG001
     query: Tensor,
     key: Tensor,
@@ -178,8 +178,8 @@ def _listen(
     attention_mask: Tensor | None,  # noqa: ARG001
     **options: Any,
 ) -> tuple[Tensor, None]:
-    _heard.append(Heard(query, key, value, options))
+    _calls.append(AttentionCall(query, key, value, options))
     return query.transpose(1, 2).contiguous(), None
 
 
-AttentionInterface.register(NAME, _listen)
+AttentionInterface.register(NAME, _record_call)

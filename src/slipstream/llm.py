@@ -461,14 +461,14 @@ STILL_OPEN = "a stream of this conversation is still being read: read it to its 
 
 
 class ChatStream(Stream):
-    def __init__(self, chat: Chat, said: dict[str, str], options: dict[str, Any]) -> None:
-        self._chat, self._said, self._options = chat, said, options
+    def __init__(self, chat: Chat, message: dict[str, str], options: dict[str, Any]) -> None:
+        self._chat, self._message, self._options = chat, message, options
         super().__init__(chat.llm.engine, self._asked())
 
     def _asked(self) -> Request:
         """The request: the conversation as it is now, and the new message."""
         self._before = [dict(message) for message in self._chat.messages]
-        request = self._chat.llm.request([*self._before, self._said], **self._options)
+        request = self._chat.llm.request([*self._before, self._message], **self._options)
         check_prompt(request, self._chat.llm.target)
         return request
 
@@ -483,7 +483,7 @@ class ChatStream(Stream):
             yield from self._engine.run([self._request], chat._kept)
         finally:
             if self._running is not None:
-                chat.messages += [self._said, {"role": "assistant", "content": self.result.text}]
+                chat.messages += [self._message, {"role": "assistant", "content": self.result.text}]
             chat._reading.release()
 
 

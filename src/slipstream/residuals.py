@@ -40,11 +40,11 @@ def decide(tree: TokenTree, scores: Scores, sampler: Sampler) -> Decisions | Non
     s = sampler.sampling
     if scores.captured is None or s.greedy or s.adjusts or s.filters:
         return None
-    given, lying = table(tree, scores, sampler), (scores.of_step,)
+    given, step_logits = table(tree, scores, sampler), (scores.of_step,)
     if tree.q is None:
-        found = scores.captured(reject_certain).fetch(given, still=lying)
+        found = scores.captured(reject_certain).fetch(given, still=step_logits)
     else:
-        found = scores.captured(reject_drawn).fetch(given, tree.q, still=lying)
+        found = scores.captured(reject_drawn).fetch(given, tree.q, still=step_logits)
     numbers = found.numpy()[: len(tree)].copy()
     most = (numbers.shape[1] - 2) // 2
     return Decisions(numbers[:, :most], numbers[:, most:-2], numbers[:, -2:])

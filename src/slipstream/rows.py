@@ -82,21 +82,21 @@ class Rows:
 
     def _take(self, column: list[int]) -> None:
         self._columns.append(column)
-        told = [False] * len(column) if self._criteria is None else self._told()
+        stopped = [False] * len(column) if self._criteria is None else self._stopped()
         for i, request in enumerate(self._requests):
             if self._over[i] and self._pad is not None:
                 continue
             running = self._running[id(request)]
             self._lengths[i] = min(len(self._columns), len(running.tokens))
             ended = running.finish is not None and len(running.tokens) <= len(self._columns)
-            if told[i] or ended:
+            if stopped[i] or ended:
                 self._over[i] = True
                 if self._pad is not None:
                     request.cancel()
         if self._streamer is not None:
             self._streamer.put(torch.tensor(column))
 
-    def _told(self) -> list[bool]:
+    def _stopped(self) -> list[bool]:
         """For each row, whether the criteria end it after the new column."""
         self._shown = torch.cat([self._shown, self._shown.new_tensor(self._columns[-1])[:, None]], dim=1)
         return self._criteria(self._shown, None).tolist()

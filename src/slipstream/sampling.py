@@ -194,9 +194,9 @@ class Sampler:
             value = logits[seen]
             logits[seen] = torch.where(value < 0, value * s.repetition_penalty, value / s.repetition_penalty)
         if (s.presence_penalty or s.frequency_penalty) and self.output:
-            said, counts = np.unique(self.output, return_counts=True)
+            emitted, counts = np.unique(self.output, return_counts=True)
             minus = s.presence_penalty + s.frequency_penalty * counts
-            logits[torch.from_numpy(said).to(logits.device)] -= torch.from_numpy(minus).to(logits)
+            logits[torch.from_numpy(emitted).to(logits.device)] -= torch.from_numpy(minus).to(logits)
         if s.bad_words:
             longest = max(map(len, s.bad_words))
             tail = (*self.prompt[-longest:], *self.output[-longest:])

@@ -36,15 +36,15 @@ class Compiling(event.Listener):
     """Counts numba's compilations as one-time work, nested ones included."""
 
     def __init__(self) -> None:
-        self._told: list[AbstractContextManager[None]] = []
+        self._notices: list[AbstractContextManager[None]] = []
 
     def on_start(self, event: event.Event) -> None:  # noqa: ARG002
         preparing.__enter__()
-        self._told.append(doing("compiling (once)") if not self._told else nullcontext())
-        self._told[-1].__enter__()
+        self._notices.append(doing("compiling (once)") if not self._notices else nullcontext())
+        self._notices[-1].__enter__()
 
     def on_end(self, event: event.Event) -> None:  # noqa: ARG002
-        self._told.pop().__exit__(None, None, None)
+        self._notices.pop().__exit__(None, None, None)
         preparing.__exit__()
 
 

@@ -64,7 +64,7 @@ class FeatureDrafter(ChainDrafter):
         self.growth = self.grows(guessable)
         self.cache = self.new_cache()
         self._captured_for = self.cache.generation
-        self.waiting = self.length + 2  # states that a draft reads at most: a whole accepted path's, and one before it
+        self.max_states = self.length + 2  # a whole accepted path's, and one before it
         if not self.fixed:
             self.sizes = (SMALL,)
 
@@ -115,21 +115,21 @@ class FeatureDrafter(ChainDrafter):
     def inputs(self, table: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
         """(b, 3 + m) the table without the last m columns, and (b, m, ·) the states."""
         m = (table.shape[1] - 3) // 2
-        return table[:, : 3 + m], self._picked(table[:, 3 + m :], states)
+        return table[:, : 3 + m], self._select_states(table[:, 3 + m :], states)
 
     @torch.inference_mode()
     def joined(self, sessions: Sequence[HeadSession], table: Tensor) -> Tensor:
         m = (table.shape[1] - 3) // 2
         return self._states(cast(Sequence[FeatureSession], sessions))[table[:, 3 + m :].to(self.device)]
 
-    def given(self, sessions: Sequence[HeadSession], roots: Sequence[int], batch: int, lying: bool) -> Tensor:
+    def make_table(self, sessions: Sequence[HeadSession], roots: Sequence[int], batch: int, from_step: bool) -> Tensor:
         """(b, 3 + 2m) for each sequence: its row, its number of keys, its number of unread states, the tokens after
         these, and their rows: in their step, or among all unread states. The latter two are aligned at the end of
         their m columns."""
         mine = cast(Sequence[FeatureSession], sessions)
         for session in mine:
             session.catch_up()
-        m = self.waiting if self.fixed else max(1 + len(s.following) for s in mine)
+        m = self.max_states if self.fixed else max(1 + len(s.following) for s in mine)
         table = np.zeros((batch, 3 + 2 * m), np.int64)
         table[:, 2] = 1  # padding reads the first state there is, into row 0, which no session has
         start = 0
@@ -137,7 +137,7 @@ class FeatureDrafter(ChainDrafter):
             count = 1 + len(session.following)
             line[:3] = session.row, session.length, count
             line[3 + m - count : 3 + m] = [*session.following, root]
-            places = session.pieces[0].rows if lying else None
+            places = session.pieces[0].rows if from_step else None
             line[3 + 2 * m - count :] = places or range(start, start + count)
             start += count
         self._make_room(batch, int(table[:, 1:3].sum(1).max()))
@@ -146,7 +146,7 @@ class FeatureDrafter(ChainDrafter):
     def draft_ahead(self, session: DraftSession, step: FixedStep) -> None:
         """Only where all tables have the same width: else the host could not compare inputs."""
         if self.fixed:
-            self._make_room(1, cast(FeatureSession, session).length + 1 + self.waiting)
+            self._make_room(1, cast(FeatureSession, session).length + 1 + self.max_states)
             super().draft_ahead(session, step)
 
     def _make_room(self, batch: int, length: int) -> None:
@@ -251,7 +251,7 @@ class FeatureSession(HeadSession):
             self.pieces.clear()
         self.root = None
         if not seen.hidden:  # these tokens can't be read, nor the state that waits for the first of them
-            self._let_go()
+            self._drop_states()
         self.read = seen.position + len(seen.tokens)
         if not seen.hidden:
             return
@@ -259,7 +259,7 @@ class FeatureSession(HeadSession):
             self.following.append(seen.tokens[0])
         self.pieces.append(seen.hidden)
         self.following += seen.tokens[1:]
-        most = self.drafter.waiting
+        most = self.drafter.max_states
         if len(self.following) < most:
             return
         if seen.hidden.lasting and len(seen.tokens) >= most:  # a captured step accepted more than a draft can read
@@ -275,14 +275,14 @@ class FeatureSession(HeadSession):
             self.drafter.read(self)
             self.pieces, self.following, self.read = latest
             self.prompt = None
-        if len(self.following) >= (1 if everything else self.drafter.waiting):
+        if len(self.following) >= (1 if everything else self.drafter.max_states):
             self.drafter.read(self)
 
     @property
     def ready(self) -> bool:
         return bool(self.pieces)
 
-    def lying(self) -> tuple[Tensor, ...]:
+    def step_states(self) -> tuple[Tensor, ...]:
         one = self.pieces[0]
         return tuple(one.tensors.values()) if len(self.pieces) == 1 and one.lasting else ()
 
@@ -291,7 +291,7 @@ class FeatureSession(HeadSession):
         the prompt is not read yet."""
         return None if self.root is None or self.prompt is not None else [self.row, self.length + 1]
 
-    def asked(self, root: int) -> None:
+    def drafted(self, root: int) -> None:
         self.forget()
         self.root, self.begun = root, True
 
@@ -316,9 +316,9 @@ class FeatureSession(HeadSession):
     def skip(self) -> None:
         super().keep()
         if self.root is None:
-            self._let_go()
+            self._drop_states()
 
-    def _let_go(self) -> None:
+    def _drop_states(self) -> None:
         """Drop states that no draft has read, except the prompt's."""
         if not self.begun and self.following:
             self.prompt = self.pieces, self.following, self.read

@@ -69,7 +69,7 @@ class HeadDrafter(Drafter):
     width: int
     length: int
     ordered: bool = False  # whether `best` returns nodes in order of their paths' probabilities
-    waiting: int = 1  # states that a draft reads at most
+    max_states: int = 1  # states that a draft reads at most
 
     def __init__(self, target: Target, tokenizer: Any, options: Any) -> None:
         super().__init__(target, tokenizer, options)
@@ -142,16 +142,16 @@ class HeadDrafter(Drafter):
     def inputs(self, table: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
         """The inputs of `best` and `draws`: the last states (b, ·) and the roots (b,).
 
-        table: see `given`. states: joined, (b, m, ·); or all states of a step, (n, H) for each layer."""
-        return self._picked(table[:, 2:], states)[:, 0], table[:, 1]
+        table: see `make_table`. states: joined, (b, m, ·); or all states of a step, (n, H) for each layer."""
+        return self._select_states(table[:, 2:], states)[:, 0], table[:, 1]
 
     def _ahead_of_host(self, known: Tensor, *of_step: Tensor) -> Tensor:
         """(b, ·) int32: the table that the host will make if it accepts what the step chose, and the draft's nodes."""
         ids, depths, parents, chosen, *states = of_step
-        table = torch.cat((known, walk(ids, depths, parents, chosen, self.waiting)), 1)
+        table = torch.cat((known, walk(ids, depths, parents, chosen, self.max_states)), 1)
         return torch.cat((table.int(), self.best(*self.inputs(table, *states)).flatten(1)), 1)
 
-    def _picked(self, rows: Tensor, states: tuple[Tensor, ...]) -> Tensor:
+    def _select_states(self, rows: Tensor, states: tuple[Tensor, ...]) -> Tensor:
         """(b, m, ·) the joined states that the head reads. rows (1, m): their rows in the step."""
         if states[0].dim() == 3:
             return states[0]
@@ -172,9 +172,9 @@ class HeadDrafter(Drafter):
 
     # ---- on the host
 
-    def given(self, sessions: Sequence[HeadSession], roots: Sequence[int], batch: int, lying: bool) -> Tensor:  # noqa: ARG002
+    def make_table(self, sessions: Sequence[HeadSession], roots: Sequence[int], batch: int, from_step: bool) -> Tensor:  # noqa: ARG002
         """(b, 3) int64, padded to `batch` sequences, in the format of `ops.walk`: the number of states (1), the root,
-        and the state's row in its step. lying: whether states are read from the step's own tensors."""
+        and the state's row in its step. from_step: whether states are read from the step's own tensors."""
         table = np.ones((batch, 3), np.int64)
         table[: len(roots), 1] = roots
         table[: len(roots), 2] = [session.place for session in sessions]
@@ -192,16 +192,16 @@ class HeadDrafter(Drafter):
         batch = bucket(len(sessions), BATCHES)
         if not self.fixed:
             self.most = max(budget.nodes for budget in budgets)
-        lying = sessions[0].lying() if batch == 1 else ()
-        table = self.given(sessions, roots, batch, bool(lying))
-        nodes = self._started(sessions[0], table) if lying else None
-        if nodes is None and lying:
-            nodes = self.captured.fetch(table, still=lying).numpy()
+        step_states = sessions[0].step_states() if batch == 1 else ()
+        table = self.make_table(sessions, roots, batch, bool(step_states))
+        nodes = self._started(sessions[0], table) if step_states else None
+        if nodes is None and step_states:
+            nodes = self.captured.fetch(table, still=step_states).numpy()
         elif nodes is None:
             nodes = self.captured.fetch(table, self.joined(sessions, table)).numpy()
         proposals = []
         for i, (session, root, budget) in enumerate(zip(sessions, roots, budgets, strict=True)):
-            session.asked(root)
+            session.drafted(root)
             tree = budget.limit(unpack(root, nodes[i], self.source, budget.nodes if self.ordered else None))
             proposals.append(Proposal(tree, unpack_first(nodes[i]) if self.first else None))
         return proposals
@@ -222,13 +222,13 @@ class HeadDrafter(Drafter):
         padded = [*sessions, *[sessions[0]] * (batch - len(sessions))]
         keys = np.array([s.keys(self.length) for s in padded], np.uint64).view(np.int64)
         heat = np.array([s.request.sampling.temperature for s in padded])
-        table = self.given(sessions, roots, batch, False)
+        table = self.make_table(sessions, roots, batch, False)
         noise = torch.from_numpy(keys), torch.from_numpy(heat)
         chains, q = self.captured_draws(table, self.joined(sessions, table), *noise)
         below = chains.cpu().numpy()
         proposals = []
         for i, session in enumerate(sessions):
-            session.asked(roots[i])
+            session.drafted(roots[i])
             tree = self._tree_of_draws(roots[i], below[i], q[i] if session.keeps_q else None, budgets[i])
             proposals.append(Proposal(tree, unpack_first(below[i])))
         return proposals
@@ -285,7 +285,7 @@ class HeadSession(DraftSession):
         assert self.hidden.rows is not None, "the last row is one row"
         return self.hidden.rows[0]
 
-    def lying(self) -> tuple[Tensor, ...]:
+    def step_states(self) -> tuple[Tensor, ...]:
         """All states of the step, (n, H) for each layer, if a capture may read them from the step's own tensors; else
         empty."""
         return tuple(self.hidden.tensors.values()) if self.hidden.lasting else ()
@@ -307,7 +307,7 @@ class HeadSession(DraftSession):
         HeadSession.close(self)
         self.hidden = self.hidden.safe().end(1) if self.hidden else self.hidden
 
-    def asked(self, root: int) -> None:
+    def drafted(self, root: int) -> None:
         """Called after a draft was made from this root."""
 
     def propose(self, root: int, budget: Budget) -> Proposal:

@@ -108,8 +108,8 @@ def grow_together(target: Target, growers: Sequence[Grower], vocabulary: int, be
             except StopIteration as end:
                 found[i] = end.value
         growing = list(trees.values())
-        said = _read_chains(target, growing, vocabulary) or _read_levels(target, growing, vocabulary, best)
-        levels = dict(zip(trees, said, strict=True))
+        results = _read_chains(target, growing, vocabulary) or _read_levels(target, growing, vocabulary, best)
+        levels = dict(zip(trees, results, strict=True))
     return [proposal for proposal in found if proposal is not None]
 
 

@@ -37,12 +37,12 @@ def heads_of(drafter: Drafter) -> dict[str, HeadDrafter]:
 
 def choose(running: Mapping[str, HeadDrafter], new: Head, name: str | None) -> str:
     """The name of the head to replace: the only one of the new head's kind, unless a name is given."""
-    said = ", ".join(running) or "none"
+    names = ", ".join(running) or "none"
     if name is not None and name not in running:
-        raise DrafterError(f"no head is called {name!r} here: there is {said}")
+        raise DrafterError(f"no head is called {name!r} here: there is {names}")
     same = [each for each, part in running.items() if part.kind == new.kind and name in (None, each)]
     if not same:
-        whose = said if name is None else f"{name} is {running[name].kind}"
+        whose = names if name is None else f"{name} is {running[name].kind}"
         raise DrafterError(f"a head of the kind {new.kind} can't take the place of another kind: here {whose} drafts")
     if len(same) > 1:
         raise DrafterError(f"several {new.kind} heads draft here, {', '.join(same)}: say in whose place it comes")

@@ -49,7 +49,7 @@ class FalconDrafter(BlockDrafter):
         self.slots = self.head.config.block
         self.rereads = self.slots  # a pass attends from the last k positions
         # The LSTM's memory after each of the last columns of each row, as a ring; one more place for padding.
-        self.turn = self.waiting + self.slots
+        self.turn = self.max_states + self.slots
         with torch.inference_mode():
             self.memory = self.head.no_memory(len(self.cache.keys), self.turn + 1)
 

@@ -151,28 +151,28 @@ class MagicDecSession(LevelSession):
 
     def _blocks(self, slot: Slot) -> list[int]:
         """The blocks to draft with now."""
-        o, size, told = self.options, self.target.block, None
+        o, size, attention = self.options, self.target.block, None
         if o.selection == "snapkv":
             if self._prompt is None:
                 weights = self.target.attended(slot, o.window)
                 assert weights is not None, "a model that does not report attention is refused"
                 self._prompt = by_block(pooled(weights), size)
-            told = self._prompt
+            attention = self._prompt
         elif o.selection == "attended":
             slot.wants_attention = True
             if slot.attended is not None:  # by block; blocks of one token are pooled, as with snapkv
-                told = (pooled(slot.attended) if size == 1 else slot.attended).numpy()
-        return chosen_blocks(slot.length, size, o.keys, o.sinks, o.window, told)
+                attention = (pooled(slot.attended) if size == 1 else slot.attended).numpy()
+        return chosen_blocks(slot.length, size, o.keys, o.sinks, o.window, attention)
 
 
 def chosen_blocks(
-    length: int, size: int, keys: float, sinks: int, window: int, told: NDArray[np.float32] | None = None
+    length: int, size: int, keys: float, sinks: int, window: int, attention: NDArray[np.float32] | None = None
 ) -> list[int]:
     """Numbers of the blocks of `size` tokens that a text of this length is drafted with, in order.
 
     keys: number of tokens, or below 1 a share of the text. The block that the text ends in, its last `window` tokens
     and its first `sinks` are always selected; the others are the most recent, or those with the largest weights.
-    told: attention weights by block, as far as known.
+    attention: attention weights by block, as far as known.
     """
     there = -(-length // size)
     wanted = round(keys * length) if keys < 1 else int(keys)
@@ -180,9 +180,9 @@ def chosen_blocks(
     always = {*range(min(there, -(-sinks // size))), *latest}
     room = -(-wanted // size) - len(always)
     others = [block for block in reversed(range(there)) if block not in always]  # the most recent first
-    if told is not None:
+    if attention is not None:
         weights = np.zeros(there, np.float32)
-        weights[: len(told)] = told[:there]
+        weights[: len(attention)] = attention[:there]
         others = [others[i] for i in np.argsort(-weights[others], kind="stable")]
     return sorted(always | set(others[: max(0, room)]))
 

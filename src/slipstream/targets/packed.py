@@ -156,8 +156,8 @@ def pays(layers: list[nn.Linear]) -> bool:
         log.debug("weights can't be packed: %s", error)
         return False
     times = [[seconds(each, x) for each in (packed, layers)] for _ in range(3)]
-    least, usual = (min(each) for each in zip(*times, strict=True))
-    return same and least < LESS * usual
+    least, unpacked = (min(each) for each in zip(*times, strict=True))
+    return same and least < LESS * unpacked
 
 
 def seconds(layers: Sequence[nn.Module], x: torch.Tensor) -> float:

@@ -187,16 +187,16 @@ class TreeTarget(Target):
             inputs["logits_to_keep"] = 1
         if want.layers:
             inputs["output_hidden_states"] = True
-        told = watching.watched() if self._config._attn_implementation == "eager" else None
-        if told is not None:  # eager attention does not report weights itself
+        watched = watching.watched() if self._config._attn_implementation == "eager" else None
+        if watched is not None:  # eager attention does not report weights itself
             inputs["output_attentions"] = True
         asked = asked_states(self.model, want.layers)
         attention, alibi = our_attention(self._config), alibi_by_position(self.model, key)
         with attention, alibi, self._packed.in_place(), asked as states:
             out = self.model(**inputs)
-        if told is not None:
+        if watched is not None:
             for weights in out.attentions or ():
-                told.add(weights)
+                watched.add(weights)
         return self._scores(out.logits, states(out), trees, want, query, known, last_only)
 
     def _scores(

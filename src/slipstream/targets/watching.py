@@ -45,9 +45,9 @@ class Watched:
         self._add(weights[:, :, self.rows])
 
     def _add(self, weights: torch.Tensor) -> None:
-        told = weights.float().sum((1, 2))
-        self.weights = self.weights.to(told.device)
-        self.weights[:, : told.shape[1]] += told
+        summed = weights.float().sum((1, 2))
+        self.weights = self.weights.to(summed.device)
+        self.weights[:, : summed.shape[1]] += summed
         self.layers += 1
 
 

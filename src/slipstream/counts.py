@@ -36,7 +36,7 @@ class Counts:
     found_tokens: int = 0  # prompt tokens whose keys were in the cache already
     new_tokens: int = 0
     steps: int = 0
-    drafts: int = 0  # steps that verified something
+    drafts: int = 0  # steps that verified at least one drafted node
     nodes: int = 0  # drafted nodes that were verified
     accepted: int = 0
     by_depth: list[int] = field(default_factory=list)  # drafted tokens that were accepted at depth 1, 2, …

@@ -101,7 +101,7 @@ class Speculate:
         seed = int(torch.randint(2**62, ()).item()) if config.do_sample else 0
         requests = []
         for i, row in enumerate(input_ids):
-            # A stateful processor follows one text: each row of a batch gets its own.
+            # A processor may be stateful: each row of a batch gets its own.
             following = processors if len(input_ids) == 1 else [for_row(p, i) for p in processors]
             requests.append(
                 Request(

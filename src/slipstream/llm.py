@@ -148,8 +148,8 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Give back what it holds besides the model: caches, captured steps, the drafter. It can't be asked after that.
-        Answers that are being written must be read, or their streams closed, before."""
+        """Free everything except the model: caches, captured steps, the drafter. It can't be used after that. Running
+        answers must be read to the end, or their streams closed, before."""
         if self.engine.closed:
             return
         if self._service is not None:
@@ -221,8 +221,8 @@ class LLM:
                 self._first.release()
 
     async def agenerate(self, prompt: Prompt | Sequence[Prompt], *, n: int = 1, **options: Unpack[Options]) -> Any:
-        """As `generate`, from an event loop. Answers that are asked for at the same time are written together; a task
-        that is cancelled ends its own."""
+        """As `generate`, from an event loop. Answers requested at the same time run as a batch; cancelling a task ends
+        its own."""
         requests = self.requests(prompt, n=n, **options)
         tasks = [asyncio.ensure_future(answered(self.service, request)) for request in requests]
         try:

@@ -9,7 +9,7 @@ from slipstream.accept import Rule
 
 
 class Options(TypedDict, total=False):
-    """What an answer can be asked for. Whatever is left out has the value in brackets."""
+    """The options of an answer. The defaults are in brackets."""
 
     # How long, and where it ends.
     max_new_tokens: int  # (256)

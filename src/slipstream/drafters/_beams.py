@@ -80,8 +80,8 @@ def draw(logits: Tensor, key: Tensor, temperature: Tensor, count: int) -> tuple[
 class BeamOptions(HeadOptions):
     beams: int = 8  # paths kept at every depth; mode=sample: chains, whose first tokens differ
     length: int = 5  # of each
-    every: bool = True  # beams that are given up on the way are verified too; False: those that reach the end alone
-    compress: bool = True  # of those: False verifies what they share once per beam
+    every: bool = True  # verify beams that were dropped on the way too; False: only those that reach the end
+    compress: bool = True  # with every=False, merge prefixes that beams share; False: verify them once per beam
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -28,7 +28,7 @@ class AutoOptions:
     heads: Any = ()  # folders of trained heads, separated by commas; empty: those registered for the model, or shipped
     draft_model: Any = None  # a smaller model with the same vocabulary, to be asked like a head
     store: Any = ""  # a store to draft from too: rest searches its text, and dresd its vectors where it has any
-    learn: bool = False  # append to the store what the model says
+    learn: bool = False  # append the model's answers to the store
     shared: int = 0  # tokens of earlier answers to draft from too
 
     def __post_init__(self) -> None:

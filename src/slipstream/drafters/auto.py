@@ -16,7 +16,7 @@ from slipstream.targets.timing import costs_of, described
 
 
 class AutoDrafter(PilotedDrafter):
-    """Several drafters at once, each asked as far as it earns its time."""
+    """Several drafters at once: those that are expected to pay."""
 
     Options = AutoOptions
     takes = ("prediction", "drafters")

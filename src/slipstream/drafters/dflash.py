@@ -1,4 +1,4 @@
-"""dflash: a few layers guess a block of tokens at once; the tree is the most probable products of their guesses."""
+"""dflash: a few layers predict a block of tokens at once; the tree has their most probable combinations."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DFlashOptions(FeatureOptions):
-    depth: int = 16  # tokens ahead; as many as the head guesses at most
+    depth: int = 16  # tokens ahead; at most as many as the head predicts
     width: int = 16  # nodes per depth that are continued, by as many children each; mode=sample: chains
-    # Whether a head that guesses how often it is right is believed: a node's probability is multiplied by that.
+    # Multiply a node's probability by the head's estimate of how often it is right, if the head makes one.
     confidence: bool = True
 
 
@@ -77,7 +77,7 @@ class DFlashDrafter(BlockDrafter):
         # Padding's columns would overlap with the block's: move them after it.
         columns = torch.where(columns < free[:, None], columns, free[:, None] + places)
         every = torch.cat((columns, own), dim=1)
-        paths = own[:, None].repeat(1, places, 1)  # each sees all of them
+        paths = own[:, None].repeat(1, places, 1)  # each place attends to all of them
         looks = self._looks(self.cache.through(rows, every, free, paths))
         hidden = self.head.fill(self.head.block_of(roots), self.head.read(states), every, looks)
         hidden = self.head.guessing(hidden, depths)

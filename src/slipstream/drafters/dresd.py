@@ -56,7 +56,7 @@ class DresdOptions:
 
 
 class Dresd(Drafter):
-    """Continuations of the positions in a datastore whose states were most like the present one."""
+    """Continuations of the positions in a datastore whose states are most similar to the current one."""
 
     Options = DresdOptions
 

@@ -38,7 +38,7 @@ class PassCarry(BlockCarry):
 
 
 class FalconDrafter(BlockDrafter):
-    """A Falcon head: k tokens per pass, as a tree that grows where it is sure."""
+    """A Falcon head: k tokens per pass, as a tree that is deeper where it is more certain."""
 
     kind = "falcon"
     Options = FalconOptions

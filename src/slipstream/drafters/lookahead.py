@@ -44,7 +44,7 @@ class LookaheadOptions:
     ngram: int = 5  # tokens of an n-gram, its first included
     window: int = 7  # columns
     guesses: int = 7  # n-grams that are kept for each first token, and drafted
-    shared: bool = False  # whether requests of one collection find each other's n-grams
+    shared: bool = False  # whether requests of one collection share their n-grams
 
     def __post_init__(self) -> None:
         if self.ngram < 3 or self.window < 1 or self.guesses < 1:

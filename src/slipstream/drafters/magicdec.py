@@ -52,9 +52,9 @@ POOL = 5  # neighbouring tokens whose weights are averaged, so that words stay w
 class MagicDecOptions:
     selection: str = "streaming"  # or snapkv: what the prompt's end attends to; attended: what the last step did
     keys: float = 512  # of the text that it drafts with: tokens, or below 1 a share of the text
-    sinks: int = 16  # the first tokens, which are always among them
-    window: int = 32  # the latest tokens, which are too; for snapkv those at the prompt's end, whose attention selects
-    shortest: int = 2048  # it drafts nothing in texts shorter than this, where reading keys takes little of a step
+    sinks: int = 16  # the first tokens, which are always selected
+    window: int = 32  # the last tokens, which are too; for snapkv also the prompt's last ones, whose attention selects
+    shortest: int = 2048  # it drafts nothing in shorter texts, where reading keys takes little of a step
     mode: str = "greedy"  # greedy: its best tokens; sample: drawn as the request draws; beam: its best paths
     depth: int = 4  # tokens ahead
     width: int = 4  # beams, or alternatives drawn for the first token

@@ -36,7 +36,7 @@ class MedusaOptions(HeadOptions):
 
 
 class MedusaDrafter(ChainDrafter):
-    """A Medusa head: independent guesses for each of the next tokens, combined along a static tree."""
+    """A Medusa head: independent predictions of each of the next tokens, combined along a static tree."""
 
     kind = "medusa"
     Options = MedusaOptions

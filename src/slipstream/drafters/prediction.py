@@ -29,7 +29,7 @@ BELIEF = (1 - 0.7 * np.exp(-np.arange(LONGEST + 1) / 3)).astype(np.float32)
 
 
 class PredictionDrafter(Drafter):
-    """The text that the request's `prediction` says is expected, as when a document is edited."""
+    """The output that the request's `prediction` expects, as when a document is edited."""
 
     takes = ("prediction",)
 

@@ -28,17 +28,17 @@ WIDER = 4  # retrievers may propose so many times the budget: many nodes are pru
 
 @dataclass(frozen=True)
 class RasdOptions:
-    generator: str = "eagle3"  # who drafts from probabilities: a trained head's drafter, or model
-    retrievers: str = "suffix"  # who looks for continuations, by name, separated by commas
-    drafter_path: Any = None  # what the generator drafts with: its head; for model, the draft model
-    mode: str = ""  # the generator's; empty: its usual one
+    generator: str = "eagle3"  # the drafter with probabilities: a trained head's, or model
+    retrievers: str = "suffix"  # the drafters that retrieve continuations, by name, separated by commas
+    drafter_path: Any = None  # the generator's head; for model, the draft model
+    mode: str = ""  # the generator's; empty: its default
     store: Any = ""  # a store for retrievers that search one
     shared: int = 0  # tokens of earlier answers to retrieve from too
     length: int = 16  # tokens of a retrieved continuation
-    top: int = 10  # so many of the generator's likeliest tokens may begin one, if prune
-    prune: bool = True  # False: whatever was retrieved may be verified
+    top: int = 10  # with prune, a continuation must begin with one of so many likeliest tokens of the generator
+    prune: bool = True  # False: all retrieved continuations may be verified
     fuse: bool = True  # False: prefixes that generator and retrievers share are verified once for each (an ablation)
-    overlap: bool = True  # False: retrieve when the generator is done
+    overlap: bool = True  # False: retrieve after the generator has drafted
 
     def __post_init__(self) -> None:
         if self.top < 1 or self.length < 1:
@@ -69,7 +69,7 @@ def _fits(kind: type[Drafter], generates: bool) -> bool:
 
 
 class RasdDrafter(JointDrafter):
-    """A trained head or a draft model, and beside it retrieval, as one tree."""
+    """A trained head or a draft model, fused with retrieval into one tree."""
 
     Options = RasdOptions
 

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class RestOptions:
     store: Any = ""  # the folder of a store, as `slipstream store build` makes it, or an open Store
-    learn: bool = False  # append to the store what the model says
+    learn: bool = False  # append the model's answers to the store
     longest: int = 16  # tokens of context that are matched at most
     shortest: int = 1  # and at least
-    matches: int = 40  # continuations looked at; of more, evenly spread ones
+    matches: int = 40  # continuations to use at most; if there are more, evenly spread ones
     length: int = 10  # tokens of each
     nodes: int = 64  # of the tree, as far as the budget allows
     fill: bool = True  # whether shorter matches fill what the longest ones leave

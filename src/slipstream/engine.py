@@ -185,7 +185,7 @@ class Engine:
             during = partial(can.draft_ahead, self.drafter, running[0].session)
         scores = self._forward(running, trees, readings, during)
         scored, forward = perf_counter(), taken.seconds()
-        plain = all(len(tree) == 1 for tree in trees) and self._choose_on_device(running)
+        plain = all(len(tree) == 1 for tree in trees) and self._chosen_on_device(running)
         if plain and can.idle(self.drafter):
             if not readings:
                 can.measured(self.drafter, [1] * len(running), forward)
@@ -233,9 +233,9 @@ class Engine:
 
     def _may_run_ahead(self, running: list[Sequence]) -> bool:
         """Whether the next forward can begin as soon as the tokens of the latest one are known."""
-        return can.idle(self.drafter) and self._choose_on_device(running)
+        return can.idle(self.drafter) and self._chosen_on_device(running)
 
-    def _choose_on_device(self, running: list[Sequence]) -> bool:
+    def _chosen_on_device(self, running: list[Sequence]) -> bool:
         """Whether the target chooses these sequences' tokens within its forward, so that a plain forward after it
         needs nothing else."""
         return all(s.request.logprobs is None and self.target.chooses(chooser(s)) for s in running)

@@ -57,7 +57,9 @@ def tell(text: str) -> None:
 
 def known_of(source: Source) -> str:
     """What `auto` knows of a source, for `tell`."""
-    gains = " ".join(f"{gain:.2f}" if looks else "-" for gain, looks in zip(source.gains, source.looks, strict=True))
+    gains = " ".join(
+        f"{gain:.2f}" if seen else "-" for gain, seen in zip(source.gains, source.observations, strict=True)
+    )
     drafting = source.drafting
     return f"{source.name:12} {drafting.times} drafts of {drafting.seconds * 1e3:.3f} ms, gains {gains}"
 

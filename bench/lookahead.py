@@ -212,7 +212,7 @@ def clocked(
         }
         tell(f"by the clock, auto({name}): {told[name]}")
         for source in one.llm.engine.drafter.pilot.sources().values():
-            tell(f"      {known_of(source)}, {source.beside} beside, worth {source.worth:.2f}")
+            tell(f"      {known_of(source)}, {source.beside} beside, realised {source.realised:.2f}")
     return told
 
 
@@ -263,7 +263,7 @@ def main() -> None:
             tell(f"{name:24}" + "  ".join(f"{key} {value}" for key, value in found.items()))
         if given.auto:
             for source in everybody["auto"].llm.engine.drafter.pilot.sources().values():
-                tell(f"      {known_of(source)}, {source.beside} beside, worth {source.worth:.2f}")
+                tell(f"      {known_of(source)}, {source.beside} beside, realised {source.realised:.2f}")
         report: dict[str, Any] = {"benchmark": "lookahead", "found": told}
         report["priors"] = priors([label for one in everybody.values() for label in one.labels])
         if costs is not None and given.auto:

@@ -164,10 +164,10 @@ def test_states_may_be_read_where_they_lie(kind):
         end = start + len(path)
         root = text(0)[0][end]
         assert session.length == start  # the key of the root before is there, and read no more
-        table = drafter.given([session], [root], 1, True)
-        nodes = drafter.captured.fetch(table, still=session.lying())
+        table = drafter.make_table([session], [root], 1, True)
+        nodes = drafter.captured.fetch(table, still=session.step_states())
         same(unpack(root, nodes[0].numpy(), kind), eagle2(head_of(kind), 0, end, 2, 3, 6))
-        session.asked(root)
+        session.drafted(root)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -158,7 +158,7 @@ def test_a_verification_tells_what_its_root_attends_to(family, tiny):
         (quiet, *_) = target.score(slots, [TREE] * 3, Want())
         quiet = quiet.every().clone()
         for slot in slots[:2]:
-            slot.asks = True
+            slot.wants_attention = True
         (loud, *_) = target.score(slots, [TREE] * 3, Want())
         torch.testing.assert_close(loud.every(), quiet, rtol=0, atol=0)  # asking changes nothing else
         for slot in slots[:2]:
@@ -166,7 +166,7 @@ def test_a_verification_tells_what_its_root_attends_to(family, tiny):
             expected = torch.from_numpy(by_block(expected.float(), target.block))
             torch.testing.assert_close(slot.attended, expected, rtol=0, atol=2e-4)
         assert slots[2].attended is None
-        assert not any(slot.asks for slot in slots)
+        assert not any(slot.wants_attention for slot in slots)
         told = slots[0].attended.clone()
         target.score(slots, [TREE] * 3, Want())
         assert torch.equal(slots[0].attended, told)  # whoever asks is told once

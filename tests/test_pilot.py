@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from slipstream.budget.calibration import BINS, DEPTHS, NEWEST, Calibration
-from slipstream.budget.costs import WILD, Costs
+from slipstream.budget.costs import OUTLIER, Costs
 from slipstream.budget.pilot import EXPLORING, FORGIVEN, LEVELS, TRIAL, Draft, Pilot, Text, TypicalTime
 from slipstream.budget.worth import rank
 from slipstream.tree import TokenTree, fuse
@@ -410,9 +410,9 @@ def test_a_new_kind_of_text_is_followed_within_a_paragraph():
     assert pilot.calibration.bins[place] > 0.6
 
 
-def see(text, promised, came):
+def see(text, promised, delivered):
     text.promise = promised
-    text.see(came)
+    text.see(delivered)
 
 
 def test_texts_do_not_change_each_other():
@@ -499,7 +499,7 @@ def test_what_is_usual_is_the_least_of_a_few_times_and_then_a_mean():
     assert usual.seconds == pytest.approx(2.0 + NEWEST * 0.4)
     usual = TypicalTime(TRIAL, 2.0)
     usual.see(1000.0)  # an interruption
-    assert usual.seconds == pytest.approx(2.0 * (1 + NEWEST * (WILD - 1)))
+    assert usual.seconds == pytest.approx(2.0 * (1 + NEWEST * (OUTLIER - 1)))
     for _ in range(400):
         usual.see(4.0)
     assert usual.seconds == pytest.approx(4.0, rel=0.01)
@@ -510,12 +510,12 @@ def test_a_draft_that_began_late_is_not_what_drafts_take():
     pilot = Pilot(Costs({1: 0.010, 64: 0.012}), ["a"])
     source = pilot.sources()["a"]
     for _ in range(TRIAL):
-        source.took(0.5, began=True)
+        source.took(0.5, late_start=True)
     assert source.known
     assert source.drafting.seconds == 0.5
     for _ in range(round(10 / NEWEST)):
         source.took(0.002)
-    source.took(0.5, began=True)
+    source.took(0.5, late_start=True)
     assert source.drafting.seconds == pytest.approx(0.002, rel=0.1)
 
 
@@ -531,7 +531,7 @@ def test_costs_follow_what_steps_take():
     assert costs.seconds(1) == pytest.approx(1.0, rel=0.02)
     before = costs.seconds(1)
     costs.observe(1, 1, 100.0)  # somebody else's business
-    assert costs.seconds(1) <= before * (1 + NEWEST * (WILD - 1)) * 1.001
+    assert costs.seconds(1) <= before * (1 + NEWEST * (OUTLIER - 1)) * 1.001
     with pytest.raises(ValueError, match="the time of one row"):
         Costs({2: 1.0})
 
@@ -627,7 +627,7 @@ def test_a_level_that_is_new_is_judged_by_the_next_one():
     """By the one below, if both are known."""
     source = Pilot(Costs({1: 1.0}), ["a"]).sources()["a"]
     source.gains[1], source.gains[3] = 0.5, -0.5
-    source.looks[1] = source.looks[3] = 1
+    source.observations[1] = source.observations[3] = 1
     found = []
     for source.level in range(LEVELS):
         found.append(source.gain())
@@ -669,7 +669,7 @@ def test_what_it_takes_to_begin_counts_as_lost():
         if asked(pilot, "a"):
             drafts += 1
             new = i > 100  # every text is a new one by then
-            source.took(25.0 if new else 0.5, began=new)
+            source.took(25.0 if new else 0.5, late_start=new)
             step(pilot, state, chain(range(1, 9)), [source], [0])
             lost += 25.0 if new else 0.5
     assert drafts > TRIAL
@@ -756,8 +756,8 @@ def test_a_head_gives_way_only_for_more_than_the_other_takes_to_begin():
     pilot = Pilot(Costs({1: 1.0, 64: 1.1}), ["a", "b"], heads={"a": (), "b": ()})
     a, b = known(pilot, {"a": 0.1, "b": 0.1})
     for source, gain in ((a, 0.5), (b, 0.6)):
-        source.gains, source.looks, source.due = [gain] * LEVELS, [9] * LEVELS, [1000] * LEVELS
-        source.took(0.4, began=True)  # 0.3 more than one that was started
+        source.gains, source.observations, source.due = [gain] * LEVELS, [9] * LEVELS, [1000] * LEVELS
+        source.took(0.4, late_start=True)  # 0.3 more than one that was started
 
     def chosen(*unstarted):
         return list(pilot.asks(["a", "b"], [nothing()], unstarted))
@@ -912,7 +912,7 @@ def test_a_window_that_returns_nothing_is_no_investment():
     pilot = Pilot(Costs({1: 1.0, 2: 0.9, 3: 1.9, 64: 9.0}), ["w"], returns={"w": RETURNS})
     (source,) = known(pilot, {"w": 0.0})
     assert not list(pilot.asks(["w"], [Draft(Text(), TokenTree.root(0), 30)]))
-    assert source.worth == 1
+    assert source.realised == 1
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -924,7 +924,7 @@ def test_as_many_nodes_are_invested_as_pay_most(batch, flat):
         curve = dict(zip((1, 8, 16, 32, 64), 1 + np.cumsum([0, *rng.exponential(0.05, 4)]), strict=True))
         pilot = Pilot(Costs(curve, padded=True, flat=flat), ["w"], returns={"w": RETURNS})
         (source,) = known(pilot, {"w": 0.01}, batch)
-        worth = source.worth = rng.random()
+        worth = source.realised = rng.random()
         asked = list(pilot.asks(["w"], [Draft(Text(), TokenTree.root(0), 30) for _ in range(batch)]))
         seconds = [pilot.costs.seconds(1 + nodes * (batch if flat else 1), batch) for nodes in range(16)]
         rates = [(1 + worth * RETURNS[nodes]) / (0.01 + taken) for nodes, taken in enumerate(seconds)]
@@ -966,7 +966,7 @@ def test_what_was_learnt_is_known_to_the_next_from_its_first_step():
         mine = pilot.sources()[name]
         assert source.known
         assert source.drafting.seconds == pytest.approx(mine.drafting.seconds)
-        assert [source.gains, source.looks] == [mine.gains, mine.looks]
+        assert [source.gains, source.observations] == [mine.gains, mine.observations]
     for one in (pilot, heir):
         whole = fuse([chain(world.chain(0), 0.8), chain(world.chain(1), 0.8, "b")])
         choose(one, [Text()], [whole], [LIMIT], one.sources().values())
@@ -1022,7 +1022,7 @@ def test_a_trial_that_began_with_the_texts_counts_that_whichever_of_its_drafts_i
     source, state, waits = pilot.sources()["a"], Text(), []
     for i in range(TRIAL):
         assert asked(pilot, "a")
-        source.took(0.5 if i else 25.0, began=not i)
+        source.took(0.5 if i else 25.0, late_start=not i)
         step(pilot, state, chain(range(1, 9)), [source], [0])
         waits.append(source.due[source.level] - pilot.steps)
     assert waits[-1] > 20 / EXPLORING

@@ -13,7 +13,7 @@ from slipstream.errors import CacheFullError
 from slipstream.jobs import Job
 from slipstream.request import Request
 from slipstream.sequence import Reading
-from slipstream.service import KEPT, KEPT_IN_PAGES, Service
+from slipstream.service import MAX_KEPT, MAX_KEPT_PAGED, Service
 from slipstream.stats import Stats
 
 
@@ -36,7 +36,7 @@ class FakeEngine:
     """Reads ten tokens at a time, writes one a step. Some requests fail where their plan says so. room: tokens that
     fit into its cache, if texts lie in pages; then several texts are read together. mixes: also along with a step."""
 
-    takes_more, may_join = Engine.takes_more, Engine.may_join
+    has_rows_left, should_read_with = Engine.has_rows_left, Engine.should_read_with
 
     def __init__(self, log, max_batch, room=None, mixes=False):
         self.log, self.max_batch, self.room = log, max_batch, room
@@ -62,9 +62,9 @@ class FakeEngine:
         self.open.add(slot)
         return Reading(sequence, slot, [*sequence.request.tokens, *sequence.tokens[:-1]], again=True)
 
-    def read(self, request, running=(), kept=None, like=None):  # noqa: ARG002
+    def read(self, request, running=(), kept=None, copy_from=None):  # noqa: ARG002
         self.log.append(("begin", request.seed))
-        assert like is None or like.slot in self.open
+        assert copy_from is None or copy_from.slot in self.open
         slot = Slot([])
         if kept is not None and kept.slot is not None:
             self.open.discard(kept.slot)
@@ -199,7 +199,7 @@ def one_schedule(rng, monkeypatch):
         assert rounds < 10_000, "it never ends"
     service._forget(0)
     assert not engine.open  # no slot is lost
-    assert len(service._kept) <= (KEPT if engine.room is None else KEPT_IN_PAGES)
+    assert len(service._kept) <= (MAX_KEPT if engine.room is None else MAX_KEPT_PAGED)
     for number, updates in heard.items():
         ends = [update for update in updates if update.finish is not None]
         assert len(ends) == 1
@@ -232,7 +232,8 @@ def test_who_waits_for_a_forward_does_not_look_for_known_texts_in_every_round():
         while service.busy:
             service._round()
     kept = [text.slot for _, text in service._kept]
-    looked, service._known = [], lambda request, known=service._known: looked.append(request) or known(request)
+    looked, search = [], service._longest_prefix
+    service._longest_prefix = lambda request: looked.append(request) or search(request)
     ask([3] * 60)  # six forwards
     late = ask([1] * 50)
     for _ in range(5):

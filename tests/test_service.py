@@ -438,7 +438,7 @@ def test_an_event_loop_that_is_closed_ends_its_answers(llm):
 
 
 def test_it_is_given_back_with_its_llm(tiny, monkeypatch):
-    monkeypatch.setattr("slipstream.service.LINGER", 0.05)
+    monkeypatch.setattr("slipstream.service.IDLE_SECONDS", 0.05)
     llm = LLM(tiny("llama"), drafter="none")
     assert asyncio.run(llm.agenerate([1, 2], max_new_tokens=3, ignore_eos=True)).tokens
     thread, gone = llm.service._thread, weakref.ref(llm.engine)

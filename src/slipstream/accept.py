@@ -1,7 +1,7 @@
-"""The accept rules: which drafted path the target keeps, and the bonus token after it.
+"""The accept rules: which drafted path is accepted, and the bonus token after it.
 
-A rule only decides one thing: the next token at a node, given that everything above was accepted. `verify` walks the
-tree with it. Lossless rules leave the target's distribution untouched; the others say that they don't.
+A rule decides one thing: the next token at a node, given that everything above was accepted. `verify` walks down the
+tree with it. Lossless rules don't change the target's distribution; lossy ones are marked as such.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class Verdict:
 class Rule(ABC):
     name: ClassVar[str]
     lossless: ClassVar[bool]
-    needs_logits: ClassVar[bool] = True  # False: tokens that were chosen where the logits are will do
-    # Whether drawn drafts need noise of their own, and say what they were drawn from. Otherwise they share the target's
-    # noise: both then tend to draw the same token.
+    needs_logits: ClassVar[bool] = True  # False: the tokens that the target chose within its forward are enough
+    # Whether drafts must be drawn with noise of their own, and come with the distribution q that they were drawn from.
+    # Otherwise they are drawn with the target's noise: then both tend to draw the same token.
     needs_q: ClassVar[bool] = True
 
     @abstractmethod
@@ -44,22 +44,23 @@ class Rule(ABC):
         """The token after `node`. If a child carries it, that child is accepted."""
 
 
-def verify(rule: Rule, tree: TokenTree, scores: Scores, sampler: Sampler, over: Callable[[int], bool]) -> Verdict:
-    """Walk down while the rule's tokens are drafted ones. `over` is asked once per token, in order: a text that ends
-    inside a draft ends exactly where plain decoding ends it."""
+def verify(rule: Rule, tree: TokenTree, scores: Scores, sampler: Sampler, emit: Callable[[int], bool]) -> Verdict:
+    """Walk down the tree as long as the rule's next token is a drafted child. `emit` is called once per token, in
+    order, so that a text which ends inside a draft ends exactly where plain decoding would end it."""
     path = [0]
     while True:
         token = rule.next_token(tree, path[-1], scores, sampler)
         sampler.push(token)
         child = tree.child(path[-1], token)
-        if over(token) or child is None:
+        if emit(token) or child is None:
             return Verdict(path, token)
         path.append(child)
 
 
 @dataclass(frozen=True)
 class Match(Rule):
-    """Sample as if nothing had been drafted; a draft counts if it says the same. Exact for every drafter."""
+    """Sample as if nothing had been drafted; a drafted token is accepted if it is the sampled one. Exact for every
+    drafter."""
 
     name: ClassVar[str] = "match"
     lossless: ClassVar[bool] = True
@@ -72,10 +73,10 @@ class Match(Rule):
 
 @dataclass(frozen=True)
 class Rejection(Rule):
-    """Speculative sampling: accept a draft x with probability p(x) / q(x), else go on with the residual of p.
+    """Speculative sampling: accept a draft x with probability p(x) / q(x), else continue with the residual of p.
 
-    Children are tried in draw order. Where they were drawn from q without replacement, q loses each rejected one.
-    Where no q is known a child counts as certain, q(x) = 1: accepted with p(x), else removed from p.
+    Children are tried in draw order. If they were drawn from q without replacement, each rejected one is removed from
+    q. If no q is known, a child counts as certain, q(x) = 1: accepted with probability p(x), else removed from p.
     """
 
     name: ClassVar[str] = "rejection"
@@ -92,7 +93,7 @@ class Rejection(Rule):
             self._decide(tree, node, tokens, scores, sampler) if scores.decided is None else scores.decided.at(node)
         )
         for i, x in enumerate(tokens):
-            # Without mass x had all of p, and rounding alone gets here.
+            # If no mass is left, x had all of p: only rounding can have rejected it.
             if sampler.flip(chances[i] / self.leniency(), i) or masses[i] <= 0:
                 return x
         return sampler.taken(*drawn)
@@ -100,8 +101,8 @@ class Rejection(Rule):
     def _decide(
         self, tree: TokenTree, node: int, tokens: list[int], scores: Scores, sampler: Sampler
     ) -> tuple[list[float], list[float], list[float]]:
-        """The chances of a node's children, what is left of p without them, and what is drawn of that: before anybody
-        knows whether a child is rejected, since a number that is waited for may take longer than all of it."""
+        """The children's chances, the mass left of p after each, and the token drawn from what all of them leave. All
+        are computed at once, before any is needed: on a GPU, waiting for single numbers takes longer."""
         p = sampler.distribution(scores.logits(node))
         left = p[None] if (q := drawn_from(tree, node, p)) is None else torch.stack([p, q])
         chances, masses = [p.new_empty(0)], [p.new_empty(0)]
@@ -114,15 +115,15 @@ class Rejection(Rule):
 
 
 def drawn_from(tree: TokenTree, node: int, p: torch.Tensor) -> torch.Tensor | None:
-    """What a node's children were drawn from, like p; None: nobody said."""
+    """The distribution that a node's children were drawn from, like p; None if it is not known."""
     if tree.q is None or tree.q_row is None or tree.q_row[node] < 0:
         return None
     return tree.q[int(tree.q_row[node])].to(p)
 
 
 def residual(p_and_q: torch.Tensor, x: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """What is left of p, and of q if there is one, (1 or 2, V), once x was rejected; and the mass (1,) that p has kept:
-    if none, what is left is no distribution."""
+    """What is left of p, and of q if there is one, (1 or 2, V), after x was rejected; and the mass (1,) that was left
+    of p before it was normalised. If that is 0, the result is not a distribution."""
     left = p_and_q.clone()
     if len(left) == 2:
         left[0].sub_(left[1]).clamp_min_(0.0)
@@ -133,7 +134,7 @@ def residual(p_and_q: torch.Tensor, x: int) -> tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class Typical(Rule):
-    """Medusa's rule: any child that the target finds plausible enough, p(x) > min(ε, δ·exp(−entropy)). LOSSY."""
+    """Medusa's rule: accept the likeliest child if p(x) > min(ε, δ·exp(−entropy)). LOSSY."""
 
     epsilon: float = 0.09
     delta: float = 0.3

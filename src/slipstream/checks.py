@@ -1,4 +1,4 @@
-"""What a user gives as a number or a list: taken if it is one, refused by name if not."""
+"""Checks of numbers and lists that a user gives: wrong types are refused by the option's name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from slipstream.errors import OptionError
 
 
 def integer(name: str, value: Any, least: int | None = None, needs: str = "") -> int:
-    """A whole number of any library's, as Python's own."""
+    """A whole number of any library's type, as a Python int."""
     try:
         number = operator.index(value)
     except TypeError as error:
@@ -22,7 +22,7 @@ def integer(name: str, value: Any, least: int | None = None, needs: str = "") ->
 
 
 def real(name: str, value: Any) -> float:
-    """A finite number of any library's, as Python's own. Text is none, even if it could be read as one."""
+    """A finite number of any library's type, as a Python float. Strings are refused, even those that spell a number."""
     if not hasattr(value, "__float__"):
         raise OptionError(f"{name}={value!r} is a {type(value).__name__}: it must be a number")
     if not math.isfinite(number := float(value)):
@@ -31,7 +31,7 @@ def real(name: str, value: Any) -> float:
 
 
 def listed(name: str, value: Any, of: str) -> list[Any]:
-    """The items of a list; None is an empty one. A lone string is no list of its letters."""
+    """The items of a list; None is an empty list. A string is refused, not taken for a list of letters."""
     if value is None:
         return []
     if isinstance(value, str | bytes) or not isinstance(value, Iterable):

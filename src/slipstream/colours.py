@@ -1,11 +1,11 @@
-"""A drafter's colour, the same on every page: fixed for what comes with slipstream, else by a hash of the name."""
+"""A drafter's colour, the same on every page: fixed for built-in drafters, else by a hash of the name."""
 
 from __future__ import annotations
 
 from hashlib import sha256
 
-# On a light and on a dark screen. The first six are Okabe and Ito's, which stay apart for colour-blind eyes; nobody
-# tells twenty hues apart, so pages add a second cue: underlines, shapes, names.
+# For light and for dark screens. The first six are Okabe and Ito's, which colour-blind people can tell apart. Twenty
+# hues are too many for anyone to tell apart, so pages add a second cue: underlines, shapes, names.
 COLOURS = {
     "none": ("#8b929c", "#7b838e"),
     "suffix": ("#0072b2", "#4da3dd"),

@@ -1,4 +1,4 @@
-"""What a service has done so far: its requests, their tokens, and how long they waited."""
+"""Counters of a service: its requests, their tokens, and latencies."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from slipstream.stats import Stats
 
 @dataclass
 class Spread:
-    """How often a time was within each bound, as Prometheus counts."""
+    """A histogram of times, with Prometheus' kind of bounds."""
 
     bounds: tuple[float, ...] = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
     counts: list[int] = field(default_factory=list)
@@ -26,18 +26,18 @@ class Spread:
 
 @dataclass
 class Counts:
-    """Of everything since the service began."""
+    """Totals since the service began."""
 
     requests: int = 0
-    refused: int = 0  # too many waited
-    put_back: int = 0  # times that one was to be read again, since pages had run out
-    ended: dict[str, int] = field(default_factory=dict)  # by why: stop, length, cancelled, failed, …
+    refused: int = 0  # because too many were waiting
+    put_back: int = 0  # preemptions: times that a request had to be read again, since pages had run out
+    ended: dict[str, int] = field(default_factory=dict)  # by reason: stop, length, cancelled, failed, …
     prompt_tokens: int = 0
-    found_tokens: int = 0  # of those, that were read before
+    found_tokens: int = 0  # prompt tokens whose keys were in the cache already
     new_tokens: int = 0
     steps: int = 0
-    drafts: int = 0  # steps that verified something
-    nodes: int = 0  # that were verified
+    drafts: int = 0  # steps that verified at least one drafted node
+    nodes: int = 0  # drafted nodes that were verified
     accepted: int = 0
     by_depth: list[int] = field(default_factory=list)  # drafted tokens that were accepted at depth 1, 2, …
     by_source: dict[str, dict[str, int]] = field(default_factory=dict)
@@ -53,7 +53,7 @@ class Counts:
         self.drafts += stats.drafts
         longest = max(list(stats.accepted_lengths), default=0)
         self.by_depth += [0] * (longest - len(self.by_depth))
-        for length, times in list(stats.accepted_lengths.items()):  # of an answer that grows meanwhile
+        for length, times in list(stats.accepted_lengths.items()):  # a copy: the answer may grow in another thread
             for depth in range(length):
                 self.by_depth[depth] += times
         for name, counted in list(stats.by_source.items()):

@@ -1,4 +1,4 @@
-"""A race on the terminal: plain decoding against speculation, each on its own clock, streaming side by side."""
+"""A race on the terminal: plain decoding against speculation, side by side, each with a clock of its own."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ light the lamp. One stormy night a small fishing boat lost its way. The keeper s
 great bell until morning. When the sun rose, the boat was safe in the harbor, and the fisherman came to thank him."""
 
 
-GAINED = 1.1  # × as fast: less than that is explained
+GAINED = 1.1  # × as fast; if less was gained, the demo says why
 
 
 class Runner:
-    """One of the two, with the time that it alone has used."""
+    """One of the two contestants, with the time that it has used itself."""
 
     def __init__(self, title: str, stream: Stream) -> None:
         self.title, self.stream, self._pieces = title, stream, iter(stream)
@@ -58,7 +58,7 @@ def race(llm: LLM, prompt: str, drafter: str, max_new_tokens: int, console: Cons
         width, height = console.width // 2 - 1, min(18, max(8, console.height - 6))
         with Live(console=console, refresh_per_second=12, transient=True) as live:
             while not all(r.done for r in runners):
-                # Whoever has used less time goes next: on the screen both clocks run alike.
+                # The one that has used less time goes next, so that both clocks advance together on the screen.
                 min((r for r in runners if not r.done), key=lambda r: r.seconds).advance()
                 live.update(Columns([r.panel(width, height) for r in runners]))
     while not all(r.done for r in runners):
@@ -79,7 +79,7 @@ def race(llm: LLM, prompt: str, drafter: str, max_new_tokens: int, console: Cons
 
 
 def why_not(plain: Runner, fast: Runner) -> str:
-    """What kept speculation from gaining anything."""
+    """Why speculation gained little."""
     slow, quick = plain.stream.result.stats, fast.stream.result.stats
     longer = (fast.seconds / quick.steps) / (plain.seconds / slow.steps)
     if quick.tokens_per_step < GAINED:

@@ -1,6 +1,6 @@
-"""The loop: propose a tree, score it in one forward, accept a path, commit it, observe, again.
+"""The decoding loop: propose a tree, score it in one forward, accept a path, commit it, observe it, repeat.
 
-The engine knows tokens, not text: tokenizers and stop strings live above it, models and caches below.
+The engine works on tokens. Text (tokenizers, stop strings) is handled above it, models and caches below it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,17 @@ from slipstream.drafters.base import Drafter, DraftSession, Hidden, Seen
 from slipstream.errors import CacheFullError, ModelError, OptionError
 from slipstream.request import Request, Step
 from slipstream.sampling import Sampler
-from slipstream.sequence import Due, Kept, Reading, Sequence, check_drafting, check_prompt, chooser, logprobs, twin_of
+from slipstream.sequence import (
+    Kept,
+    PendingResult,
+    Reading,
+    Sequence,
+    check_drafting,
+    check_prompt,
+    chooser,
+    logprobs,
+    same_prompt,
+)
 from slipstream.stats import Stats
 from slipstream.stopwatch import Stopwatch
 from slipstream.targets.base import Scores, Slot, Target, Want, shared
@@ -29,11 +39,11 @@ from slipstream.tree import TokenTree, fuse
 
 log = logging.getLogger("slipstream")
 
-WORTH = 32  # tokens that two texts must have in common for a copy to be worth it
+MIN_SHARED = 32  # a copy of a text's cache pays only if at least so many tokens of its prefix are shared
 
 
 class Engine:
-    """Continues requests. Safe from several threads: those that use one model take turns, step by step."""
+    """Continues requests. Threads may share an engine: those that use one model take turns, one step at a time."""
 
     def __init__(self, target: Target, drafter: Drafter, name: str = "", max_batch: int = 16) -> None:
         if max_batch < 1:
@@ -45,77 +55,82 @@ class Engine:
             self.answers = EarlierAnswers(token_type(target.vocabulary), kept)
             can.attach(drafter, self.answers)
         self._turns = target.turns
-        self._open: list[Sequence] = []  # of all runs
-        self._latest: list[Sequence] = []  # those of the latest step
+        self._open: list[Sequence] = []  # sequences of all runs that are not retired yet
+        self._latest: list[Sequence] = []  # sequences of the latest step
         self.closed = False
-        # Gives back the memory of a text that stayed read, if there is one: set by whoever keeps texts.
-        self.spare: Callable[[], bool] = lambda: False
-        self._left: deque[tuple[list[Sequence], Kept | None]] = deque()  # runs that ended early, to be retired
+        # Frees the cache of one kept text and returns True, or returns False if none is kept. Set by the service.
+        self.evict: Callable[[], bool] = lambda: False
+        self._abandoned: deque[tuple[list[Sequence], Kept | None]] = deque()  # runs that ended early, to be retired
 
     def run(self, requests: Iterable[Request], kept: Kept | None = None) -> Iterator[Sequence]:
-        """Continue all requests, at most max_batch at a time. Yields a sequence each time it has new tokens; its
-        `finish` is set the last time. What the (only) request's prompt shares with the kept text is not read again,
-        and its own text is kept there. requests: a deque may grow meanwhile."""
+        """Continue all requests, at most max_batch at a time. Yields a sequence each time it has new tokens; the last
+        time its `finish` is set.
+
+        requests: may be a deque that grows during the run.
+        kept: only with a single request. The prefix that its prompt shares with the kept text is not read again, and
+        its own text is kept there afterwards."""
         self.check_open()
         waiting = requests if isinstance(requests, deque) else deque(requests)
-        running, sound = list[Sequence](), True
+        running, consistent = list[Sequence](), True
         try:
             while waiting or running:
                 with self.turn():
-                    sound = False
-                    told = self._round(waiting, running, kept)
-                    for sequence in told:
+                    consistent = False
+                    progressed = self._round(waiting, running, kept)
+                    for sequence in progressed:
                         if sequence.error is not None:
                             raise sequence.error
                     self.retire(running, kept)
-                    sound = True
-                yield from told
+                    consistent = True
+                yield from progressed
         finally:
             if running:
                 for sequence in running:
                     sequence.finish = sequence.finish or "cancelled"
-                # What broke off in the middle of a step can't be read on from.
-                self._left.append((running, kept if sound else None))
-                self._tidy()
+                # A run that broke off within a step has an undefined cache: its text is not kept.
+                self._abandoned.append((running, kept if consistent else None))
+                self._retire_abandoned()
 
     def _round(self, waiting: deque[Request], running: list[Sequence], kept: Kept | None) -> list[Sequence]:
-        """Who has new tokens: those that wait, if they can begin, or else all that run."""
+        """Begin waiting requests if there is room in the batch, else take one step of all running sequences. Returns
+        the sequences that have new tokens."""
         if waiting and len(running) < self.max_batch:
-            told = self._start(waiting, running, kept)
-            running += told
-            return told
+            progressed = self._start(waiting, running, kept)
+            running += progressed
+            return progressed
         before = [(sequence, len(sequence.tokens)) for sequence in running]
         self._with_room(partial(self.step, running))
         return [sequence for sequence, had in before if len(sequence.tokens) > had or sequence.finish is not None]
 
     def _with_room(self, forward: Callable[[], None]) -> None:
-        """A forward that does nothing if the cache is full. Then texts that nobody needs make room."""
+        """Run a forward. If the cache is full, which it reports before it computes anything, free kept texts one by one
+        and try again."""
         while True:
             try:
                 return forward()
             except CacheFullError:
-                if not self.spare():
+                if not self.evict():
                     raise
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Nobody else uses the model meanwhile."""
+        """Hold the model: no other thread uses it within this."""
         with self._turns:
             yield
-        self._tidy()
+        self._retire_abandoned()
 
     @property
     def inside(self) -> bool:
-        """Whether this thread has its turn: a function of the user's was called within a step."""
+        """Whether this thread holds the model already: user code was called from within a step."""
         return self._turns.mine
 
-    def _tidy(self) -> None:
-        """Retire runs that ended early: now, or at the end of the turn that somebody has now. A stream may be dropped
-        anywhere, by Python's collector even within a step, so nothing waits here."""
-        while self._left and self._turns.attempt():
+    def _retire_abandoned(self) -> None:
+        """Retire runs that ended early: now if the model is free, else when the current turn ends. It never waits,
+        since Python's garbage collector may drop a stream within any step."""
+        while self._abandoned and self._turns.attempt():
             try:
-                while self._left:
-                    self.retire(*self._left.popleft())
+                while self._abandoned:
+                    self.retire(*self._abandoned.popleft())
             finally:
                 self._turns.__exit__()
 
@@ -124,7 +139,7 @@ class Engine:
             raise ModelError("this LLM was closed: make another to ask for answers")
 
     def close(self) -> None:
-        """Let go of target and drafter, and with them of caches and captures."""
+        """Release target and drafter, with their caches and captured steps."""
         with self.turn():
             if self._open:
                 raise OptionError(
@@ -137,7 +152,7 @@ class Engine:
             del self.target, self.drafter
 
     def forget(self, kept: Kept) -> None:
-        """Give back what a kept text holds."""
+        """Free a kept text's slot and session."""
         if self.closed:
             return
         with self.turn():
@@ -149,11 +164,14 @@ class Engine:
                 self.target.close(slot)
 
     def step(self, running: list[Sequence], readings: Collection[Reading] = ()) -> None:
-        """One forward of the target for all running sequences: each gets at least one token further, or fails by
-        itself. Where nobody drafts, a step looks at the tokens of the forward before, while the device is busy with the
-        next one; who has just joined gets no token then. readings: who can be read along (`reads_along`)."""
+        """One forward of the target for all running sequences. Each emits at least one token, or fails alone.
+
+        Where nothing is drafted, the results of a forward stay pending: they are verified while the device runs the
+        next one. A sequence that has just begun has no pending result, so it emits nothing in such a step.
+
+        readings: prompts of which a piece is read in the same forward (see `reads_along`)."""
         self._pause_all_but(running)
-        if any(sequence.due is not None for sequence in running):
+        if any(sequence.pending is not None for sequence in running):
             self._step_ahead(running, readings)
             return
         clock = perf_counter()
@@ -167,18 +185,18 @@ class Engine:
             during = partial(can.draft_ahead, self.drafter, running[0].session)
         scores = self._forward(running, trees, readings, during)
         scored, forward = perf_counter(), taken.seconds()
-        plain = all(len(tree) == 1 for tree in trees) and self._chosen_ahead(running)
+        plain = all(len(tree) == 1 for tree in trees) and self._chosen_on_device(running)
         if plain and can.idle(self.drafter):
             if not readings:
                 can.measured(self.drafter, [1] * len(running), forward)
             for sequence, tree, score in zip(running, trees, scores, strict=True):
-                sequence.due = Due(tree, score, (scored - clock) / len(running))
+                sequence.pending = PendingResult(tree, score, (scored - clock) / len(running))
             self._step_ahead(running)
             return
         verdicts = [self._decide(*each) for each in zip(running, trees, scores, strict=True)]
-        if not readings:  # a plain step does not wait for the host, if others follow it
+        if not readings:  # a plain step counts its forward alone: the host's part overlaps with the next forward
             can.measured(self.drafter, [len(tree) for tree in trees], forward if plain else taken.seconds())
-        self._tell_exactness(running)
+        self._mark_inexact(running)
         times = (t / len(running) for t in (drafted - clock, scored - drafted, perf_counter() - scored))
         draft_seconds, verify_seconds, host_seconds = times
         for sequence, tree, verdict in zip(running, trees, verdicts, strict=True):
@@ -186,7 +204,7 @@ class Engine:
                 self._advance(sequence, Step(tree, verdict, draft_seconds, verify_seconds, host_seconds, choice))
 
     def reads_along(self, running: Collection[Sequence], readings: Collection[Reading]) -> bool:
-        """Whether pieces of these texts can be read in a step of the running sequences."""
+        """Whether a step of the running sequences can read pieces of these texts in its forward."""
         every = [*running, *(reading.sequence for reading in readings)]
         return self.target.mixes and all(self.target.chooses(chooser(sequence)) for sequence in every)
 
@@ -197,85 +215,89 @@ class Engine:
         readings: Collection[Reading],
         during: Callable[[Any], None] | None,
     ) -> list[Scores]:
-        """What the target says about the trees. Pieces of texts are read along, as far as there is room."""
+        """Score the trees. As far as the forward has rows left, pieces of the prompts are read with them."""
         slots, samplers = [s.slot for s in running], tuple(chooser(s) for s in running)
         layers = can.step_layers(self.drafter)
-        joining, pieces = self._pieces(readings, self.target.chunk - sum(map(len, trees)))
+        included, pieces = self._pieces(readings, self.target.chunk - sum(map(len, trees)))
         if not pieces:
             rows = 1 + max(s.request.max_draft for s in running) if can.pads(self.drafter) else 1
             return self.target.score(slots, trees, Want(layers, rows, samplers, during))
-        samplers += tuple(chooser(reading.sequence) for reading in joining)
-        want = Want(self._reading_layers(joining) or layers, samplers=samplers, during=during)
+        samplers += tuple(chooser(reading.sequence) for reading in included)
+        want = Want(self._reading_layers(included) or layers, samplers=samplers, during=during)
         clock = perf_counter()
-        scores, found = self.target.score_and_read(slots, trees, [r.slot for r in joining], pieces, want)
-        self._take_all(joining, pieces, found, perf_counter() - clock)
+        scores, found = self.target.score_and_read(slots, trees, [r.slot for r in included], pieces, want)
+        self._record_pieces(included, pieces, found, perf_counter() - clock)
         for score in scores:
             score.hidden = {layer: score.hidden[layer] for layer in layers}
         return scores
 
     def _may_run_ahead(self, running: list[Sequence]) -> bool:
-        """Whether the next forward can begin as soon as the tokens of the latest one are there."""
-        return can.idle(self.drafter) and self._chosen_ahead(running)
+        """Whether the next forward can begin as soon as the tokens of the latest one are known."""
+        return can.idle(self.drafter) and self._chosen_on_device(running)
 
-    def _chosen_ahead(self, running: list[Sequence]) -> bool:
-        """Whether the tokens that a forward chose are all that a plain one after it needs."""
+    def _chosen_on_device(self, running: list[Sequence]) -> bool:
+        """Whether the target chooses these sequences' tokens within its forward, so that a plain forward after it
+        needs nothing else."""
         return all(s.request.logprobs is None and self.target.chooses(chooser(s)) for s in running)
 
     def _step_ahead(self, running: list[Sequence], readings: Collection[Reading] = ()) -> None:
-        """Begin the next forward, if all is there that it needs, and meanwhile take over what the latest one said."""
-        due = self._due(running)
+        """Begin the next plain forward, if its inputs are known, and verify the pending results while it runs."""
+        pending = self._take_pending(running)
         room = all(sequence.slot.length < self.target.context for sequence in running)
-        if len(due) == len(running) and room and self._may_run_ahead(running):
+        if len(pending) == len(running) and room and self._may_run_ahead(running):
             try:
-                self._score_ahead(running, due, readings)
+                self._score_ahead(running, pending, readings)
             except Exception:
-                if not due:
+                if not pending:
                     raise
-                # It could not begin. Why, shows when it begins in the usual way.
-        self._take_over(due)
-        if not can.idle(self.drafter):  # it will be asked, and may want to know all
-            self._take_over(self._due(running))
+                # The forward did not start. The next ordinary step raises the same error where it is handled.
+        self._verify_pending(pending)
+        if not can.idle(self.drafter):  # the next step drafts: the drafter must have observed everything
+            self._verify_pending(self._take_pending(running))
 
-    def _due(self, running: list[Sequence]) -> deque[tuple[Sequence, Due]]:
-        """What nobody has looked at yet. Roots become text."""
-        due = deque((sequence, sequence.due) for sequence in running if sequence.due is not None)
-        for sequence, _ in due:
-            sequence.due = None
+    def _take_pending(self, running: list[Sequence]) -> deque[tuple[Sequence, PendingResult]]:
+        """Take the pending results of all running sequences. Their roots are committed."""
+        pending = deque((sequence, sequence.pending) for sequence in running if sequence.pending is not None)
+        for sequence, _ in pending:
+            sequence.pending = None
             self.target.commit(sequence.slot, [0])
-        return due
+        return pending
 
-    def _take_over(self, due: deque[tuple[Sequence, Due]]) -> None:
-        while due:
-            sequence, said = due.popleft()
-            verdict = self._decide(sequence, said.tree, said.score, committed=True)
+    def _verify_pending(self, pending: deque[tuple[Sequence, PendingResult]]) -> None:
+        """Verify pending results."""
+        while pending:
+            sequence, result = pending.popleft()
+            verdict = self._decide(sequence, result.tree, result.score, committed=True)
             if verdict is not None:
-                self._advance(sequence, Step(said.tree, verdict, 0.0, said.seconds, 0.0))
+                self._advance(sequence, Step(result.tree, verdict, 0.0, result.seconds, 0.0))
 
     def _score_ahead(
-        self, running: list[Sequence], due: deque[tuple[Sequence, Due]], readings: Collection[Reading]
+        self, running: list[Sequence], pending: deque[tuple[Sequence, PendingResult]], readings: Collection[Reading]
     ) -> None:
-        """A forward of roots alone, and of what is read along."""
+        """Score the next roots, which the pending results chose, and read pieces of prompts. The pending results are
+        verified while the device works."""
         clock, taken = perf_counter(), Stopwatch()
-        trees = [TokenTree.root(said.score.token(0, sequence.sampler)) for sequence, said in due]
+        trees = [TokenTree.root(result.score.token(0, sequence.sampler)) for sequence, result in pending]
         can.rest(self.drafter)
-        scores = self._forward(running, trees, readings, lambda _: self._take_over(due))
+        scores = self._forward(running, trees, readings, lambda _: self._verify_pending(pending))
         if not readings:
             can.measured(self.drafter, [1] * len(running), taken.seconds())
-        self._tell_exactness(running)
+        self._mark_inexact(running)
         seconds = (perf_counter() - clock) / len(running)
         for sequence, tree, score in zip(running, trees, scores, strict=True):
             if sequence.finish is None:
-                sequence.due = Due(tree, score, seconds)
+                sequence.pending = PendingResult(tree, score, seconds)
 
-    def _tell_exactness(self, running: list[Sequence]) -> None:
+    def _mark_inexact(self, running: list[Sequence]) -> None:
         if len(running) > 1 and not self.target.exact_together:
             for sequence in running:
                 sequence.stats.exact = False
 
     def _decide(self, sequence: Sequence, tree: TokenTree, score: Scores, *, committed: bool = False) -> Verdict | None:
-        """What is accepted of a tree. What raises here, as a user's processor may, concerns this sequence alone."""
+        """Verify a tree, commit the accepted path and show it to the drafter. An error here, for instance in a user's
+        processor, ends this sequence alone; then None."""
         try:
-            verdict = verify(sequence.request.accept, tree, score, sequence.sampler, sequence.over)
+            verdict = verify(sequence.request.accept, tree, score, sequence.sampler, sequence.emit)
             if not committed:
                 self.target.commit(sequence.slot, verdict.path)
             self._observe(sequence, tree, score, verdict)
@@ -285,13 +307,13 @@ class Engine:
         return verdict
 
     def _start(self, waiting: deque[Request], running: list[Sequence], kept: Kept | None) -> list[Sequence]:
-        """Read prompts; the last row of each decides its first token. Where a forward takes rows of many texts, so many
-        of those that wait begin together."""
+        """Read prompts; the last row of each decides its first token. Where one forward can hold rows of several texts,
+        as many waiting prompts as fit are read together."""
         readings: list[Reading] = []
         try:
             while waiting and len(running) + len(readings) < self.max_batch:
-                known = len(waiting[0].tokens) if twin_of(waiting[0], running) else 0
-                if not self.may_join(waiting[0], readings, known):
+                known = len(waiting[0].tokens) if same_prompt(waiting[0], running) else 0
+                if not self.should_read_with(waiting[0], readings, known):
                     break
                 readings.append(self.read(waiting.popleft(), running, kept))
             while left := [reading for reading in readings if reading.left]:
@@ -305,27 +327,27 @@ class Engine:
             raise
         return [reading.sequence for reading in readings]
 
-    def takes_more(self, readings: Collection[Reading]) -> bool:
-        """Whether the forward that reads these texts has rows for another."""
+    def has_rows_left(self, readings: Collection[Reading]) -> bool:
+        """Whether the forward that reads these texts has rows left for another."""
         return not readings or (self.target.flat and sum(reading.left for reading in readings) < self.target.chunk)
 
-    def may_join(self, request: Request, readings: Collection[Reading], known: int) -> bool:
-        """Whether a prompt can be read along with others, in one forward, and has nothing to gain from waiting for a
-        copy of theirs; who is of another collection gets none, so must not wait. known: tokens of it that need not be
-        read anyway."""
+    def should_read_with(self, request: Request, readings: Collection[Reading], known: int) -> bool:
+        """Whether a prompt should be read in the same forward as these. It should wait if it shares a long prefix with
+        one of them: once that is read, it is copied. Prefixes of other collections are never copied, so nothing waits
+        for them. known: tokens of the prompt that are cached already."""
         mine = [reading.text for reading in readings if reading.sequence.request.collection == request.collection]
         gain = max((shared(text, request.tokens) for text in mine), default=0) - known
-        return self.takes_more(readings) and (not readings or gain < min(WORTH, len(request.tokens)))
+        return self.has_rows_left(readings) and (not readings or gain < min(MIN_SHARED, len(request.tokens)))
 
     def read(
         self,
         request: Request,
         running: Iterable[Sequence] = (),
         kept: Kept | None = None,
-        like: Sequence | Kept | None = None,
+        copy_from: Sequence | Kept | None = None,
     ) -> Reading:
-        """A new sequence, whose prompt is to be read. What it begins with is not read again where a kept text, or a
-        running sequence with the same prompt, has read it. like: whose text begins alike, of which a copy is made."""
+        """A new sequence, and the reading of its prompt. A prefix that a kept text or a running sequence has read
+        already is reused. like: the sequence or kept text to copy that prefix from."""
         check_prompt(request, self.target)
         check_drafting(request, self.drafter)
         self._pause_all_but(())
@@ -334,7 +356,7 @@ class Engine:
         stats.processors = tuple(type(p).__name__ for p in request.sampling.processors)
         session = self.drafter.begin(request)
         try:
-            slot = self._resumed(request, session, running, kept, like) or self.target.open()
+            slot = self._resumed(request, session, running, kept, copy_from) or self.target.open()
         except BaseException:
             session.close()
             raise
@@ -342,53 +364,56 @@ class Engine:
         return Reading(Sequence(request, slot, session, sampler, stats), slot, request.tokens)
 
     def put_back(self, sequence: Sequence) -> None:
-        """Its keys are given up until `reread`. Nothing else is lost."""
-        sequence.due = None  # the next forward says it again
+        """Preempt a sequence: free its keys until `reread`. Its tokens and its drafter's session are kept."""
+        sequence.pending = None  # the forward after `reread` computes it again
         can.pause(sequence.session)
         can.follow(sequence.session, None)
         self._latest = [other for other in self._latest if other is not sequence]
         self.target.close(sequence.slot)
 
     def reread(self, sequence: Sequence) -> Reading:
-        """It goes on where it was put back."""
-        text = [*sequence.request.tokens, *sequence.tokens[:-1]]  # the last is the root
+        """Read the text of a preempted sequence again, so that it can go on."""
+        text = [*sequence.request.tokens, *sequence.tokens[:-1]]  # the last token is the root, still to be scored
         return Reading(sequence, self.target.open(), text, again=True)
 
     def read_on(self, readings: Collection[Reading]) -> None:
-        """One forward for a piece of each text, as far as a forward goes. A reading of which nothing is left is over:
-        its sequence has its next token. Who fails has the error; what concerns all is raised, and nothing was read."""
+        """Read the next piece of each text in one forward, as far as it has rows. A reading with nothing left is
+        complete: its sequence has its next token. An error of one sequence is stored in its reading. An error of the
+        whole forward is raised, and then nothing was read."""
         self._pause_all_but(())
-        joining, pieces = self._pieces(readings, self.target.chunk)
-        samplers = tuple(chooser(reading.sequence) for reading in joining)
+        included, pieces = self._pieces(readings, self.target.chunk)
+        samplers = tuple(chooser(reading.sequence) for reading in included)
         clock = perf_counter()
-        slots = [reading.slot for reading in joining]
-        scores = self.target.read(slots, pieces, Want(self._reading_layers(joining), samplers=samplers))
-        self._take_all(joining, pieces, scores, perf_counter() - clock)
+        slots = [reading.slot for reading in included]
+        scores = self.target.read(slots, pieces, Want(self._reading_layers(included), samplers=samplers))
+        self._record_pieces(included, pieces, scores, perf_counter() - clock)
 
     def _pieces(self, readings: Iterable[Reading], room: int) -> tuple[list[Reading], list[list[int]]]:
-        """Who is read in a forward that has room for so many tokens, and of each what comes next."""
-        joining, pieces = list[Reading](), list[list[int]]()
+        """The readings that a forward with room for so many tokens takes part in, and the next piece of each."""
+        included, pieces = list[Reading](), list[list[int]]()
         for reading in readings:
             if room > 0:
-                joining.append(reading)
+                included.append(reading)
                 pieces.append(reading.text[reading.slot.length : reading.slot.length + room])
                 room -= len(pieces[-1])
-        return joining, pieces
+        return included, pieces
 
     def _reading_layers(self, readings: Iterable[Reading]) -> tuple[int, ...]:
-        """Whose states are wanted: none of a text that the drafter has seen."""
+        """The layers whose hidden states the drafter needs; none if it has seen all of these texts before."""
         return () if all(reading.again for reading in readings) else can.layers(self.drafter)
 
-    def _take_all(self, readings: list[Reading], pieces: list[list[int]], scores: list[Scores], seconds: float) -> None:
+    def _record_pieces(
+        self, readings: list[Reading], pieces: list[list[int]], scores: list[Scores], seconds: float
+    ) -> None:
         for reading, piece, score in zip(readings, pieces, scores, strict=True):
             reading.seconds += seconds / len(readings)
             try:
-                self._take(reading, piece, score)
+                self._record_piece(reading, piece, score)
             except Exception as error:
                 reading.error = error
 
-    def _take(self, reading: Reading, piece: list[int], score: Scores) -> None:
-        """What a piece of text shows: states, and behind the last one a token."""
+    def _record_piece(self, reading: Reading, piece: list[int], score: Scores) -> None:
+        """Record a piece that was read. The drafter observes it; after the last piece the first token is decided."""
         sequence, clock = reading.sequence, perf_counter()
         if reading.again:
             if not reading.left:
@@ -401,21 +426,22 @@ class Engine:
             reading.seconds += perf_counter() - clock
             return
         tree = TokenTree.root(reading.text[-1])
-        verdict = verify(sequence.request.accept, tree, score, sequence.sampler, sequence.over)
+        verdict = verify(sequence.request.accept, tree, score, sequence.sampler, sequence.emit)
         self._report(sequence, tree, score, verdict)
         sequence.stats.first_token_seconds = perf_counter() - sequence.started
         self._advance(sequence, Step(tree, verdict, 0.0, reading.seconds, perf_counter() - clock))
         self._open.append(sequence)
 
     def abandon(self, reading: Reading) -> None:
-        """Its text is not wanted any more. Whoever was put back still is."""
+        """Stop reading a text. A new sequence ends with it; a preempted one can still be read again later."""
         if not reading.again:
             reading.sequence.session.close()
             self._open = [other for other in self._open if other is not reading.sequence]
         self.target.close(reading.slot)
 
     def _pause_all_but(self, running: Collection[Sequence]) -> None:
-        """Sequences that have no part in the forward to come: what they hold of the latest one is copied."""
+        """Before a forward that some sequences of the latest step have no part in: their sessions copy what they still
+        need from the target's tensors."""
         for sequence in self._latest:
             if sequence.finish is None and sequence not in running:
                 can.pause(sequence.session)
@@ -427,9 +453,10 @@ class Engine:
         session: DraftSession,
         running: Iterable[Sequence],
         kept: Kept | None,
-        like: Sequence | Kept | None,
+        copy_from: Sequence | Kept | None,
     ) -> Slot | None:
-        """A slot that has read the beginning of the prompt, which the session has taken over; None: there is none."""
+        """A slot that has read a prefix of the prompt, with the session brought to the same point. None if there is no
+        text to reuse."""
         again = can.rereads(self.drafter)
         if again is None:
             if kept is not None:
@@ -439,10 +466,10 @@ class Engine:
             slot, other = kept.slot, kept.session
             kept.slot = kept.session = None
         else:
-            twin = like or twin_of(request, running)
-            if twin is None or twin.slot is None:
+            original = copy_from or same_prompt(request, running)
+            if original is None or original.slot is None:
                 return None
-            slot, other = self.target.fork(twin.slot), twin.session
+            slot, other = self.target.fork(original.slot), original.session
         try:
             known = max(0, slot.shared(request.tokens[:-1]) - again)
             self.target.truncate(slot, known)
@@ -470,7 +497,7 @@ class Engine:
         return trees
 
     def _observe(self, sequence: Sequence, tree: TokenTree, score: Scores, verdict: Verdict) -> None:
-        """Show the drafter what was accepted."""
+        """Show the drafter the accepted path."""
         self._report(sequence, tree, score, verdict)
         can.choices(sequence.session, tree, score.chosen)
         if not can.observes(sequence.session):
@@ -480,14 +507,14 @@ class Engine:
         sequence.session.observe(Seen(tree.tokens[verdict.path].tolist(), position, hidden))
 
     def _report(self, sequence: Sequence, tree: TokenTree, score: Scores, verdict: Verdict) -> None:
-        """Log probabilities, where they are asked for, while the logits are there."""
+        """Record log-probabilities if the request wants them, while the logits are valid."""
         if sequence.request.logprobs is not None:
             emitted = [*tree.tokens[verdict.path[1:]].tolist(), verdict.bonus]
             for node, token in zip(verdict.path, emitted, strict=True):
                 sequence.logprobs.append(logprobs(score.logits(node), token, sequence.request.logprobs))
 
     def _advance(self, sequence: Sequence, step: Step) -> None:
-        """Take a step over into the sequence and its statistics."""
+        """Record a step in the sequence and its statistics."""
         sequence.root = step.verdict.bonus
         sequence.stats.count(step.tree, step.verdict.path)
         sequence.stats.new_tokens = len(sequence.tokens)
@@ -497,15 +524,15 @@ class Engine:
         sequence.stats.sampling_seconds = sequence.sampler.seconds
         sequence.stats.seconds = perf_counter() - sequence.started
         if sequence.finish is None and sequence.slot.length >= self.target.context:
-            sequence.finish = "length"  # the context is full: the root can't be read any more
+            sequence.finish = "length"  # the context is full: the root can't be scored any more
         if sequence.finish is None and sequence.request.cancelled:
             sequence.finish = "cancelled"
         if sequence.request.watch is not None:
             sequence.request.watch(step)
 
     def retire(self, running: list[Sequence], kept: Kept | None = None) -> None:
-        """Those that ended leave. Their answers are there: whatever a drafter fails at now is told, and costs nothing
-        else."""
+        """Remove finished sequences and free what they hold. Their answers are complete: an error of the drafter is
+        logged as a warning and changes nothing else."""
         for sequence in [s for s in running if s.finish is not None]:
             running.remove(sequence)
             self._open.remove(sequence)

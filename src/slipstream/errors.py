@@ -59,4 +59,4 @@ class ContextError(PromptError):
 
 
 class BusyError(SlipstreamError):
-    """More requests wait than may: to be tried again later."""
+    """Too many requests are waiting already: try again later."""

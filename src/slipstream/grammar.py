@@ -11,14 +11,14 @@ import torch
 
 from slipstream.errors import OptionError
 
-# By tokenizer, vocabulary and end tokens: what the grammar library makes of a tokenizer.
+# The grammar library's form of a tokenizer, by tokenizer, vocabulary and end tokens.
 _wrapped: WeakKeyDictionary[Any, dict[tuple[int, tuple[int, ...]], Any]] = WeakKeyDictionary()
 
 
 class GrammarProcessor:
-    """A logits processor that rules out every token the grammar can't go on with.
+    """A logits processor that rules out every token that the grammar does not allow next.
 
-    It is stateful: it reads each token of the answer once, as plain decoding would show it.
+    It is stateful: it must be called once per token of the answer, in order, as in plain decoding.
     """
 
     def __init__(self, matcher: Any, vocabulary: int) -> None:
@@ -38,7 +38,7 @@ class GrammarProcessor:
         return scores.masked_fill(~torch.from_numpy(allowed).to(scores.device), -torch.inf)
 
     def fresh(self) -> GrammarProcessor:
-        """The same grammar at its beginning, for another answer."""
+        """A copy at the grammar's beginning, for another answer."""
         matcher = self._matcher.deep_copy()
         matcher.reset()
         return GrammarProcessor(matcher, self._vocabulary)
@@ -66,7 +66,7 @@ def grammar_processor(
         raise OptionError(f"the grammar is not understood: {refused}")
     known = _wrapped.setdefault(tokenizer, {})
     key = (vocabulary, tuple(sorted(eos)))
-    if key not in known:  # a second for a large vocabulary, so once
+    if key not in known:  # takes a second for a large vocabulary
         known[key] = llguidance.hf.from_tokenizer(tokenizer, n_vocab=vocabulary, eos_token=list(key[1]) or None)
     return GrammarProcessor(llguidance.LLMatcher(known[key], grammar), vocabulary)
 

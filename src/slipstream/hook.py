@@ -1,8 +1,8 @@
-"""A drop-in for those who already have a model.
+"""A drop-in decoding method for transformers' `generate`.
 
     model.generate(**inputs, custom_generate=slipstream.speculate())
 
-transformers prepares everything as ever (prompt, logits processors, stopping criteria) and hands over the decoding.
+transformers prepares prompt, logits processors and stopping criteria as always, and slipstream does the decoding.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from slipstream.sequence import check_prompt
 from slipstream.stats import Stats
 from slipstream.targets import open_target
 
-# Criteria that judge each row by itself, and every call anew.
+# Criteria that judge each row by itself, without state between calls.
 ROW_BY_ROW = (MaxLengthCriteria, EosTokenCriteria)
 MAX_BATCH = 16
 
@@ -51,12 +51,12 @@ def speculate(drafter: str = "auto", *, max_draft: int | None = None, **options:
 
 
 class Speculate:
-    """What `speculate` makes. transformers calls it with what its own decoding methods get."""
+    """The decoding method that `speculate` returns. transformers calls it with the arguments of its own methods."""
 
     def __init__(self, drafter: str, max_draft: int | None, options: dict[str, Any]) -> None:
         self.drafter, self.max_draft, self.options = drafter, max_draft, options
         self.stats: list[Stats] = []  # of the last call, one for each row
-        self._made: tuple[Any, ...] = ()  # for which model, in which state, the engine was made
+        self._made: tuple[Any, ...] = ()  # the model, and its state, that the engine was made for
         self._engine: Engine | None = None
 
     def __call__(
@@ -79,7 +79,7 @@ class Speculate:
             )
         finally:
             if streamer is not None:
-                streamer.end()  # after an error too: whoever reads it would wait for good
+                streamer.end()  # after an error too: its reader would wait forever
         self.stats = rows.stats
         if generation_config.return_dict_in_generate:
             return GenerateDecoderOnlyOutput(sequences=rows.sequences)
@@ -97,11 +97,11 @@ class Speculate:
     ) -> Rows:
         together = len(input_ids) > 1 and any(type(c) not in ROW_BY_ROW for c in criteria)
         own = [c for c in criteria if type(c) in ROW_BY_ROW] if together else criteria
-        # transformers draws from torch's global generator; one seed from there keeps `torch.manual_seed` meaningful.
+        # transformers draws from torch's global generator. The seed is taken from there, so `torch.manual_seed` works.
         seed = int(torch.randint(2**62, ()).item()) if config.do_sample else 0
         requests = []
         for i, row in enumerate(input_ids):
-            # A stateful processor follows one text: each row of a batch gets its own.
+            # A processor may be stateful: each row of a batch gets its own.
             following = processors if len(input_ids) == 1 else [for_row(p, i) for p in processors]
             requests.append(
                 Request(
@@ -120,14 +120,15 @@ class Speculate:
         for request in requests:
             request.max_draft = engine.target.default_draft if self.max_draft is None else self.max_draft
             check_prompt(request, engine.target)
-        # Rows that are judged together must be under way together.
+        # Criteria that look at all rows need all rows to run at the same time.
         engine.max_batch = max(MAX_BATCH, len(requests) if together else 0)
         rows = Rows(input_ids, requests, criteria if together else None, padding_token(criteria, config), streamer)
         rows.follow(engine.run(requests))
         return rows
 
     def _engine_for(self, model: Any) -> Engine:
-        """One engine is kept, and made anew for another model, or for this one moved, cast or reconfigured."""
+        """The engine, which is kept between calls. Made again for another model, or if this one was moved, cast or
+        reconfigured."""
         state = (model, model.device, model.dtype, model.config.get_text_config()._attn_implementation)
         if self._engine is None or self._made[0] is not model or self._made[1:] != state[1:]:
             target = open_target(model)
@@ -136,7 +137,7 @@ class Speculate:
 
 
 class Padded:
-    """A logits processor that sees the row as transformers would show it: with its left padding."""
+    """A logits processor that is shown the row as transformers would show it: with its left padding."""
 
     def __init__(self, processor: Callable[..., torch.Tensor], padding: torch.Tensor) -> None:
         self._processor, self._padding = processor, padding[None].clone()
@@ -159,7 +160,7 @@ class Criteria:
 
 
 def padding_token(criteria: Any, config: Any) -> int | None:
-    """What stands behind the end of a row that is over; None if transformers lets such rows go on."""
+    """The token that pads a row after its end; None if transformers lets rows continue."""
     if not any(hasattr(c, "eos_token_id") for c in criteria):
         return None
     return 0 if config._pad_token_tensor is None else int(config._pad_token_tensor)
@@ -177,7 +178,7 @@ def left_padding(input_ids: torch.Tensor, mask: torch.Tensor | None) -> list[int
 
 
 def check_positions(position_ids: torch.Tensor | None, input_ids: torch.Tensor, padding: list[int]) -> None:
-    """Refuse positions other than those of prompts that begin with 0 behind their padding."""
+    """Refuse positions that don't count from 0 after the padding."""
     if position_ids is None:
         return
     expected = torch.arange(input_ids.shape[1]) - torch.tensor(padding)[:, None]
@@ -187,7 +188,7 @@ def check_positions(position_ids: torch.Tensor | None, input_ids: torch.Tensor, 
 
 
 def for_row(processor: Any, row: int) -> Any:
-    """A processor for one row of a batch, which it will see as row 0."""
+    """A copy of a processor for one row of a batch, which it will be shown as row 0."""
     if type(processor).__name__.startswith("Encoder"):
         raise OptionError(f"{type(processor).__name__} needs all rows of a batch at once: generate them one by one")
     if isinstance(processor, UnbatchedClassifierFreeGuidanceLogitsProcessor):
@@ -202,7 +203,7 @@ def for_row(processor: Any, row: int) -> Any:
 
 
 def guidance_for_row(processor: Any, row: int) -> Any:
-    """Guidance by one row's negative prompt: with a cache of its own, and the model that all share."""
+    """Guidance by one row's negative prompt. It gets a cache of its own; the model is shared."""
     own, context = copy.copy(processor), dict(processor.unconditional_context)
     for name in ("input_ids", "attention_mask"):
         if context[name] is not None:
@@ -241,10 +242,11 @@ def refuse_what_cannot_be(generation_config: Any, model_kwargs: dict[str, Any]) 
 
 
 def hand_over_everything() -> None:
-    """Let transformers call us with all that it calls its own decoding methods with.
+    """Make transformers call `Speculate` with all arguments of its own decoding methods.
 
-    It keeps `streamer`, `tokenizer` and `assistant_model` from a callable `custom_generate`, and then misses the
-    tokenizer itself, for stop strings. Asked as for a method of its own, it doesn't. Other callables see no change.
+    It withholds `streamer`, `tokenizer` and `assistant_model` from a callable `custom_generate`, and then lacks the
+    tokenizer itself, for stop strings. This makes it treat `Speculate` like a method of its own; other callables are
+    not affected.
     """
     extract = GenerationMixin._extract_generation_mode_kwargs
 

@@ -1,4 +1,4 @@
-"""What is learnt about models on this machine, kept in the cache folder for the next process."""
+"""Stores what was learnt about models on this machine in the cache folder, for the next process."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 
 
 def cache_folder() -> Path:
-    """Where slipstream keeps what it made once: SLIPSTREAM_CACHE, or slipstream/ in the user's cache folder."""
+    """The folder for everything that is computed once: SLIPSTREAM_CACHE, or slipstream/ in the user's cache folder."""
     if given := os.environ.get("SLIPSTREAM_CACHE"):
         return Path(given)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "slipstream"
 
 
 def recall(kind: str, key: str) -> Any:
-    """None, if nothing is kept, or nothing that can be read: it is learnt anew."""
+    """What was stored; None if there is nothing or it can't be read: then it is learnt again."""
     with suppress(OSError, ValueError):
         kept = json.loads(_file(kind, key).read_text())
         if isinstance(kept, dict) and kept.get("key") == key:
@@ -27,7 +27,8 @@ def recall(kind: str, key: str) -> Any:
 
 
 def remember(kind: str, key: str, known: Any) -> None:
-    """In place of what was kept before. A cache folder that can't be written to costs the next process its start."""
+    """Store it in place of an earlier one. Errors are ignored: if the folder can't be written to, the next process
+    learns again."""
     file = _file(kind, key)
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""LLM: a model, its tokenizer and a drafter behind three verbs: generate, stream, chat."""
+"""LLM: a model, its tokenizer and a drafter, with three methods: generate, stream, chat."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from slipstream.text import Detokenizer, Prompt, encode, split_batch
 from slipstream.trace.record import Recorder
 
 PROCESSORS = "transformers' LogitsProcessor objects"
-MAX_DRAFT_PREDICTED = 63  # where a long draft may be right as a whole; with the root, 64 rows
+MAX_DRAFT_PREDICTED = 63  # with a prediction long drafts may be right as a whole; with the root, 64 rows
 
 
 def load(
@@ -69,7 +69,7 @@ def load(
     model: a hub id, a folder (a model's or a LoRA adapter's), a GGUF file, a transformers model already in memory, or
     nothing for the embedded one.
     tokenizer: for a model in memory, so that prompts and answers can be text; otherwise it comes with the model.
-    drafter: a name from `slipstream drafters`; its options follow as keywords. `auto` asks those that earn their time.
+    drafter: a name from `slipstream drafters`; its options follow as keywords. `auto` asks the drafters that pay.
     max_batch: how many answers are written at a time at most.
     dtype, device, device_map, trust_remote_code, model_options: how to load the model; the last go to transformers'
     `from_pretrained`. A model in memory is taken as it is, and they are refused.
@@ -78,7 +78,7 @@ def load(
     """
     max_batch = integer("max_batch", max_batch, 1)
     if isinstance(drafter, str):
-        drafters.find(drafter)  # a misspelt name should not cost a model's loading time
+        drafters.find(drafter)  # refuse a misspelt name before the model is loaded
     if model is None or isinstance(model, str | Path):
         model, found = load_model(
             model,
@@ -135,9 +135,9 @@ class LLM:
         name = drafter if isinstance(drafter, str) else type(drafter).__name__
         self.engine = Engine(self.target, made, name, max_batch)
         self._service: Service | None = None
-        self._first = threading.Lock()  # of those who call `generate` at a time
+        self._first = threading.Lock()  # held by the first of the threads that call `generate` at the same time
         self.eos = end_tokens(model, tokenizer)
-        # Greedy decoding by transformers applies this default of the model's, so ours does.
+        # transformers applies this default of the model in greedy decoding too, so it is applied here.
         default = getattr(getattr(model, "generation_config", None), "repetition_penalty", None)
         self._repetition_penalty = 1.0 if default is None else float(default)
 
@@ -148,15 +148,15 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Give back what it holds besides the model: caches, captured steps, the drafter. It can't be asked after that.
-        Answers that are being written must be read, or their streams closed, before."""
+        """Free everything except the model: caches, captured steps, the drafter. It can't be used after that. Running
+        answers must be read to the end, or their streams closed, before."""
         if self.engine.closed:
             return
         if self._service is not None:
             self._service.close()
         self.engine.close()
         del self.target
-        gc.collect()  # parts that refer to each other, which Python may keep for long
+        gc.collect()  # frees reference cycles, which Python may keep for long
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
@@ -192,13 +192,14 @@ class LLM:
 
         json_schema: a dict, its text or a pydantic model that the answer follows; regex: that it matches.
 
-        seed: one, or one per prompt (a fresh one, told in the result); sample (0): the i-th of n answers has the
+        seed: one, or one per prompt (a fresh one, reported in the result); sample (0): the i-th of n answers has the
         sample index sample + i.
 
         max_draft: drafted nodes per step (16, on a GPU 31, with a prediction 63; 0 turns speculation off);
         prediction: the answer that is expected, more or less, as text or token ids, for all prompts or one for each:
-        it is drafted first, and found again after an edit; drafters: names, whom `auto` may ask; collection: whose
-        text may draft, in drafters that keep text; accept ("match"): or rejection, typical, lenient; accept_options.
+        it is drafted first, and found again after an edit; drafters: names of those that `auto` may ask; collection:
+        whose text may draft, in drafters that keep text; accept ("match"): or rejection, typical, lenient;
+        accept_options.
 
         template (True): False continues a string as it is; logprobs: alternatives to report for each token; trace
         (False): record what happened at each step.
@@ -207,7 +208,7 @@ class LLM:
         return arranged([result(sequence) for sequence in self._answered(requests)], prompt, n)
 
     def _answered(self, requests: list[Request]) -> list[Running]:
-        """One in this thread; several, or while others are being answered, by the service."""
+        """Answer one request in this thread; several, or one while others are being answered, through the service."""
         first = self._first.acquire(blocking=False)
         try:
             others = not first or (self._service is not None and self._service.busy)
@@ -220,8 +221,8 @@ class LLM:
                 self._first.release()
 
     async def agenerate(self, prompt: Prompt | Sequence[Prompt], *, n: int = 1, **options: Unpack[Options]) -> Any:
-        """As `generate`, from an event loop. Answers that are asked for at the same time are written together; a task
-        that is cancelled ends its own."""
+        """As `generate`, from an event loop. Answers requested at the same time run as a batch; cancelling a task ends
+        its own."""
         requests = self.requests(prompt, n=n, **options)
         tasks = [asyncio.ensure_future(answered(self.service, request)) for request in requests]
         try:
@@ -231,7 +232,7 @@ class LLM:
                 task.cancel()
 
     def requests(self, prompt: Prompt | Sequence[Prompt], *, n: int = 1, **options: Unpack[Options]) -> list[Request]:
-        """What `generate` asks the engine for, in the order of its answers; checked."""
+        """The checked requests of a call of `generate`, in the order of its answers."""
         wishes: dict[str, Any] = {**options}
         prompts, many = split_batch(prompt)
         n = integer("n", n, 1)
@@ -246,7 +247,7 @@ class LLM:
             for p, seed, expected in zip(prompts, seeds, predictions, strict=True)
             for i in range(n)
         ]
-        for request in requests:  # a mistake in the last one must not cost the answers of the first
+        for request in requests:  # all are checked before the first is answered
             check_prompt(request, self.target)
         return requests
 
@@ -261,15 +262,15 @@ class LLM:
 
     @property
     def service(self) -> Service:
-        """What answers many callers at a time, from any thread or event loop."""
+        """The service that answers many callers at a time, from any thread or event loop."""
         self.engine.check_open()
         if self._service is None:
             self._service = Service(self.engine)
         return self._service
 
     def swap_head(self, source: str | Path | Head, name: str | None = None) -> str:
-        """Another head of the same kind and shape drafts from the next step on, while answers go on being written;
-        their texts stay the same. name: in whose place, if several of its kind draft. Returns whose it was."""
+        """Replace a head by another of the same kind and shape from the next step on. Running answers continue; their
+        texts don't change. name: which head to replace, if several of this kind draft. Returns the replaced name."""
         self.engine.check_open()
         new = source.bind(self.model) if isinstance(source, Head) else load_head(source, self.model)
         folder = None if isinstance(source, Head) else find_folder(source)
@@ -284,8 +285,9 @@ class LLM:
         return name
 
     def reload_heads(self) -> Reloaded:
-        """Heads that were registered for this model since it was loaded, as by `slipstream tune`, take the place of
-        those that a new start would no longer find. One that does not fit is told with its reason."""
+        """Take over heads that were registered for this model since it was loaded, for instance by `slipstream tune`:
+        they replace those that a new start would not use any more. A head that does not fit is reported, with the
+        reason."""
         self.engine.check_open()
         found = Reloaded()
         for name, folder in swapping.replaced(self.model, swapping.heads_of(self.engine.drafter)).items():
@@ -331,7 +333,7 @@ class LLM:
         shared: bool = False,
         **sampling: Any,
     ) -> Request:
-        """What `generate` asks the engine for. shared: other answers use the same processor objects. trace: may be a
+        """One request as `generate` makes it. shared: other answers use the same processor objects. trace: may be a
         function that receives each line of the trace as soon as it is final."""
         self.engine.check_open()
         known = {f.name for f in fields(Sampling)}
@@ -352,7 +354,7 @@ class LLM:
         tokens = encode(prompt, self.tokenizer, template)
         ends = {integer("stop_tokens", token) for token in listed("stop_tokens", stop_tokens, "token ids")}
         processors = listed("processors", processors, PROCESSORS)
-        if shared:  # a stateful processor follows one answer
+        if shared:  # a processor may be stateful: each answer needs its own
             processors = [p.fresh() if isinstance(p, GrammarProcessor) else copy.deepcopy(p) for p in processors]
         words = tuple(tuple(self._ids(w, "bad_words")) for w in listed("bad_words", bad_words, "words"))
         bias = biases(sampling.pop("logit_bias", None))
@@ -393,7 +395,8 @@ class LLM:
         return Recorder(header, request.stop, self.tokenizer, sink)
 
     def _with_grammar(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """json_schema and regex turned into the processor that enforces them, made once for all answers."""
+        """The options with json_schema and regex replaced by a processor that enforces them, made once for all
+        answers."""
         options = {**given}
         schema, regex = options.pop("json_schema", None), options.pop("regex", None)
         if schema is None and regex is None:
@@ -404,7 +407,7 @@ class LLM:
         return {**options, "processors": (*listed("processors", options.get("processors"), PROCESSORS), made)}
 
     def _ids(self, text: str | Sequence[int], what: str) -> Sequence[int]:
-        """Tokens of a piece of an answer: nothing is added at its ends."""
+        """The tokens of a piece of an answer, without special tokens."""
         if not isinstance(text, str):
             return [integer(what, token) for token in listed(what, text, "token ids")]
         if self.tokenizer is None:
@@ -415,15 +418,15 @@ class LLM:
 class Chat:
     """A conversation: `messages` so far, and a cache that has already read them. Close it, or use it in a `with`.
 
-    One stream at a time: the next answer depends on the one before. `messages` may be edited between two answers: what
-    the next prompt shares with the text that was read is not read again.
+    Only one stream at a time: the next answer depends on the one before. `messages` may be edited between two answers:
+    the prefix that the next prompt shares with the cached text is not read again.
     """
 
     def __init__(self, llm: LLM, system: str | None = None) -> None:
         self.llm = llm
         self.messages: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
         self._kept = Kept()
-        self._reading = Lock()  # held while a stream is being read
+        self._reading = Lock()  # held while a stream is being consumed
 
     def __enter__(self) -> Chat:
         return self
@@ -432,20 +435,20 @@ class Chat:
         self.close()
 
     def send(self, content: str, **options: Unpack[Options]) -> Result:
-        """Say something and get the answer."""
+        """Send a message and get the answer."""
         stream = self.stream(content, **options)
         for _ in stream:
             pass
         return stream.result
 
     def stream(self, content: str, **options: Unpack[Options]) -> Stream:
-        """Say something and stream the answer. Both join the conversation as soon as there is an answer, even one that
-        is cut short. What is said follows all that stands in the conversation when reading begins."""
+        """Send a message and stream the answer. Both are added to the conversation once there is an answer, even one
+        that is cut short. The message follows everything that is in the conversation when the stream is first read."""
         (options["seed"],) = spread(options.get("seed"), 1)
         return ChatStream(self, {"role": "user", "content": content}, self.llm._with_grammar(options))
 
     def close(self) -> None:
-        """Give the cache back. The conversation can go on: the next turn reads all of it again."""
+        """Free the cache. The conversation can go on: the next turn reads all of it again."""
         if not self._reading.acquire(blocking=False):
             raise PromptError(STILL_OPEN)
         try:
@@ -458,14 +461,14 @@ STILL_OPEN = "a stream of this conversation is still being read: read it to its 
 
 
 class ChatStream(Stream):
-    def __init__(self, chat: Chat, said: dict[str, str], options: dict[str, Any]) -> None:
-        self._chat, self._said, self._options = chat, said, options
+    def __init__(self, chat: Chat, message: dict[str, str], options: dict[str, Any]) -> None:
+        self._chat, self._message, self._options = chat, message, options
         super().__init__(chat.llm.engine, self._asked())
 
     def _asked(self) -> Request:
-        """The conversation as it is now, and what is said."""
+        """The request: the conversation as it is now, and the new message."""
         self._before = [dict(message) for message in self._chat.messages]
-        request = self._chat.llm.request([*self._before, self._said], **self._options)
+        request = self._chat.llm.request([*self._before, self._message], **self._options)
         check_prompt(request, self._chat.llm.target)
         return request
 
@@ -480,12 +483,12 @@ class ChatStream(Stream):
             yield from self._engine.run([self._request], chat._kept)
         finally:
             if self._running is not None:
-                chat.messages += [self._said, {"role": "assistant", "content": self.result.text}]
+                chat.messages += [self._message, {"role": "assistant", "content": self.result.text}]
             chat._reading.release()
 
 
 def arranged(results: list[Result], prompt: Any, n: int) -> Any:
-    """As `generate` hands them back: one for one prompt, else lists."""
+    """Results in the form that `generate` returns: one for one prompt, else lists."""
     groups: list[Any] = results if n == 1 else [results[i : i + n] for i in range(0, len(results), n)]
     return groups if split_batch(prompt)[1] else groups[0]
 
@@ -497,7 +500,7 @@ def names(given: str | Sequence[str]) -> list[str]:
 
 
 def biases(given: Any) -> dict[int, float]:
-    """What is added to the logits of which ids. Minus infinity rules an id out."""
+    """A checked logit_bias: what is added to the logits of which ids. Minus infinity rules an id out."""
     if given is not None and not isinstance(given, Mapping):
         raise OptionError(f"logit_bias={given!r} is a {type(given).__name__}: give a dict of ids and numbers")
     return {
@@ -507,7 +510,7 @@ def biases(given: Any) -> dict[int, float]:
 
 
 def spread(seed: SupportsIndex | Sequence[SupportsIndex] | None, count: int) -> list[int]:
-    """One seed per prompt, from one for all, from a list, or from nowhere: then fresh ones, told in the results."""
+    """One seed per prompt, from one for all or from a list; None: fresh ones, reported in the results."""
     if seed is None:
         return [secrets.randbits(32) for _ in range(count)]
     seed = seed.tolist() if hasattr(seed, "tolist") else seed
@@ -530,7 +533,7 @@ def one_each(prediction: Any, count: int) -> list[Any]:
 
 
 def end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
-    """Every token id that ends an answer: of the generation config, the model's config and the tokenizer."""
+    """All token ids that end an answer, by the generation config, the model's config and the tokenizer."""
     ends: set[int] = set()
     for place in (getattr(model, "generation_config", None), model.config.get_text_config(), tokenizer):
         ids = getattr(place, "eos_token_id", None)

@@ -1,4 +1,4 @@
-"""What takes a while tells whoever watches: commands show it, programs that use the library hear nothing."""
+"""Notices of work that takes seconds. Commands show them; in programs that use the library they do nothing."""
 
 from __future__ import annotations
 

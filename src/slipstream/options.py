@@ -9,7 +9,7 @@ from slipstream.accept import Rule
 
 
 class Options(TypedDict, total=False):
-    """What an answer can be asked for. Whatever is left out has the value in brackets."""
+    """The options of an answer. The defaults are in brackets."""
 
     # How long, and where it ends.
     max_new_tokens: int  # (256)
@@ -29,12 +29,12 @@ class Options(TypedDict, total=False):
     processors: Sequence[Any] | None  # transformers' LogitsProcessor objects
     json_schema: Any  # a dict, its text, or a pydantic model: the answer follows it
     regex: str | None  # the answer matches it
-    seed: SupportsIndex | Sequence[SupportsIndex] | None  # (a fresh one, told in the result) one, or one per prompt
+    seed: SupportsIndex | Sequence[SupportsIndex] | None  # (a fresh one, reported in the result) one, or one per prompt
     sample: int  # (0) which of the answers that this seed can give
     # How it is drafted and verified.
     max_draft: int | None  # (16, on a GPU 31, with a prediction 63) nodes per step; 0 turns speculation off
     prediction: str | Sequence[int] | Sequence[str | Sequence[int]] | None  # the expected answer, or one per prompt
-    drafters: str | Sequence[str] | None  # names: whom `auto` may ask
+    drafters: str | Sequence[str] | None  # names of the drafters that `auto` may ask
     collection: str  # ("default") whose text may draft, in drafters that keep text
     accept: str | Rule  # ("match") or rejection; typical and lenient are lossy
     accept_options: dict[str, Any] | None

@@ -1,4 +1,4 @@
-"""Request: one sequence to continue, and what the engine needs to know to continue it."""
+"""Request: one sequence to continue, with everything that the engine needs for it."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ Stop = Callable[[int], str | None]
 
 @dataclass(frozen=True)
 class Step:
-    """What one forward did for one sequence, for whoever watches. In a batch the times are its share of all."""
+    """What one forward did for one sequence, as `Request.watch` is shown it. In a batch, times are its share of all."""
 
     tree: TokenTree
     verdict: Verdict
     draft_seconds: float
     verify_seconds: float
     host_seconds: float  # deciding, committing, observing
-    choice: Choice | None = None  # what the drafter decided, if it decides anything
+    choice: Choice | None = None  # what the drafter decided about this step, if it is one that decides
 
 
 @dataclass
@@ -36,13 +36,13 @@ class Request:
     sampling: Sampling = field(default_factory=Sampling)
     accept: Rule = field(default_factory=Match)
     seed: int = 0
-    sample: int = 0  # the i-th of several answers to one prompt draws its own noise
-    # Called once with every emitted token, in order; names the reason if the text ends with it ("stop", "length").
+    sample: int = 0  # index among several answers to one prompt: each has noise of its own
+    # Called once with every emitted token, in order; returns the reason if the text ends with it ("stop", "length").
     stop: Stop | None = None
-    collection: str = "default"  # whose text may draft: nothing passes from one collection to another
+    collection: str = "default"  # drafts use text of the same collection alone
     max_draft: int = 16  # drafted nodes per step at most; 0 turns speculation off
-    drafters: tuple[str, ...] | None = None  # whom `auto` may ask for this request; None: everyone it has
-    prediction: list[int] | None = None  # the output that is expected, more or less: it is drafted first
+    drafters: tuple[str, ...] | None = None  # those that `auto` may ask for this request; None: all that it has
+    prediction: list[int] | None = None  # the output that the caller expects, more or less; it is drafted first
     logprobs: int | None = None  # report this many alternatives per emitted token
     watch: Callable[[Step], None] | None = None  # shown every step
     cancelled: bool = False

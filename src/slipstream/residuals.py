@@ -1,5 +1,7 @@
-"""What rejection decides by, at all nodes of a tree at once: on a GPU a number that is waited for takes longer than all
-that is computed for it. So it is computed where the logits are, as one captured function, and one table comes down.
+"""Decisions of the rejection rule for all nodes of a tree at once, on a GPU.
+
+Waiting for a single number takes longer there than computing all of them. So everything is computed where the logits
+are, as one captured function, and one table is copied to the host.
 """
 
 from __future__ import annotations
@@ -17,41 +19,41 @@ from slipstream.sampling import Sampler, noise_key, uniform
 from slipstream.targets.base import Scores
 from slipstream.tree import TokenTree
 
-SMALLEST = 1e-300  # of a sum that is divided by
-GIVEN = 4  # numbers of a node that stand before its children's tokens in a table
+SMALLEST = 1e-300  # lower limit of a divisor
+GIVEN = 4  # columns of a table before the children's tokens
 
 
 @dataclass(frozen=True)
 class Decisions:
-    """By node. A child's chance is that of being accepted once those before it were rejected."""
+    """By node. A child's chance is that of being accepted after those before it were rejected."""
 
     chances: NDArray[np.float64]  # (n, k), children in draw order
-    masses: NDArray[np.float64]  # (n, k) what p has left once the child is rejected too
-    drawn: NDArray[np.float64]  # (n, 2) the token that is drawn of what all of them leave, and its mass
+    masses: NDArray[np.float64]  # (n, k) the mass left of p after the child is rejected too
+    drawn: NDArray[np.float64]  # (n, 2) the token drawn from what all of them leave, and its mass
 
     def at(self, node: int) -> tuple[list[float], list[float], list[float]]:
         return self.chances[node].tolist(), self.masses[node].tolist(), self.drawn[node].tolist()
 
 
 def decide(tree: TokenTree, scores: Scores, sampler: Sampler) -> Decisions | None:
-    """For a walk that begins now. None: what it decides by can't be captured, or depends on the text."""
+    """The decisions for a walk that begins now. None if they can't be captured, or depend on the text."""
     s = sampler.sampling
     if scores.captured is None or s.greedy or s.adjusts or s.filters:
         return None
-    given, lying = table(tree, scores, sampler), (scores.of_step,)
+    given, step_logits = table(tree, scores, sampler), (scores.of_step,)
     if tree.q is None:
-        found = scores.captured(reject_certain).fetch(given, still=lying)
+        found = scores.captured(reject_certain).fetch(given, still=step_logits)
     else:
-        found = scores.captured(reject_drawn).fetch(given, tree.q, still=lying)
+        found = scores.captured(reject_drawn).fetch(given, tree.q, still=step_logits)
     numbers = found.numpy()[: len(tree)].copy()
     most = (numbers.shape[1] - 2) // 2
     return Decisions(numbers[:, :most], numbers[:, most:-2], numbers[:, -2:])
 
 
 def table(tree: TokenTree, scores: Scores, sampler: Sampler) -> Tensor:
-    """(n, GIVEN + 2k) float64, n and k rounded up, so that few shapes are captured: where a node's logits and its row
-    of q lie (-1: it has none), the uniform number that draws, the temperature; its children's tokens; which of these
-    are children, not padding, nor equal to one before."""
+    """(n, GIVEN + 2k) float64, one line per node; n and k are rounded up, so that few shapes are captured. Columns: the
+    row of the node's logits; its row of q (-1: none); the uniform number to draw with; the temperature; k tokens of
+    children; k flags: 1 for a child, 0 for padding and for a child equal to an earlier one."""
     children: list[list[int]] = [[] for _ in range(len(tree))]
     for parent, token in zip(tree.parents[1:].tolist(), tree.tokens[1:].tolist(), strict=True):
         children[parent].append(token)
@@ -64,7 +66,7 @@ def table(tree: TokenTree, scores: Scores, sampler: Sampler) -> Tensor:
     for node, (depth, mine) in enumerate(zip(tree.depths.tolist(), children, strict=True)):
         key = noise_key(sampler.seed, sampler.sample_index, sampler.position + depth, "draw")
         made[node, 2] = uniform(key, 0)
-        first = [token not in mine[:i] for i, token in enumerate(mine)]  # once rejected, an equal one is too
+        first = [token not in mine[:i] for i, token in enumerate(mine)]  # equal ones are rejected together
         others = _others(mine)
         tokens = [token if new else next(others) for token, new in zip(mine, first, strict=True)]
         made[node, GIVEN : GIVEN + most] = [*tokens, *islice(others, most - len(mine))]
@@ -79,7 +81,7 @@ def _rounded(n: int) -> int:
 
 
 def _others(tokens: list[int]) -> Iterator[int]:
-    """Ids that are none of these: what is written for padding must not meet a child's."""
+    """Ids other than these, for padding: it must not equal a child."""
     return (i for i in count() if i not in tokens)
 
 
@@ -87,7 +89,7 @@ def _others(tokens: list[int]) -> Iterator[int]:
 
 
 def _read(table: Tensor, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """p (n, V), tokens (n, k), and which of these are children."""
+    """p (n, V), the tokens (n, k), and their flags."""
     most = (table.shape[1] - GIVEN) // 2
     warm = logits[table[:, 0].long()].float() / table[:, 3:4].float()
     return torch.softmax(warm.double(), -1), table[:, GIVEN : GIVEN + most].long(), table[:, GIVEN + most :] > 0
@@ -102,11 +104,11 @@ def _draw(left: Tensor, share: Tensor) -> Tensor:
 
 
 def reject_certain(table: Tensor, logits: Tensor) -> Tensor:
-    """Children that were not drawn: each is accepted with its share of what is left of p, and removed from it."""
+    """For children without q: each is accepted with its share of what is left of p, else removed from it."""
     p, tokens, real = _read(table, logits)
     shares = p.gather(1, tokens) * real
     left = p.scatter(1, tokens, p.gather(1, tokens) * ~real)
-    # After each child: what is left at last and the children behind it. A sum, since a difference may round to nothing.
+    # After each child: the rest of p plus the children after it. A sum, since a difference may be rounded to 0.
     behind = torch.cat([shares[:, 1:], torch.zeros_like(shares[:, :1])], 1).flip(1).cumsum(1).flip(1)
     after = left.sum(1, keepdim=True) + behind
     chances = shares / (shares + after).clamp_min(SMALLEST)
@@ -114,7 +116,7 @@ def reject_certain(table: Tensor, logits: Tensor) -> Tensor:
 
 
 def reject_drawn(table: Tensor, q: Tensor, logits: Tensor) -> Tensor:
-    """Children that were drawn from q without replacement; where a node has none, as above."""
+    """For children drawn from q without replacement; nodes without q as in `reject_certain`."""
     left, tokens, real = _read(table, logits)
     drawn = table[:, 1:2] >= 0
     other = q[table[:, 1].clamp_min(0).long()].to(left)

@@ -1,6 +1,6 @@
-"""Rows: the answers of one call of transformers' `generate` side by side, column by column, as its own loop makes them.
+"""Rows: the answers of one call of transformers' `generate`, released column by column, as its own loop does.
 
-So a streamer is shown them, and so stopping criteria are asked that may look at all rows, or count their calls.
+Streamers expect columns, and so do stopping criteria that look at all rows or count their calls.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from slipstream.stats import Stats
 
 
 class Rows:
-    """Rows come as fast as their drafts are right, so a column is there when the slowest row has reached it. What a row
-    said beyond the column in which a criterion ends it is dropped.
+    """Rows grow at different speeds, so a column is complete when the slowest row has reached it. Tokens of a row after
+    the column in which a criterion ended it are dropped.
 
-    criteria: asked once for each column; None if every row ends by itself. pad: the token behind the end of a row that
-    is over before others; None lets it go on until the last one is over, as transformers does if no token ends a text.
+    criteria: called once for each column; None if every row ends by itself. pad: the token for rows that end before
+    others; None lets these continue until the last one ends, as transformers does if no token ends a text.
     """
 
     def __init__(
         self, input_ids: torch.Tensor, requests: list[Request], criteria: Any, pad: int | None, streamer: Any
     ) -> None:
-        self._prompts = self._shown = input_ids  # what the criteria were shown so far
+        self._prompts = self._shown = input_ids  # _shown: what the criteria were called with last
         self._requests = requests
         self._criteria, self._pad, self._streamer = criteria, pad, streamer
         self._running: dict[int, Running] = {}
@@ -35,7 +35,7 @@ class Rows:
         self._lengths = [0] * len(requests)
 
     def follow(self, steps: Iterator[Running]) -> None:
-        """Take what the engine says, until every row is over."""
+        """Take the engine's steps until every row has ended."""
         watched = self._criteria is not None or self._streamer is not None
         try:
             for sequence in steps:
@@ -53,14 +53,14 @@ class Rows:
 
     @property
     def stats(self) -> list[Stats]:
-        """Of each row; tokens that were dropped don't count as new, but what they cost does."""
+        """The statistics of each row. Dropped tokens don't count as new, but their time does."""
         made = [self._running[id(request)].stats for request in self._requests]
         for stats, length in zip(made, self._lengths, strict=True):
             stats.new_tokens = length
         return made
 
     def _advance(self) -> bool:
-        """Take every column that is complete. Are all rows over?"""
+        """Take every column that is complete. Returns whether all rows have ended."""
         while not all(self._over):
             column = []
             for i in range(len(self._requests)):
@@ -82,21 +82,21 @@ class Rows:
 
     def _take(self, column: list[int]) -> None:
         self._columns.append(column)
-        told = [False] * len(column) if self._criteria is None else self._told()
+        stopped = [False] * len(column) if self._criteria is None else self._stopped()
         for i, request in enumerate(self._requests):
             if self._over[i] and self._pad is not None:
                 continue
             running = self._running[id(request)]
             self._lengths[i] = min(len(self._columns), len(running.tokens))
             ended = running.finish is not None and len(running.tokens) <= len(self._columns)
-            if told[i] or ended:
+            if stopped[i] or ended:
                 self._over[i] = True
                 if self._pad is not None:
                     request.cancel()
         if self._streamer is not None:
             self._streamer.put(torch.tensor(column))
 
-    def _told(self) -> list[bool]:
-        """What the criteria say of each row, now that it is one column longer."""
+    def _stopped(self) -> list[bool]:
+        """For each row, whether the criteria end it after the new column."""
         self._shown = torch.cat([self._shown, self._shown.new_tensor(self._columns[-1])[:, None]], dim=1)
         return self._criteria(self._shown, None).tolist()

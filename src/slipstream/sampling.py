@@ -1,8 +1,7 @@
-"""How the next token is chosen from the target's logits, and the noise it is chosen with.
+"""How the next token is chosen from the target's logits, and the noise that it is chosen with.
 
-The noise is a function of (seed, sample index, position, token id) and of nothing else. So a sampled text is the same
-token for token whether drafts were verified or not, and whichever drafter made them: whoever samples a position
-finds the same noise there.
+The noise is a function of (seed, sample index, position, token id) and of nothing else. So a sampled text is the same,
+token for token, with any drafter or none: every sample of a position uses the same noise.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from slipstream.checks import integer, real
 from slipstream.compiled import compiled
 from slipstream.errors import NumericalError, OptionError
 
-COLDEST = 1e-6  # logits divided by much less are infinite
+COLDEST = 1e-6  # the lowest temperature: logits divided by much less become infinite
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,7 @@ class Sampling:
 
     @property
     def adjusts(self) -> bool:
-        """Whether logits change before the temperature is applied."""
+        """Whether logits are changed before the temperature is applied."""
         return bool(self.logit_bias or self.penalises or self.bad_words or self.processors)
 
     @property
@@ -73,17 +72,17 @@ class Sampling:
 
     @cached_property
     def plain(self) -> bool:
-        """The raw logits decide alone, so a forward may pick the token without knowing the history."""
+        """Whether the raw logits decide alone, so that a forward may choose the token without the history."""
         return self == Sampling()
 
 
 class Sampler:
-    """One sequence's choices: its history, and its noise. A rule that walks a draft asks here at every node."""
+    """Chooses one sequence's tokens, by its history and its noise. Accept rules use it at every node of a draft."""
 
     def __init__(self, sampling: Sampling, history: Sequence[int], seed: int = 0, sample: int = 0) -> None:
         self.sampling = sampling
         self.seed, self.sample_index = seed, sample
-        self.seconds = 0.0  # spent in `sample`: where a step can't choose tokens by itself
+        self.seconds = 0.0  # spent in `sample`, which is used where a step can't choose tokens itself
         self.position = len(history)  # of the token to be chosen next
         self.prompt = list(history)
         self.output: list[int] = []
@@ -93,7 +92,7 @@ class Sampler:
             self._ids[0, : len(history)] = torch.tensor(self.prompt, dtype=torch.long)
 
     def push(self, token: int) -> None:
-        """`token` was chosen: the history is one longer."""
+        """Append a chosen token to the history."""
         self.output.append(token)
         if self._ids is not None:
             if self.position == self._ids.shape[1]:
@@ -102,7 +101,7 @@ class Sampler:
         self.position += 1
 
     def sample(self, row: torch.Tensor) -> int:
-        """A token from one row (V,) of logits, by the Gumbel-max of this position's noise."""
+        """A token from one row (V,) of logits, by the Gumbel-max trick with this position's noise."""
         if self.sampling.plain:
             return self.best(row)
         clock = perf_counter()
@@ -118,7 +117,7 @@ class Sampler:
         return int(tokens[self.best(logits + gumbel(self.key(), tokens))])
 
     def distribution(self, row: torch.Tensor) -> torch.Tensor:
-        """(V,) the probabilities that `sample` draws from, in float64, where the row is."""
+        """(V,) the probabilities that `sample` draws from, in float64, on the row's device."""
         logits = self.warped(row)
         if self.sampling.greedy:
             p = torch.zeros(len(logits), dtype=torch.float64, device=row.device)
@@ -127,23 +126,24 @@ class Sampler:
         return torch.softmax(logits.double(), -1)
 
     def flip(self, probability: float, draw: int) -> bool:
-        """A coin for the draw-th candidate at this position. Its noise is no token's noise."""
+        """A coin flip for the draw-th candidate at this position, with noise independent of all tokens' noise."""
         return uniform(self.key("flip"), draw) < probability
 
     def draw(self, weights: torch.Tensor) -> int:
-        """A token from unnormalised weights (V,): the one in which a random share of all weight is reached."""
+        """A token drawn from unnormalised weights (V,): the first at which the running sum reaches a random share of
+        the total."""
         return self.taken(*self.drawn(weights).tolist())
 
     def drawn(self, weights: torch.Tensor) -> torch.Tensor:
-        """(2,) what `draw` decides by, still on its device: the token, and the sum of all weight."""
+        """(2,) the token that `draw` takes and the total weight, still on the device."""
         total = weights.cumsum(0)
-        # A sum in parts may grow by a rounding where nothing weighs anything: nothing is reached there.
+        # A parallel sum may grow by rounding at a token of weight 0: such a token is never taken.
         reached = torch.where(weights > 0, total, -1.0)
         token = (reached >= uniform(self.key("draw"), 0) * reached.amax()).byte().argmax()
         return torch.stack([token.to(weights.dtype), total[-1]])
 
     def taken(self, token: float, mass: float) -> int:
-        """The token that `drawn` names; refuses NaN, and weights that are all zero."""
+        """The token of `drawn`, on the host. Refuses NaN, and weights that are all zero."""
         check_choice(mass or -np.inf, self.position)
         return int(token)
 
@@ -151,14 +151,14 @@ class Sampler:
         return noise_key(self.seed, self.sample_index, self.position, stream)
 
     def warped(self, row: torch.Tensor) -> torch.Tensor:
-        """One row (V,) after everything that `Sampling` names, ready for softmax."""
+        """One row (V,) of logits with all of `Sampling` applied, ready for softmax."""
         ids, logits = self.candidates(row)
         if ids is None:
             return logits
         return torch.full_like(row, -torch.inf, dtype=logits.dtype).index_copy(0, ids, logits)
 
     def candidates(self, row: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """The tokens that remain possible (None: all of them), and their logits."""
+        """The tokens that remain possible (None: all), and their logits."""
         s = self.sampling
         logits = self._adjusted(row.float())
         for processor in s.processors:
@@ -181,7 +181,7 @@ class Sampler:
         return ids, logits
 
     def _adjusted(self, logits: torch.Tensor) -> torch.Tensor:
-        """With biases, penalties and bad words. A copy wherever anyone may write: the row is the target's own."""
+        """Logits with biases, penalties and bad words. A copy if anything is changed: the row belongs to the target."""
         s = self.sampling
         if not s.adjusts:
             return logits
@@ -194,9 +194,9 @@ class Sampler:
             value = logits[seen]
             logits[seen] = torch.where(value < 0, value * s.repetition_penalty, value / s.repetition_penalty)
         if (s.presence_penalty or s.frequency_penalty) and self.output:
-            said, counts = np.unique(self.output, return_counts=True)
+            emitted, counts = np.unique(self.output, return_counts=True)
             minus = s.presence_penalty + s.frequency_penalty * counts
-            logits[torch.from_numpy(said).to(logits.device)] -= torch.from_numpy(minus).to(logits)
+            logits[torch.from_numpy(emitted).to(logits.device)] -= torch.from_numpy(minus).to(logits)
         if s.bad_words:
             longest = max(map(len, s.bad_words))
             tail = (*self.prompt[-longest:], *self.output[-longest:])
@@ -206,25 +206,25 @@ class Sampler:
         return logits
 
     def best(self, logits: torch.Tensor) -> int:
-        """The largest of (V,); refuses NaN, and rows in which nothing is possible."""
-        best = int(torch.argmax(logits))  # NaN counts as the largest, so looking at the winner is enough
+        """The id of the largest of (V,). Refuses NaN, and rows in which no token is possible."""
+        best = int(torch.argmax(logits))  # NaN counts as the largest, so checking the winner is enough
         check_choice(float(logits[best]), self.position)
         return best
 
 
 def nucleus(p: torch.Tensor, mass: float) -> torch.Tensor:
     """Ids of the fewest tokens of p (V,) that together reach `mass`, the most probable first."""
-    # Sorting a whole vocabulary takes milliseconds, and the tail is hardly ever needed.
+    # Sorting a whole vocabulary takes milliseconds, and the tail is rarely needed.
     likely = torch.nonzero(p >= 1e-4).flatten()
     if float(p[likely].sum()) <= mass:
         likely = torch.arange(len(p), device=p.device)
     ordered, order = torch.sort(p[likely], descending=True, stable=True)
-    before = ordered.double().cumsum(-1) - ordered  # a token goes when those before it already reach the mass
+    before = ordered.double().cumsum(-1) - ordered  # a token is dropped if those before it already reach the mass
     return likely[order[before < mass]]
 
 
 def check_choice(logit: float, position: int) -> None:
-    """Refuse a token that won with a NaN, or because every token was ruled out."""
+    """Refuse a token whose logit is NaN, or minus infinity because every token was ruled out."""
     if np.isnan(logit):
         raise NumericalError(
             f"the model's logits for position {position} contain NaN: the weights are damaged, or the dtype "
@@ -262,7 +262,7 @@ def noise_bits(key: int, tokens: torch.Tensor) -> torch.Tensor:
     """32 random bits for each token id, held in int64."""
     tokens = tokens.to(torch.int64)
     if isinstance(key, int) and tokens.device.type == "cpu" and tokens.ndim == 1:
-        # The same in one pass: twenty operations on tensors take longer than all else about a token.
+        # The same in one compiled pass: twenty tensor operations would take most of a token's time.
         return torch.from_numpy(_bits_of_all(np.uint64(key), tokens.numpy()))
     bits: torch.Tensor = _bits(key, tokens)
     return bits
@@ -295,7 +295,7 @@ def _bits_of_all(key, tokens):  # type: ignore[no-untyped-def]
 
 
 def gumbel(key: int, tokens: torch.Tensor) -> torch.Tensor:
-    """Standard Gumbel noise, float64, for each token id: a token's own, whichever others are asked about."""
+    """Standard Gumbel noise, float64, for each token id; it does not depend on the other ids."""
     u = (noise_bits(key, tokens).double() + 0.5) / 2**32  # inside (0, 1), never at its ends
     return -torch.log(-torch.log(u))
 

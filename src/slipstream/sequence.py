@@ -1,4 +1,4 @@
-"""One request while it is being continued: its sequence, the reading of its text, what stays of it."""
+"""One request while it is being continued: its sequence, the reading of its text, and a text kept for the next one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from slipstream.tree import TokenTree
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """One emitted token under the target's raw distribution, with the alternatives it had there."""
+    """The log-probability of one emitted token under the target's raw distribution, and of its alternatives."""
 
     token: int
     logprob: float
@@ -29,8 +29,8 @@ class TokenLogprobs:
 
 
 @dataclass(frozen=True)
-class Due:
-    """What a forward said about a sequence's root, before anybody has looked at it."""
+class PendingResult:
+    """The result of a forward for one sequence's root, not verified yet."""
 
     tree: TokenTree
     score: Scores
@@ -46,16 +46,16 @@ class Sequence:
     session: DraftSession
     sampler: Sampler
     stats: Stats
-    root: int = -1  # decided, not yet read by the target
+    root: int = -1  # the last token: emitted, not scored by the target yet
     tokens: list[int] = field(default_factory=list)  # emitted
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish: str | None = None  # why it ended: stop, length, cancelled, failed, or a reason of the request's own
-    error: Exception | None = None  # what it failed with, and nobody else
+    error: Exception | None = None  # what made this sequence alone fail
     started: float = field(default_factory=perf_counter)
-    due: Due | None = None  # of the latest forward
+    pending: PendingResult | None = None  # the pending result of the latest forward
 
-    def over(self, token: int) -> bool:
-        """`token` is emitted. Does the text end with it?"""
+    def emit(self, token: int) -> bool:
+        """Emit `token`. Returns whether the text ends with it."""
         self.tokens.append(token)
         if self.request.stop is not None:
             self.finish = self.request.stop(token)
@@ -70,14 +70,14 @@ class Sequence:
 
 @dataclass(eq=False)
 class Reading:
-    """A text on its way into the cache: the prompt of a new sequence, or all of one that was put back."""
+    """A text that is being read into the cache: the prompt of a new sequence, or all of a preempted one."""
 
     sequence: Sequence
     slot: Slot
     text: list[int]
-    again: bool = False  # it was put back: its drafter has seen the text, and the token after it is decided
+    again: bool = False  # of a preempted sequence: its drafter has seen the text, and the token after it is decided
     seconds: float = 0.0  # that forwards took
-    error: Exception | None = None  # what it failed with, and nobody else
+    error: Exception | None = None  # what made this reading alone fail
 
     @property
     def left(self) -> int:
@@ -86,20 +86,21 @@ class Reading:
 
 @dataclass(eq=False)
 class Kept:
-    """A text that stays read from one request to the next, as in a chat: its slot, and its drafter's session."""
+    """A text whose cache is kept from one request to the next, as in a chat: its slot and its drafter's session."""
 
     slot: Slot | None = None
     session: DraftSession | None = None
 
 
-def twin_of(request: Request, running: Iterable[Sequence]) -> Sequence | None:
-    """Who answers the same prompt, within its collection: how long a request takes must not tell what others asked."""
+def same_prompt(request: Request, running: Iterable[Sequence]) -> Sequence | None:
+    """A running sequence with the same prompt. Only within the request's collection: else the time that a request takes
+    would reveal what other collections asked."""
     own = [s for s in running if s.request.collection == request.collection]
     return next((s for s in own if s.request.tokens == request.tokens), None)
 
 
 def chooser(sequence: Sequence) -> Sampler | None:
-    """Who chooses a sequence's tokens; nobody, where the rule looks at the logits themselves."""
+    """The sampler by which the target may choose a sequence's tokens itself; None if the accept rule needs logits."""
     return None if sequence.request.accept.needs_logits else sequence.sampler
 
 
@@ -119,7 +120,7 @@ def check_prompt(request: Request, target: Target) -> None:
 
 
 def check_drafting(request: Request, drafter: Drafter) -> None:
-    """Refuse wishes that a drafter would ignore."""
+    """Refuse options of a request that its drafter would ignore."""
     if request.prediction is not None and "prediction" not in can.takes(drafter):
         raise OptionError(f"{type(drafter).__name__} makes no use of a prediction: draft with auto, or with prediction")
     if request.drafters is not None and "drafters" not in can.takes(drafter):

@@ -1,14 +1,15 @@
-"""Service: many callers, one engine. A thread of its own drives it; answers come to their callers as they grow.
+"""Service: many callers, one engine. A thread of its own drives it and delivers answers to their callers as they grow.
 
-Requests wait in the order of their priority, then of their arrival. In each round one forward reads a piece of the next
-prompt, or of several where the target takes them together, and all running answers go a step further, in the same
-forward where the target can: nobody who is answered waits for more than a piece of others' prompts. Only a list that is
-answered as a whole first fills the batch. Whatever fails, fails for its own request alone.
+Requests wait in the order of priority, then of arrival. Each round reads a piece of the next prompt, or of several
+where one forward can hold them, and takes one step of all running answers, in the same forward where the target can.
+So a running answer never waits for more than a piece of other prompts. Only `generate` of a list reads prompts until
+the batch is full before it takes steps. An error ends the request that caused it, and no other.
 
-Texts stay read for a while after their answers: a request that begins like one of them, or like one that is being
-answered, reads what is new. Nothing passes from one collection to another, not even by how long it takes. Where texts
-lie in pages they share those that they have in common. When pages run out, texts that nobody needs go first, the oldest
-before the others; then the youngest answer is put back, and read again later.
+Texts are kept in the cache for a while after their answers. A request that shares a prefix with a kept text, or on
+paged targets with a running one, reads only the rest. Prefixes are never shared between collections: the time that a
+request takes would reveal what others asked. On paged targets, shared prefixes share their pages. When pages run out,
+kept texts are freed first, the least recently used before the others; then the youngest request is preempted and read
+again later.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from typing import cast
 import torch
 
 from slipstream.counts import Counts
-from slipstream.engine import WORTH, Engine
+from slipstream.engine import MIN_SHARED, Engine
 from slipstream.errors import BusyError, CacheFullError, ModelError
 from slipstream.jobs import Job, Mailbox, Update
 from slipstream.request import Request
@@ -35,34 +36,34 @@ from slipstream.sequence import Kept, Reading, Sequence, check_drafting, check_p
 
 log = logging.getLogger("slipstream")
 
-LINGER = 5.0  # seconds without work after which its thread ends; the next request starts another
-KEPT = 4  # texts that stay read at most: each holds memory for its whole length,
-KEPT_IN_PAGES = 8  # or, in pages, for what no other has; few, since a head keeps room of its own for each
+IDLE_SECONDS = 5.0  # seconds without work after which the thread ends; the next request starts another
+MAX_KEPT = 4  # kept texts at most, without pages: each holds memory for its whole length
+MAX_KEPT_PAGED = 8  # kept texts at most, with pages. Few, although pages are shared: a head has a cache row for each
 
 
 class Service:
     def __init__(self, engine: Engine, max_waiting: int | None = None) -> None:
-        """max_waiting: requests that may wait; more are refused with BusyError. None: any number."""
+        """max_waiting: how many requests may wait; more are refused with BusyError. None: any number."""
         self.engine, self.max_waiting = engine, max_waiting
         self.counts = Counts()
         self.running: list[Job] = []
         self.reading: list[Job] = []
         self._waiting: list[tuple[int, int, Job]] = []  # a heap: priority, number, request
         self._numbers = itertools.count()
-        self._kept: list[tuple[str, Kept]] = []  # by collection, the latest used last
+        self._kept: list[tuple[str, Kept]] = []  # collection and text, the most recently used last
         self._mailboxes = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Mailbox]()
-        self._written: set[Mailbox] = set()  # those with something new
-        self._scarce = False  # somebody was put back: nobody begins before somebody ended
+        self._to_wake: set[Mailbox] = set()  # mailboxes with new updates
+        self._pages_short = False  # after a preemption: no request begins before another has ended
         self._changed = threading.Condition()
         self._counting = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._closing: float | None = None  # when running answers are cancelled
-        engine.spare = self._spare
+        self._closing: float | None = None  # once it is closing: when running answers are cancelled
+        engine.evict = self._evict
 
     # ---- for callers, from any thread
 
     def submit(self, job: Job) -> Job:
-        """Refuses at once what can't be answered."""
+        """Queue a request. One that can't be answered is refused at once."""
         check_prompt(job.request, self.engine.target)
         check_drafting(job.request, self.engine.drafter)
         with self._changed:
@@ -81,13 +82,13 @@ class Service:
         return job
 
     def cancel(self, job: Job) -> None:
-        """It ends before its next step."""
+        """End a request before its next step."""
         job.request.cancel()
         with self._changed:
             self._changed.notify_all()
 
     def mailbox(self, loop: asyncio.AbstractEventLoop) -> Mailbox:
-        """Of all that listen in this event loop, which is the caller's."""
+        """The mailbox of the caller's event loop, one for all requests of that loop."""
         with self._changed:
             return self._mailboxes.setdefault(loop, Mailbox(loop))
 
@@ -96,11 +97,11 @@ class Service:
 
     @property
     def busy(self) -> bool:
-        """Whether anything is being answered, or waits for it."""
+        """Whether any request is waiting, being read or running."""
         return bool(self._waiting or self.running or self.reading)
 
     def so_far(self) -> Counts:
-        """What has ended, and what runs: nothing twice, and nothing left out."""
+        """The counts of ended requests and of running ones, each counted once."""
         with self._counting:
             counts, running = deepcopy(self.counts), list(self.running)
             for job in running:
@@ -109,7 +110,7 @@ class Service:
         return counts
 
     def close(self, within: float = 0.0) -> None:
-        """No more requests; those that run may end within so many seconds, those that wait are cancelled."""
+        """Take no more requests and cancel those that wait. Running ones may finish within so many seconds."""
         with self._changed:
             self._closing = monotonic() + within
             self._changed.notify_all()
@@ -121,7 +122,7 @@ class Service:
     # ---- the thread
 
     def _work(self) -> None:
-        device = self.engine.target.device  # a thread begins with the first GPU, whatever the model is on
+        device = self.engine.target.device  # a new thread's current GPU is the first, wherever the model is
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             self._rounds()
 
@@ -130,7 +131,7 @@ class Service:
             with self._changed:
                 idle = not self.busy
                 if idle and self._closing is None:
-                    self._changed.wait(LINGER)
+                    self._changed.wait(IDLE_SECONDS)
                     idle = not self._waiting
                 if idle:
                     self._thread = None
@@ -138,43 +139,44 @@ class Service:
             try:
                 self._round()
             except Exception as error:
-                log.exception("the service failed at something that is nobody's: all its requests end")
+                log.exception("the service failed outside any single request: all its requests end")
                 self._fail_all(error)
             self._wake()
 
     def _round(self) -> None:
-        """One forward that reads prompts, and one step of everybody; or both in one."""
+        """Read a piece of prompts and take one step of all running requests, in one forward if possible."""
         self._drop_ended()
         with self.engine.turn():
-            self._scarce = self._scarce and bool(self.running or self.reading)
-            while len(self.running) + len(self.reading) < self.engine.max_batch and not self._scarce:
-                if not self._begin():
+            self._pages_short = self._pages_short and bool(self.running or self.reading)
+            while len(self.running) + len(self.reading) < self.engine.max_batch and not self._pages_short:
+                if not self._start_reading():
                     break
             if self._step_and_read():
                 return
             if self.reading:
                 self._read()
-            if self.running and not self._fills():
+            if self.running and not self._fill_batch_first():
                 self._step()
 
-    def _fills(self) -> bool:
-        """Whether more prompts are read before the next step, so that it is of more sequences: nobody minds."""
-        room = len(self.running) + len(self.reading) < self.engine.max_batch and not self._scarce
+    def _fill_batch_first(self) -> bool:
+        """Whether to read more prompts before the next step, so that its batch is larger. Only if all running requests
+        are offline, where the time of a single answer does not matter."""
+        room = len(self.running) + len(self.reading) < self.engine.max_batch and not self._pages_short
         return bool(self.reading or (self._waiting and room)) and all([job.offline for job in self.running])
 
-    def _begin(self) -> bool:
-        """Whether somebody's text is read from now on: the next one's, if it can be read along with the others."""
+    def _start_reading(self) -> bool:
+        """Begin reading the next waiting request, if it can be read with the others. Returns whether one was taken."""
         with self._changed:
             if not self._waiting:
                 return False
             *_, job = self._waiting[0]
         readings = [other.reading for other in self.reading if other.reading]
-        if not self.engine.takes_more(readings):  # asked in every round; looking for known texts takes longer
+        if not self.engine.has_rows_left(readings):  # asked in every round, and cheaper than looking for a prefix
             return False
-        found, known = self._known(job.request)
-        if not self.engine.may_join(job.request, readings, known):
+        found, known = self._longest_prefix(job.request)
+        if not self.engine.should_read_with(job.request, readings, known):
             return False
-        self._kept.sort(key=lambda each: each[1] is found)  # if it is kept, it is the latest used
+        self._kept.sort(key=lambda each: each[1] is found)  # a kept text that is used moves to the end
         with self._changed:
             self._waiting.remove((job.priority, job.number, job))
             heapq.heapify(self._waiting)
@@ -191,13 +193,14 @@ class Service:
         if job.sequence is not None:
             return self.engine.reread(job.sequence)
         if self.engine.target.paged:
-            return self.engine.read(job.request, like=found)
-        self._kept = [each for each in self._kept if each[1] is not found]  # it is taken over
+            return self.engine.read(job.request, copy_from=found)
+        self._kept = [each for each in self._kept if each[1] is not found]  # without pages its slot is taken over
         running = [other.sequence for other in self.running if other.sequence is not None]
         return self.engine.read(job.request, running, cast(Kept | None, found))
 
     def _step_and_read(self) -> bool:
-        """Whether one forward did both. What fails then is done again, one after the other, and shows whose it is."""
+        """Take a step and read prompts in one forward. Returns whether that was done. If it fails, both are done one
+        after the other, which shows which request the error belongs to."""
         sequences = [job.sequence for job in self.running if job.sequence is not None]
         readings = [job.reading for job in self.reading if job.reading]
         if not (sequences and readings and self.engine.reads_along(sequences, readings)):
@@ -210,7 +213,7 @@ class Service:
             if not isinstance(error, CacheFullError):
                 log.warning("a step that reads prompts failed; both are done apart: %s", error, exc_info=error)
         else:
-            self._tell(list(self.running))
+            self._report_progress(list(self.running))
         self._begin_answers()
         return failed is None
 
@@ -224,7 +227,7 @@ class Service:
         self._begin_answers()
 
     def _begin_answers(self) -> None:
-        """Whose text is read, runs."""
+        """Requests whose text has been read start running; those that failed end."""
         for job in list(self.reading):
             reading = job.reading
             assert reading is not None
@@ -238,19 +241,20 @@ class Service:
                     self.counts.first_token.see(monotonic() - job.arrived)
                 job.sequence = reading.sequence
                 self.running.append(job)
-                self._tell([job])
+                self._report_progress([job])
 
     def _read_fewer(self, error: CacheFullError) -> None:
-        """There are too few pages: the youngest begins again later, if that helps."""
+        """There are too few pages: stop reading the youngest request. It waits again, or fails if nothing else holds
+        pages."""
         job = max(self.reading, key=lambda job: job.number)
         self._stop_reading(job)
-        if self._spare() or self.running or self.reading:
-            self._wait_again(job)
+        if self._evict() or self.running or self.reading:
+            self._requeue(job)
         else:
             self._drop(job, "failed", error)
 
     def _read_one_by_one(self, error: Exception) -> None:
-        """Somebody's text can't be read: whose, shows when everybody's is read alone."""
+        """One of the texts can't be read: read each alone to find which."""
         for job in self.reading:
             assert job.reading is not None
             try:
@@ -258,13 +262,13 @@ class Service:
                     raise error
                 self.engine.read_on([job.reading])
             except CacheFullError:
-                pass  # the next round sees to it
+                pass  # the next round preempts
             except Exception as own:
                 job.reading.error = own
 
     def _drop(self, job: Job, finish: str, error: Exception | None = None) -> None:
-        """It ends while it waits, or is read."""
-        if job.sequence is not None:  # it was put back
+        """End a request that is waiting or being read."""
+        if job.sequence is not None:  # it was preempted while it ran
             job.sequence.finish = finish
             with self.engine.turn():
                 self.engine.retire([job.sequence])
@@ -272,22 +276,22 @@ class Service:
                 self.counts.add(job.sequence.stats)
         self._end(job, finish, error)
 
-    def _wait_again(self, job: Job) -> None:
-        """It goes on in its turn, before all that came after it."""
-        self._scarce = True
+    def _requeue(self, job: Job) -> None:
+        """Preempted: wait again, before all requests of its priority that arrived later."""
+        self._pages_short = True
         self.counts.put_back += 1
         with self._changed:
             heapq.heappush(self._waiting, (job.priority, job.number, job))
 
     def _make_room(self) -> bool:
-        """For a step: nobody who is answered needs the first things to go; then the youngest is put back, if there is
-        more than one."""
-        if self._spare():
+        """Free pages for a step: a kept text, else the youngest request that is being read, else the youngest running
+        one, unless it is the only one. Returns whether anything was freed."""
+        if self._evict():
             return True
         if self.reading:
             job = max(self.reading, key=lambda job: job.number)
             self._stop_reading(job)
-            self._wait_again(job)
+            self._requeue(job)
             return True
         if len(self.running) < 2:
             return False
@@ -296,11 +300,11 @@ class Service:
         self.engine.put_back(youngest.sequence)
         with self._counting:
             self.running.remove(youngest)
-        self._wait_again(youngest)
+        self._requeue(youngest)
         return True
 
-    def _spare(self) -> bool:
-        """Give back the memory of the text that nobody used for the longest time, if there is one."""
+    def _evict(self) -> bool:
+        """Free the least recently used kept text. Returns whether there was one."""
         if self._kept:
             self._forget(len(self._kept) - 1)
             return True
@@ -320,10 +324,10 @@ class Service:
                 sequences[0].error, sequences[0].finish = error, "failed"
             else:
                 self._step_one_by_one(sequences)
-        self._tell(list(self.running))
+        self._report_progress(list(self.running))
 
     def _step_one_by_one(self, sequences: list[Sequence]) -> None:
-        """Somebody's draft failed: who, shows when everybody goes alone."""
+        """A step of the whole batch failed: take each sequence's step alone to find which one fails."""
         for sequence in sequences:
             if sequence.finish is None:
                 try:
@@ -331,8 +335,8 @@ class Service:
                 except Exception as error:
                     sequence.error, sequence.finish = error, "failed"
 
-    def _tell(self, jobs: list[Job]) -> None:
-        """Those that took a step: callers hear of it, and those that ended leave."""
+    def _report_progress(self, jobs: list[Job]) -> None:
+        """After a step: deliver new tokens, and retire the requests that ended."""
         for job in jobs:
             sequence = job.sequence
             assert sequence is not None
@@ -347,17 +351,17 @@ class Service:
 
     def _retire(self, job: Job, sequence: Sequence) -> None:
         kept = None
-        self._scarce = False
+        self._pages_short = False
         target = self.engine.target
         paged = target.paged
-        # Without pages, in lower precision, bits depend on where the reading of a long prompt began.
+        # Without pages, in lower precision, bits depend on the pieces in which a prompt was read.
         exact = paged or target.dtype == torch.float32
         if sequence.finish not in ("cancelled", "failed") and exact and not job.offline:
             kept = Kept()
         self.engine.retire([sequence], kept)
         if kept is not None:
             self._kept.append((job.request.collection, kept))
-            self._forget(KEPT_IN_PAGES if paged else KEPT)
+            self._forget(MAX_KEPT_PAGED if paged else MAX_KEPT)
         if sequence.stats.new_tokens > 1:
             later = sequence.stats.seconds - sequence.stats.first_token_seconds
             self.counts.per_token.see(later / (sequence.stats.new_tokens - 1), sequence.stats.new_tokens - 1)
@@ -376,25 +380,25 @@ class Service:
             return
         try:
             job.deliver(update)
-        except Exception:  # nobody listens any more
+        except Exception:  # the caller is gone
             job.request.cancel()
         if job.mailbox is not None:
-            self._written.add(job.mailbox)
+            self._to_wake.add(job.mailbox)
 
     def _wake(self) -> None:
-        written, self._written = self._written, set()
+        written, self._to_wake = self._to_wake, set()
         for mailbox in written:
             try:
                 mailbox.wake()
-            except RuntimeError:  # nobody listens any more
+            except RuntimeError:  # the event loop is gone, and its callers with it
                 for job in [*self.running, *self.reading, *(job for *_, job in self._waiting)]:
                     if job.mailbox is mailbox:
                         job.request.cancel()
 
-    # ---- what nobody needs any more
+    # ---- requests that end early
 
     def _drop_ended(self) -> None:
-        """Requests that were cancelled, or whose time is over."""
+        """End requests that were cancelled or are past their deadline."""
         now = monotonic()
         if self._closing is not None:
             with self._changed:
@@ -440,13 +444,13 @@ class Service:
             if not job.over:
                 self._end(job, "failed", error)
 
-    # ---- texts that stay read
+    # ---- kept texts
 
-    def _known(self, request: Request) -> tuple[Kept | Sequence | None, int]:
-        """The text of this collection that a request shares most with, and how much that is. With pages texts that are
-        being answered count too."""
+    def _longest_prefix(self, request: Request) -> tuple[Kept | Sequence | None, int]:
+        """The text of this collection that shares the longest prefix with a request, and the prefix's length. With
+        pages, running texts count too."""
         best: Kept | Sequence | None = None
-        most, paged = WORTH - 1, self.engine.target.paged
+        most, paged = MIN_SHARED - 1, self.engine.target.paged
         texts = list[tuple[str, Kept | Sequence]](self._kept)
         if paged:
             texts += [(job.request.collection, job.sequence) for job in self.running if job.sequence is not None]
@@ -458,7 +462,7 @@ class Service:
         return best, most if best is not None else 0
 
     def _forget(self, at_most: int) -> None:
-        with self.engine.turn():  # two may close it
+        with self.engine.turn():  # `close` may be called from several threads
             while len(self._kept) > at_most:
                 _, kept = self._kept.pop(0)
                 self.engine.forget(kept)

@@ -11,24 +11,24 @@ from slipstream.tree import TokenTree
 @dataclass
 class Stats:
     drafter: str
-    exact: bool  # the text can't depend on what was drafted: a lossless rule, and logits precise enough
+    exact: bool  # the text can't depend on what was drafted: the rule is lossless, and logits are precise enough
     prompt_tokens: int = 0
     new_tokens: int = 0
-    steps: int = 0  # forwards that gave tokens, the prompt's own included
-    accepted: int = 0  # drafted tokens that were kept
-    drafted_depth: int = 0  # of each step's tree, added up
+    steps: int = 0  # forwards that gave tokens, the prompt's included
+    accepted: int = 0  # drafted tokens that were accepted
+    drafted_depth: int = 0  # depths of all steps' trees, summed
     nodes_verified: int = 0
-    drafts: int = 0  # steps that verified some
+    drafts: int = 0  # steps that verified at least one drafted node
     seconds: float = 0.0
     first_token_seconds: float = 0.0
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
     host_seconds: float = 0.0  # deciding, committing, observing
-    processors: tuple[str, ...] = ()  # the user's own, which keep the choice of tokens out of a GPU's step
-    sampling_seconds: float = 0.0  # of host_seconds: choosing tokens outside the step
-    accepted_lengths: dict[int, int] = field(default_factory=dict)  # {drafted tokens kept: steps}
+    processors: tuple[str, ...] = ()  # the user's own: with these, a GPU's step can't choose tokens itself
+    sampling_seconds: float = 0.0  # part of host_seconds: choosing tokens outside the step
+    accepted_lengths: dict[int, int] = field(default_factory=dict)  # {drafted tokens accepted: steps}
     by_source: dict[str, dict[str, int]] = field(default_factory=dict)
-    warnings: list[str] = field(default_factory=list)  # what failed after the answer was there
+    warnings: list[str] = field(default_factory=list)  # what failed after the answer was complete
 
     def count(self, tree: TokenTree, path: list[int]) -> None:
         """One verified step."""

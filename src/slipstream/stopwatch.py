@@ -1,5 +1,5 @@
-"""Time, without that of work which is done once, for the first of many alike: capturing a CUDA graph, compiling. It is
-nobody's fault, so whoever measures leaves it out."""
+"""Measures time without one-time work, such as capturing a CUDA graph or compiling. That would distort what is learnt
+about the steps and drafts in which it happens."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from slipstream.notices import doing
 
 
 class Preparing:
-    """Entered around what is done once, for the first of many alike."""
+    """Entered around one-time work."""
 
     def __init__(self) -> None:
-        self.seconds = 0.0  # spent there so far
+        self.seconds = 0.0  # spent on it so far
         self._depth, self._since = 0, 0.0
 
     def __enter__(self) -> None:
@@ -33,18 +33,18 @@ preparing = Preparing()
 
 
 class Compiling(event.Listener):
-    """Hears of everything that numba compiles, one function inside another's compilation included."""
+    """Counts numba's compilations as one-time work, nested ones included."""
 
     def __init__(self) -> None:
-        self._told: list[AbstractContextManager[None]] = []
+        self._notices: list[AbstractContextManager[None]] = []
 
     def on_start(self, event: event.Event) -> None:  # noqa: ARG002
         preparing.__enter__()
-        self._told.append(doing("compiling (once)") if not self._told else nullcontext())
-        self._told[-1].__enter__()
+        self._notices.append(doing("compiling (once)") if not self._notices else nullcontext())
+        self._notices[-1].__enter__()
 
     def on_end(self, event: event.Event) -> None:  # noqa: ARG002
-        self._told.pop().__exit__(None, None, None)
+        self._notices.pop().__exit__(None, None, None)
         preparing.__exit__()
 
 
@@ -52,7 +52,7 @@ event.register("numba:compile", Compiling())
 
 
 class Stopwatch:
-    """Seconds since it was made, without those of `preparing`."""
+    """Seconds since it was made, without one-time work."""
 
     def __init__(self) -> None:
         self._start = perf_counter() - preparing.seconds

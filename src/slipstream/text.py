@@ -1,4 +1,4 @@
-"""Between text and tokens: prompts in, readable pieces out, stop strings cut where they stand."""
+"""Between text and tokens: encodes prompts, decodes answers piece by piece, cuts them at stop strings."""
 
 from __future__ import annotations
 
@@ -63,21 +63,21 @@ def encode(prompt: Prompt, tokenizer: Any, template: bool = True) -> list[int]:
 
 
 class Detokenizer:
-    """One answer's text as it grows. It is the request's `stop`: it sees every emitted token once, and turns them into
-    text as soon as somebody asks for it, or at once if there are stop strings."""
+    """One answer's text as it grows. It is the request's `stop`, called once with every emitted token. Tokens are
+    decoded when the text is read, or at once if there are stop strings."""
 
     def __init__(self, tokenizer: Any, stop: Iterable[str] = (), eos: frozenset[int] = frozenset()) -> None:
         self._tokenizer, self._eos = tokenizer, eos
         self._decode = decoder(tokenizer)
         self._stop = tuple(s for s in stop if s)
-        self._unread: list[int] = []  # tokens that nobody asked about yet
+        self._unread: list[int] = []  # tokens that are not decoded yet
         self._tokens: list[int] = []
-        # Tokens before _shown are text already; those from _base on are decoded together, so that a piece sees its
-        # left neighbour (spaces, and characters of several tokens).
+        # Tokens before _shown are in the text already. Those from _base on are decoded together, since a token's text
+        # depends on the token before it (spaces, and characters of several tokens).
         self._base = self._shown = 0
         self._before = ""  # decode(tokens[base:shown])
         self._text = ""  # complete characters only
-        self._held = ""  # complete characters of tokens that end in the middle of another one
+        self._held = ""  # complete characters of tokens whose last character is incomplete
         self._lengths: list[int] = []
         self._stopped = False
 
@@ -89,26 +89,26 @@ class Detokenizer:
 
     @property
     def text(self) -> str:
-        """So far: complete characters only."""
+        """The text so far, complete characters only."""
         self._read()
         return self._text
 
     @property
     def lengths(self) -> list[int]:
-        """After each token: how much of the text nothing can take back."""
+        """After each token: the length of the text that is final."""
         self._read()
         return self._lengths
 
     def visible(self) -> str:
-        """The text that nothing can take back: not the beginning of a stop string."""
+        """The text that is final: without what may be the beginning of a stop string."""
         self._read()
         return self._certain()
 
     def finish(self) -> str:
-        """The text if no token follows: half characters come out as they are."""
+        """The text if no token follows: incomplete characters are decoded as they are."""
         if self._tokenizer is None:
             return ""
-        if not self._lengths:  # nobody has looked at a part of it
+        if not self._lengths:  # no part of it was read before
             return self._decode([token for token in self._unread if token not in self._eos])
         self._read()
         if self._stopped:
@@ -130,7 +130,7 @@ class Detokenizer:
             return self._text
         end = len(self._text)
         for s in self._stop:
-            # Only where its first character stands: strings may be long, and this is asked at every token.
+            # Only places of its first character: strings may be long, and this runs at every token.
             at = self._text.find(s[0], max(0, len(self._text) - len(s) + 1), end)
             while at >= 0 and not s.startswith(self._text[at:]):
                 at = self._text.find(s[0], at + 1, end)
@@ -148,7 +148,7 @@ class Detokenizer:
 
     def _cut(self, known: int) -> None:
         """Cut at the earliest stop string that ends after the first `known` characters."""
-        text = self._text + self._held  # a stop string ends the text here, whatever the half character becomes
+        text = self._text + self._held  # a stop string here ends the text, whatever the incomplete character becomes
         found = [text.find(s, max(0, known - len(s) + 1)) for s in self._stop]
         places = [place for place in found if place >= 0]
         if places:
@@ -156,8 +156,8 @@ class Detokenizer:
 
 
 def decoder(tokenizer: Any) -> Callable[[list[int]], str]:
-    """Tokens to text, without special tokens. It is asked twice for every token of a stream, so where transformers'
-    own method only hands on what the tokenizer of `tokenizers` says, that one is asked: a third of the time."""
+    """A function from tokens to text, without special tokens. It is called twice for every token of a stream. So where
+    transformers' method only calls the tokenizer of `tokenizers`, that one is called directly: a third of the time."""
     plain = getattr(type(tokenizer), "_decode", None) is PreTrainedTokenizerFast._decode
     if plain and not tokenizer.clean_up_tokenization_spaces:
         return partial(tokenizer.backend_tokenizer.decode, skip_special_tokens=True)

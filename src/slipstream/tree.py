@@ -1,7 +1,7 @@
 """TokenTree: a draft of several possible continuations that share their prefixes. Pure arrays, no model.
 
-Nodes stand in topological order, so one pass from left to right sees every parent before its children.
-Node 0 is the root: a token already decided, whose keys are not yet cached. The other n - 1 nodes are drafts.
+Nodes are in topological order: every parent comes before its children. Node 0 is the root, a token that is emitted but
+whose keys are not cached yet. The other n - 1 nodes are drafted tokens.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class TokenTree:
     raw: Floats  # (n, S) each source's own score of the node, NaN where it did not propose it
     score: Floats  # (n,) P(accepted | parent accepted)
     sources: tuple[str, ...] = ()  # the names of raw's S columns
-    # What a parent's children were drawn from: row q_row[i] of q for the children of node i, -1 for none. It holds
+    # The distributions that children were drawn from: row q_row[i] of q for the children of node i, -1 for none. Valid
     # only while those children are exactly the draws, in draw order, without replacement: see `prune`.
     q: torch.Tensor | None = None  # (m, V)
     q_row: Ints | None = None  # (n,)
@@ -47,7 +47,7 @@ class TokenTree:
         q: torch.Tensor | None = None,
         q_row: Ints | None = None,
     ) -> None:
-        """What the decorator would write, in a third of the time: a step makes several trees."""
+        """The same as the decorator's, in a third of the time: a step makes several trees."""
         self.__dict__.update(
             tokens=tokens, parents=parents, raw=raw, score=score, sources=sources, q=q, q_row=q_row
         )  # fmt: skip
@@ -59,9 +59,9 @@ class TokenTree:
 
     @classmethod
     def root(cls, token: int) -> TokenTree:
-        """Nothing drafted: the decided token alone."""
+        """A tree without drafts: the root alone."""
         tree = cls(np.array([token], np.int32), _ALONE, _NO_SOURCES, _CERTAIN)
-        tree.__dict__.update(depths=_AT_ROOT, depth=0)  # known without a look: batches make many of these
+        tree.__dict__.update(depths=_AT_ROOT, depth=0)  # saves computing them: batches make many of these
         return tree
 
     @classmethod
@@ -75,10 +75,10 @@ class TokenTree:
         q: torch.Tensor | None = None,
         q_row: Sequence[int] | Ints | None = None,
     ) -> TokenTree:
-        """A tree from one source: raw[i] is its belief that node i is right, given that its parent is."""
+        """A tree from one source. raw[i]: its own probability that node i is right, given that its parent is."""
         n = len(tokens)
         column = np.ones(n, np.float32) if raw is None else np.asarray(raw, np.float32).copy()
-        column[0] = np.nan  # nobody proposed the root
+        column[0] = np.nan  # no source proposed the root
         score = np.where(np.isnan(column), np.float32(1), column)
         return cls(
             tokens=np.asarray(tokens, np.int32),
@@ -94,7 +94,7 @@ class TokenTree:
     def chain(
         cls, root: int, tokens: Sequence[int] | Ints, *, source: str = "", raw: Sequence[float] | None = None
     ) -> TokenTree:
-        """One continuation."""
+        """A tree of one continuation."""
         whole = np.concatenate([[root], tokens]).astype(np.int32)
         column = None if raw is None else np.concatenate([[np.nan], raw])
         return cls.build(whole, np.arange(-1, len(whole) - 1, dtype=np.int32), source=source, raw=column)
@@ -108,8 +108,8 @@ class TokenTree:
         weights: Sequence[float] | None = None,
         source: str = "",
     ) -> TokenTree:
-        """Many continuations with their common prefixes merged. A node's raw score is its share of the weight that
-        reached its parent: the conditional frequency."""
+        """Several continuations with their common prefixes merged. A node's raw score is its share of its parent's
+        weight: the conditional frequency."""
         lengths = np.array([len(c) for c in continuations], np.int64)
         flat = np.empty(int(lengths.sum()), np.int32)
         np.concatenate([np.asarray(c, np.int32) for c in continuations] or [flat], out=flat)
@@ -117,16 +117,16 @@ class TokenTree:
         tokens, parents, share = _merge(root, flat, lengths, weight)
         return cls.build(tokens, parents, source=source, raw=share)
 
-    # ---- looking at one
+    # ---- reading one
 
     @cached_property
     def depths(self) -> Ints:
-        """(n,) the root's is 0."""
+        """(n,) depths of the nodes; the root's is 0."""
         return _depths(self.parents)
 
     @cached_property
     def depth(self) -> int:
-        """Of the deepest node: how many drafted tokens could be accepted at most."""
+        """The depth of the deepest node: how many drafted tokens can be accepted at most."""
         return int(self.depths.max()) if len(self.tokens) > 1 else 0
 
     @cached_property
@@ -160,7 +160,7 @@ class TokenTree:
         return path[::-1]
 
     def check(self, vocabulary: int, root: int) -> None:
-        """Raise if this isn't a tree over the vocabulary that starts from `root`: a drafter's mistake must not become a
+        """Raise if this isn't a tree over the vocabulary that starts from `root`: a drafter's bug must not become a
         wrong answer."""
         if len(self.tokens) == 1 and self.tokens[0] == root and 0 <= root < vocabulary and self.parents[0] == -1:
             return  # nothing drafted
@@ -180,7 +180,7 @@ class TokenTree:
     # ---- changing one
 
     def cut(self, depth: int) -> TokenTree:
-        """Drop what lies deeper than `depth`. It looks at no token, so q stays valid."""
+        """Drop nodes deeper than `depth`. This does not depend on tokens, so q stays valid."""
         if len(self.tokens) - 1 <= depth or self.depth <= depth:
             return self
         nodes = np.flatnonzero(self.depths <= depth)
@@ -188,17 +188,17 @@ class TokenTree:
         return kept if self.q_row is None else replace(kept, q=self.q, q_row=self.q_row[nodes])
 
     def prune(self, keep: Bools) -> TokenTree:
-        """Keep the marked nodes, but none whose ancestor goes. The root always stays.
+        """Keep the marked nodes whose ancestors are all marked. The root always stays.
 
-        Choosing by token or score changes what the remaining children are draws of, so q goes: from here on they
-        count as certain.
+        Choosing by token or score changes the distribution that the remaining children are draws from. So q is dropped:
+        from here on they count as certain.
         """
         return self.take(np.flatnonzero(_connected(self.parents, np.asarray(keep, np.bool_))), self.score)
 
     def top_k(self, k: int) -> TokenTree:
         """The k drafted nodes with the best path value; earlier nodes win ties, so parents come before children.
 
-        q goes even if every node stays: that a tree was small enough may be due to what was drawn.
+        q is dropped even if every node stays: whether a tree is small enough may depend on what was drawn.
         """
         if len(self) - 1 <= k:
             return self if self.q is None else replace(self, q=None, q_row=None)
@@ -208,7 +208,7 @@ class TokenTree:
         return self.prune(keep)
 
     def best_chain(self) -> TokenTree:
-        """The most promising single path, for targets that can't score branches."""
+        """The path of the best children, for targets that can't score branches."""
         path = [0]
         while len(children := self.children(path[-1])):
             path.append(int(children[np.argmax(self.score[children])]))
@@ -219,8 +219,8 @@ class TokenTree:
         return self.prune(keep)
 
     def take(self, nodes: NDArray[np.int64], score: Floats) -> TokenTree:
-        """These nodes in this order, the root first and parents before their children, with their places in `score` for
-        theirs. q goes, as in `prune`."""
+        """These nodes in this order, the root first and parents before their children. score: the new scores of all
+        nodes. q is dropped, as in `prune`."""
         tokens, parents, raw, kept = _taken(self.tokens, self.parents, self.raw, score, nodes)
         return TokenTree(tokens, parents, raw, kept, self.sources)
 
@@ -228,7 +228,7 @@ class TokenTree:
         return replace(self, score=score)
 
     def proposed(self, path: Sequence[int]) -> dict[str, tuple[int, int]]:
-        """For each source, how many nodes it proposed, and how many of those on the path."""
+        """For each source, how many nodes it proposed, and how many of these are on the path."""
         counts = _count_sources(self.raw, np.array(path)).tolist()
         return {name: (every, kept) for name, (every, kept) in zip(self.sources, counts, strict=True)}
 
@@ -237,22 +237,22 @@ class TokenTree:
         return {name: ~np.isnan(self.raw[:, i]) for i, name in enumerate(self.sources)}
 
 
-# What all trees of a root alone share.
+# Shared by all trees that are a root alone.
 _ALONE, _AT_ROOT = np.array([-1], np.int32), np.zeros(1, np.int32)
 _NO_SOURCES = np.empty((1, 0), np.float32)
 _CERTAIN = np.ones(1, np.float32)
 
 
 def places(tree: TokenTree, part: TokenTree) -> NDArray[np.int64]:
-    """(m,) which node of the tree each node of another one is; -1: the tree does not have it."""
+    """(m,) for each node of `part`, the equal node of `tree`; -1 if there is none."""
     found: NDArray[np.int64] = _places(tree.tokens, tree.parents, part.tokens, part.parents)
     return found
 
 
 def fuse(trees: Sequence[TokenTree]) -> TokenTree:
-    """Several drafts of one root as one tree: common prefixes merge, each node keeps what every source said of it.
+    """Several drafts of one root as one tree: common prefixes are merged, and each node keeps all sources' raw scores.
 
-    A node's score is the best any of the trees gave it. q goes, as in `prune`.
+    A node's score is its best one in any of the trees. q is dropped, as in `prune`.
     """
     if not trees:
         raise ValueError("nothing to fuse")
@@ -277,7 +277,7 @@ def fuse(trees: Sequence[TokenTree]) -> TokenTree:
 def _columns(
     mine: tuple[str, ...], its: tuple[str, ...]
 ) -> tuple[tuple[str, ...], NDArray[np.int64], NDArray[np.int64]]:
-    """The sources of two trees as one, and which of these the columns of each are."""
+    """The sources of two trees together, and for each tree which of them its columns are."""
     sources = tuple(dict.fromkeys((*mine, *its)))
     of_mine, of_its = (np.array([sources.index(name) for name in names], np.int64) for names in (mine, its))
     return sources, of_mine, of_its
@@ -326,7 +326,7 @@ def _is_tree(parents, tokens, vocabulary):  # type: ignore[no-untyped-def]
 
 @compiled
 def _count_sources(raw, path):  # type: ignore[no-untyped-def]
-    """(S, 2) how many nodes each source proposed, of all and of the path."""
+    """(S, 2) how many nodes each source proposed, in all and on the path."""
     counts = np.zeros((raw.shape[1], 2), np.int64)
     for source in range(raw.shape[1]):
         for i in range(raw.shape[0]):
@@ -413,8 +413,8 @@ def _merge(root, flat, lengths, weight):  # type: ignore[no-untyped-def]
 def _overlay(  # type: ignore[no-untyped-def]
     tokens, parents, raw, score, columns, other_tokens, other_parents, other_raw, other_score, other_columns, width
 ):
-    """Lay two trees over each other. columns: which of the merged tree's `width` sources those of raw are. Returns the
-    merged tokens, parents, raw and score."""
+    """Merge two trees. columns: which of the merged tree's `width` sources the columns of raw are. Returns the merged
+    tokens, parents, raw and score."""
     room = len(tokens) + len(other_tokens)
     merged_tokens = np.empty(room, np.int32)
     merged_parents = np.empty(room, np.int32)
@@ -430,7 +430,7 @@ def _overlay(  # type: ignore[no-untyped-def]
 
 @compiled
 def _lay(tokens, parents, raw, score, columns, merged, links, n):  # type: ignore[no-untyped-def]
-    """Lay a tree over the n merged nodes. Returns how many there are now."""
+    """Add a tree to the n merged nodes. Returns how many there are now."""
     merged_tokens, merged_parents, merged_raw, merged_score = merged
     first, last, sibling = links[0], links[1], links[2]
     places = np.zeros(len(tokens), np.int32)

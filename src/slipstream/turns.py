@@ -12,29 +12,29 @@ _making = threading.Lock()
 
 
 class Turns:
-    """A lock that nobody starves at: a thread that gives it back and asks again stands behind those who wait, which
-    `threading.Lock` does not promise. Whoever has it may enter again."""
+    """A fair, reentrant lock. A thread that releases it and asks again queues after the threads that wait already;
+    `threading.Lock` does not promise that."""
 
     def __init__(self) -> None:
-        # Entered again where Python collects garbage, and with it a stream, inside of it.
+        # Reentrant: Python may collect garbage while it is held, and a collected stream enters it.
         self._mutex = threading.RLock()
         self._owner: int | None = None
         self._depth = 0
-        self._waiting: deque[tuple[int, threading.Lock]] = deque()  # thread, and what it sleeps on
+        self._waiting: deque[tuple[int, threading.Lock]] = deque()  # thread, and the lock that it sleeps on
 
     @classmethod
     def of(cls, model: Any) -> Turns:
-        """The one of a model, whoever uses it."""
+        """The one lock of a model, for all engines that use it."""
         with _making:
             return _of.setdefault(model, cls())
 
     @property
     def mine(self) -> bool:
-        """Whether this thread has it."""
+        """Whether this thread holds it."""
         return self._owner == threading.get_ident()
 
     def attempt(self) -> bool:
-        """Enter if that is possible without waiting, and not from within."""
+        """Enter if no thread holds it, this one included. Returns whether it did."""
         with self._mutex:
             if self._owner is not None:
                 return False
@@ -53,7 +53,7 @@ class Turns:
             self._waiting.append(mine)
         try:
             bell.acquire()
-        except BaseException:  # Ctrl-C: the place in the queue must not be called up for nobody
+        except BaseException:  # Ctrl-C: leave the queue, or pass on the lock if it was handed over already
             with self._mutex:
                 if mine in self._waiting:
                     self._waiting.remove(mine)

@@ -1,4 +1,4 @@
-"""Files behind URLs (s3://, gs://, …), by fsspec: as much of a path as reading needs."""
+"""Files at URLs (s3://, gs://, …), by fsspec: the part of pathlib's interface that reading needs."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ def is_url(name: str | Path) -> bool:
 
 
 def path_of(name: str | Path) -> Path | Url:
-    """A path, or what a URL names."""
+    """A path, or a Url."""
     return Url(str(name)) if is_url(name) else Path(name)
 
 
 @dataclass(frozen=True)
 class Url:
-    """A file or a folder. Only its name is sent to other processes. What fsspec remembers of listings is dropped before
-    each look: files change meanwhile."""
+    """A file or a folder. When pickled, only its name is sent. fsspec's cached listings are dropped before each access,
+    since files may have changed."""
 
     url: str
 
@@ -43,7 +43,7 @@ class Url:
 
     @cached_property
     def _place(self) -> tuple[Any, str]:
-        """The file system, and the name there."""
+        """The file system, and the name in it."""
         try:
             fsspec = importlib.import_module("fsspec")
         except ImportError as error:
@@ -72,7 +72,7 @@ class Url:
         return self
 
     def files(self) -> list[Url]:
-        """The files below, if it is a folder, or those that fit, if it is a pattern; or itself."""
+        """Itself; or of a folder all files in it, of a pattern those that match."""
         fs, path = self._place
         fs.invalidate_cache()
         found = fs.glob(path) if any(c in path for c in "*?[") else [path]
@@ -80,7 +80,7 @@ class Url:
         return [Url(fs.unstrip_protocol(name)) for name in sorted(files) if fs.isfile(name)]
 
     def stat(self) -> tuple[int, int]:
-        """Size, and a number that changes when the file does: object stores know tags, not times."""
+        """Size, and a number that changes with the file: object stores have tags, not times."""
         fs, path = self._place
         return int(fs.size(path)), int(fs.ukey(path)[:15], 16)
 
@@ -92,7 +92,7 @@ class Url:
             raw = fs.open(path, "rb" if "r" in mode else "wb")
         except OSError:
             raise
-        except Exception as error:  # those that each service has of its own
+        except Exception as error:  # each service has error classes of its own
             raise OSError(f"{self}: {error}") from error
         return raw if "b" in mode else io.TextIOWrapper(raw, **how)
 

@@ -1,4 +1,4 @@
-"""Files that a user names: refused before any work is done for them, and written whole or not at all."""
+"""Output files that a user names: checked before any work is done, and written as a whole or not at all."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from slipstream.errors import OptionError
 
 
 def check_writable(*paths: Path | None) -> None:
-    """Raise for the first file that can't be written. None stands for a file that nobody asked for."""
+    """Raise for the first file that can't be written. None, for an output that was not asked for, is skipped."""
     for path in paths:
         if path is None:
             continue
@@ -28,7 +28,7 @@ def check_writable(*paths: Path | None) -> None:
 
 
 def check_folder(path: Path) -> None:
-    """Raise if files can't be written to this folder, or it can't be made. What was not there is not there after."""
+    """Raise if files can't be written to this folder, or it can't be made. Folders made for the check are removed."""
     new = [folder for folder in (path, *path.parents) if not folder.exists()]
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -43,7 +43,7 @@ def check_folder(path: Path) -> None:
 
 
 def write_text(path: Path, text: str, errors: str = "strict") -> None:
-    """Write a file. Should that fail, as on a full disk, what was there before stays."""
+    """Write a file. If that fails, for instance on a full disk, an old file stays as it was."""
     with told(path):
         if _special(path):
             path.write_text(text, encoding="utf-8", errors=errors, newline="\n")
@@ -62,7 +62,7 @@ def write_text(path: Path, text: str, errors: str = "strict") -> None:
 
 @contextmanager
 def told(path: Path) -> Iterator[None]:
-    """What the system has against writing a file, as an error for its user."""
+    """Turns the system's errors on writing a file into one for the user."""
     try:
         yield
     except OSError as error:
@@ -72,11 +72,11 @@ def told(path: Path) -> Iterator[None]:
 
 
 def _special(path: Path) -> bool:
-    """A pipe or a device, such as /dev/stdout: written as it is."""
+    """Whether it is a pipe or a device, such as /dev/stdout, which is written to directly."""
     return path.exists() and not path.is_file()
 
 
 def _beside(path: Path) -> Path:
-    """Where a file is made: in the folder of the one it replaces, which a link may lead to."""
+    """The temporary file: in the folder of the file that it will replace, links resolved."""
     final = path.resolve()
     return final.with_name(final.name + ".making")

@@ -1,4 +1,4 @@
-"""Work that is shared: functions of what each worker has loaded, in this process or by Ray (`cluster.py`)."""
+"""Workers that load something once and then run functions of it: in this process, or by Ray (`cluster.py`)."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ T = TypeVar("T")
 
 
 class Workers(Protocol):
-    """Those who do the work."""
+    """A group of workers."""
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """How many workers there are."""
 
     def submit(self, work: Callable[..., Any], *given: Any) -> Future[Any]:
-        """work: called with what a worker has loaded, and with what is given."""
+        """Run work(loaded, *given), where `loaded` is what the worker has loaded."""
 
     def close(self) -> None:
         """No more work will come."""
@@ -42,7 +42,7 @@ class Here:
 
 
 def results(workers: Workers, work: Callable[..., T], jobs: Iterable[Any]) -> Iterator[T]:
-    """What `work` makes of each job, in their order. Some are asked for ahead, so that nobody waits for the next."""
+    """The results of `work` for each job, in order. Jobs are submitted ahead, so that no worker is idle."""
     running: deque[Future[T]] = deque()
     try:
         for job in jobs:

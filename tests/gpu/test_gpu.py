@@ -247,7 +247,7 @@ def test_asking_what_was_attended_to_keeps_the_bits(wide):
         quiet = [s.every().clone() for s in wide.score(slots[:batch], [tree] * batch, Want(rows=8))]
         for _ in range(2):
             for slot in slots[:batch]:
-                slot.asks, slot.attended = True, None
+                slot.wants_attention, slot.attended = True, None
             loud = wide.score(slots[:batch], [tree] * batch, Want(rows=8))
             assert all(torch.equal(a.every(), b) for a, b in zip(loud, quiet, strict=True))
         for slot in slots[:batch]:  # every head of every layer has a whole to share out
@@ -267,7 +267,7 @@ def test_a_verification_tells_what_its_roots_attend_to(family):
     slots = [read(target, [1 + (17 + j) * i % 60 for i in range(n)]) for j, n in enumerate((900, 255, 40))]
     for some_slots in (slots[:1], slots):
         for slot in some_slots:
-            slot.asks = True
+            slot.wants_attention = True
         target.score(some_slots, [tree] * len(some_slots), Want(rows=8))
         for slot in some_slots:
             expected = torch.from_numpy(by_block(root_weights(model, [*slot.tokens, 4]).float(), target.block))

@@ -10,16 +10,16 @@ from slipstream.tree import TokenTree
 
 @dataclass(frozen=True)
 class Budget:
-    nodes: int  # drafted nodes at most, the root not counted
-    depth: int  # of the deepest of them
-    beside: int | None = None  # nodes at most besides, for a drafter that learns from them; None: as many as it likes
+    nodes: int  # drafted nodes at most, without the root
+    depth: int  # of the deepest node at most
+    beside: int | None = None  # additional nodes at most, for a drafter that learns from them; None: no limit
 
     def upto(self, nodes: int, beside: int = 0) -> Budget:
-        """The same, but for no more nodes than that, and so many beside them."""
+        """This budget with at most so many nodes, and so many beside them."""
         return replace(self, nodes=min(self.nodes, nodes), beside=beside) if beside or nodes < self.nodes else self
 
     def limit(self, tree: TokenTree) -> TokenTree:
-        """Cut a draft that asks for more than it may have."""
+        """Cut a draft to the budget."""
         tree = tree.cut(self.depth)
         if len(tree) - 1 <= self.nodes:
             return tree

@@ -1,9 +1,9 @@
-"""Calibration: how often a drafter is right when it says what it says.
+"""Calibration: turns a drafter's raw scores into acceptance probabilities.
 
-A source's raw score of a node, its own belief between 0 and 1, and the node's depth fall into a bin; a bin knows how
-often such nodes were right, given that their parents were. So a share of matches, a head's softmax and a similarity
-become comparable. Every proposed node is labelled by the text that followed, verified or not; what is believed at first
-is shipped (`priors.json`).
+Nodes are grouped in bins by source, depth and raw score (the source's own belief, between 0 and 1). A bin holds how
+often its nodes were right, given that their parents were. This makes a share of matches, a head's softmax and a
+similarity comparable. Every proposed node is labelled by the text that followed, whether it was verified or not. The
+priors are shipped (`priors.json`).
 """
 
 from __future__ import annotations
@@ -18,39 +18,39 @@ import numpy as np
 from slipstream.compiled import compiled
 from slipstream.tree import TokenTree
 
-BINS = 16  # of raw scores: as fine as a hundred labels of a text can fill
-DEPTHS = 4  # of depths: 1, 2, 3, more
+BINS = 16  # of raw scores: no more than the hundred or so labels of one text can fill
+DEPTHS = 4  # bins of depths: 1, 2, 3, more
 PRIOR = 6.0  # labels that the prior counts as
-# Weight of the newest look in whatever is learnt by the way: labels, times, gains. Half of what is known is from the
-# last 44 looks: a new kind of text is followed within a paragraph, and chance decides little.
+# Weight of the newest observation in running means of labels, times and gains. The last 44 observations make up half of
+# a mean: enough to average out chance, few enough to follow a new kind of text within a paragraph.
 NEWEST = 1 / 64
 
 
 class Calibration:
-    """Of several sources."""
+    """The calibration of several sources."""
 
     def __init__(self, sources: Sequence[str]) -> None:
-        """sources: by name, each with its shipped prior; one that has none is believed what it says."""
-        self.bins = np.full((len(sources), DEPTHS, BINS, 2), PRIOR)  # how often right, labels that this rests on
+        """sources: names. Each starts with its shipped prior, or with its raw scores taken as probabilities."""
+        self.bins = np.full((len(sources), DEPTHS, BINS, 2), PRIOR)  # share of right labels, number of labels
         self.bins[..., 0] = (np.arange(BINS) + 0.5) / BINS
-        # By drafter: (DEPTHS, BINS) how often it was right, on the texts of bench/budget.py.
+        # By drafter: (DEPTHS, BINS) its share of right labels on the texts of bench/budget.py.
         shipped = json.loads(files(__package__).joinpath("priors.json").read_text())
         for i, name in enumerate(sources):
             if name in shipped:
                 self.bins[i, ..., 0] = shipped[name]
-        # Which of them the columns of a tree are, by its names.
+        # For a tree's names of sources: which source each column of its raw scores is.
         self.columns = cache(lambda names: np.array([sources.index(name) for name in names], np.int64))
 
     def learn(self, tree: TokenTree, followed: Sequence[int], known: int = 0) -> bool:
-        """The text after the tree's root went on with these tokens, the first `known` of which it was told before.
-        Returns whether more of the text would say more about it."""
+        """Label the nodes of a tree by the tokens that followed its root. The first `known` tokens were passed in an
+        earlier call already. Returns whether some nodes can't be labelled before more text has followed."""
         columns, text = self.columns(tree.sources), np.array(followed, np.int32)
         return bool(_label(tree.parents, tree.tokens, tree.raw, columns, text, known, self.bins))
 
 
 @compiled
 def belief(bins, source, depth, raw):  # type: ignore[no-untyped-def]
-    """That a node is right, given that its parent is."""
+    """The probability that a node is right, given that its parent is."""
     return bins[source, min(depth, DEPTHS) - 1, min(BINS - 1, max(0, int(raw * BINS))), 0]
 
 

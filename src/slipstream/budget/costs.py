@@ -1,4 +1,4 @@
-"""Costs: what a step of the target takes, by rows and sequences. Measured once, followed ever after."""
+"""Costs: seconds of a step of the target, by rows and sequences. Measured once, then updated while steps run."""
 
 from __future__ import annotations
 
@@ -10,31 +10,32 @@ from numpy.typing import NDArray
 from slipstream.budget.calibration import NEWEST
 from slipstream.compiled import compiled
 
-WILD = 1.5  # a time that is more than so many times what is usual was interrupted, and counts as no more than that
+OUTLIER = 1.5  # outliers: a time longer than this multiple of the typical one was interrupted, and is capped there
 
 
 class Costs:
     def __init__(self, seconds: Mapping[int, float], padded: bool = False, flat: bool = False) -> None:
-        """seconds: of a step with one sequence, for some numbers of rows, 1 among them. padded: rows in between cost as
-        many as the next larger number. flat: sequences of a batch may have different numbers of rows, and a step has as
-        many as they have together; else it has as many for each as the widest."""
+        """seconds: of a step with one sequence, for some numbers of rows, 1 among them.
+        padded: numbers of rows in between cost as much as the next larger one.
+        flat: a step of several sequences has as many rows as these have together; else it has for each sequence as many
+        as the widest one needs."""
         if 1 not in seconds or min(seconds.values()) <= 0:
             raise ValueError(f"a cost curve needs the time of one row, and times above 0: found {dict(seconds)}")
         self.padded, self.flat = padded, flat
         self._rows = np.array(sorted(seconds), np.float64)
         self._curve = np.array([seconds[int(r)] for r in self._rows])
-        self._table = np.empty(int(self._rows[-1]))  # the same for every number of rows
-        self._seen = np.zeros(len(self._rows))  # how often each number of rows was, of late
-        # Of plain steps, and of those that verify: seconds that each further sequence takes, and how many were seen.
+        self._table = np.empty(int(self._rows[-1]))  # the curve for every number of rows
+        self._seen = np.zeros(len(self._rows))  # observations of each number of rows, recent ones counting more
+        # Of plain steps, and of those that verify: seconds that each further sequence adds; number of observations.
         self._more, self._batches = np.zeros((2, 2))
         _between(self._rows, self._curve, self._table, padded)
 
     def seconds(self, rows: int, batch: int = 1) -> float:
-        """Of a step of `batch` sequences that verifies rows - 1 nodes: of each, or, flat, in all."""
+        """Seconds of a step of `batch` sequences that verifies rows - 1 nodes: of each sequence, or if flat, in all."""
         return float((self._table if batch == 1 and rows <= len(self._table) else self.upto(rows, batch))[rows - 1])
 
     def upto(self, rows: int, batch: int = 1) -> NDArray[np.float64]:
-        """(rows,) of steps that verify 0, 1, … nodes."""
+        """(rows,) seconds of steps that verify 0, 1, … nodes."""
         every = batch - 1 + rows if self.flat else batch * rows
         if len(self._table) < every:
             self._table = np.empty(every)
@@ -43,14 +44,14 @@ class Costs:
             return self._table[:rows]
         alone = self._table[batch - 1 : every : 1 if self.flat else batch]
         more = np.where(np.arange(rows) > 0, self._more[1], self._more[0])
-        # Further sequences may take less than nothing: as many rows of one text had been overrated.
-        return np.maximum(alone + (batch - 1) * more, alone / WILD)
+        # `more` may be negative: a batch can be faster than equally many rows of one text were measured to be.
+        return np.maximum(alone + (batch - 1) * more, alone / OUTLIER)
 
     def observe(self, rows: int, batch: int, seconds: float) -> None:
-        """A step of that shape took so long. One of a single sequence also says how fast the machine is at other
-        numbers of rows, the more the less these were seen of late: it may have been busy when they were measured."""
+        """Record the time of a step. A step of one sequence also corrects other numbers of rows, the more the less
+        recently these were seen: the machine may have been busy when they were measured."""
         expected = self.seconds(rows, batch)
-        off = min(WILD, max(1 / WILD, seconds / expected)) - 1
+        off = min(OUTLIER, max(1 / OUTLIER, seconds / expected)) - 1
         if batch == 1:
             _follow(self._rows, self._curve, self._seen, rows, self.padded, off)
             _between(self._rows, self._curve, self._table, self.padded)
@@ -62,11 +63,11 @@ class Costs:
 
 @compiled
 def _between(known, curve, table, padded):  # type: ignore[no-untyped-def]
-    """Seconds of 1, 2, … rows from those of some numbers of rows."""
+    """Fill the table: seconds of 1, 2, … rows, interpolated from the numbers of rows that were measured."""
     last, slope = len(known) - 1, 0.0
     if last > 0:
         slope = max(0.0, (curve[last] - curve[last - 1]) / (known[last] - known[last - 1]))
-    i = 0  # the first known number that is not less
+    i = 0  # the first measured number of rows that is not less
     for rows in range(1, len(table) + 1):
         while i < last and known[i] < rows:
             i += 1
@@ -81,8 +82,9 @@ def _between(known, curve, table, padded):  # type: ignore[no-untyped-def]
 
 @compiled
 def _follow(known, curve, seen, rows, padded, off):  # type: ignore[no-untyped-def]
-    """A step took more than expected, by a share of that. seen: how often each known number of rows was of late."""
-    here = len(known) - 1  # which of them the step says most about
+    """Update the curve by a step that took `off` more than expected, as a share. seen: recent observations of each
+    measured number of rows."""
+    here = len(known) - 1  # the measured number of rows that is nearest to the step's
     for i in range(here - 1, -1, -1):
         if known[i] >= rows if padded else abs(np.log(known[i] / rows)) < abs(np.log(known[here] / rows)):
             here = i

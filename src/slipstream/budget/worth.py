@@ -1,4 +1,4 @@
-"""What drafts are worth: nodes in the order of their value, and how many of them are worth a step's time."""
+"""What drafts are worth: nodes in order of their value, and how many of them are worth verifying."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from slipstream.compiled import compiled
 
 @compiled
 def rank(parents, raw, columns, bins, without, limit, trees, share, expected):  # type: ignore[no-untyped-def]
-    """The root and the nodes that may be verified, the most valuable first, and every node's score. columns: which
-    source each column of raw is. without: a source that does not count. limit: nodes at most. trees: whether branches
-    can be verified; else the best chain counts. share: of what is promised, that is expected to come. expected: filled
-    with the tokens that come with 0, 1, … nodes."""
+    """The root and the nodes that may be verified, the most valuable first, and every node's score.
+
+    columns: which source each column of raw is. without: a source whose proposals don't count. limit: nodes at most.
+    trees: whether branches can be verified; else only the best chain counts. share: of the promised tokens, those to
+    expect (`Text.share`). expected: filled with the expected tokens with 0, 1, … nodes."""
     score, value = _values(parents, raw, columns, bins, without, trees)
     nodes, worthy = np.zeros(len(parents), np.int64), 1
     for node in range(1, len(nodes)):  # by insertion: they are few, and nearly in order
@@ -33,9 +34,10 @@ def rank(parents, raw, columns, bins, without, limit, trees, share, expected):  
 
 @compiled
 def best_nodes(expected, seconds, spent, plain):  # type: ignore[no-untyped-def]
-    """How many nodes are best if drafting took so many seconds besides, and the best rate. What drafting took is spent:
-    where even that rate does not make up for it, nodes still have to give more than plain decoding would in the time
-    that they take."""
+    """How many nodes to verify, and the best rate in tokens per second, which counts the seconds spent on drafting.
+
+    The time for drafting is lost in any case. So if even the best rate is below plain decoding's, nodes are verified as
+    long as they give more tokens than plain decoding would in the time that they add."""
     reached = 0.0
     for nodes in range(len(expected)):
         reached = max(reached, expected[nodes] / (spent + seconds[nodes]))
@@ -48,12 +50,12 @@ def best_nodes(expected, seconds, spent, plain):  # type: ignore[no-untyped-def]
 
 @compiled
 def _values(parents, raw, columns, bins, without, trees):  # type: ignore[no-untyped-def]
-    """How probable each node is, given its parent, and together with all its ancestors. Without trees only a node's
-    best child has a chance."""
+    """Each node's probability given its parent, and that of its whole path. Without trees only the best child of a node
+    counts."""
     n = len(parents)
     score, value, depth = np.ones(n, np.float32), np.ones(n), np.zeros(n, np.int64)
-    claimed = np.zeros(n)  # by all children of a node together: no more than one of them can be right
-    best = np.zeros(n, np.int64)  # of these
+    claimed = np.zeros(n)  # sum over a node's children: at most one of them can be right, so it is scaled down to 1
+    best = np.zeros(n, np.int64)  # a node's most probable child
     for i in range(1, n):
         parent = parents[i]
         depth[i] = depth[parent] + 1

@@ -1,6 +1,6 @@
 """The registry: a drafter is a file in this folder, and the file's name is the drafter's name.
 
-Others add theirs through an entry point of the group `slipstream.drafters` that names a Drafter class.
+Other packages add drafters through entry points of the group `slipstream.drafters`, each naming a Drafter class.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ GROUP = "slipstream.drafters"
 
 @cache
 def names() -> tuple[str, ...]:
-    """Every drafter there is, built-in ones first."""
+    """The names of all drafters, built-in ones first."""
     own = sorted(m.name for m in pkgutil.iter_modules(__path__) if m.name != "base" and not m.name.startswith("_"))
     return tuple(dict.fromkeys(own + sorted(added())))
 
 
 @cache
 def added() -> dict[str, EntryPoint]:
-    """Drafters of other packages. Looking through all that is installed takes milliseconds: not for each LLM anew."""
+    """Drafters of other packages. Cached, since searching the installed packages takes milliseconds."""
     found: dict[str, EntryPoint] = {}
     for entry in entry_points(group=GROUP):
         found.setdefault(entry.name, entry)
@@ -36,7 +36,7 @@ def added() -> dict[str, EntryPoint]:
 
 
 def find(name: str) -> type[Drafter]:
-    """The class behind a name."""
+    """The class that a name stands for."""
     from slipstream.drafters.base import Drafter
 
     if name not in names():

@@ -1,7 +1,7 @@
-"""Chains that a head continues token by token: drawn ones, and beams laid over each other as a tree.
+"""Chains that a head continues token by token: drawn ones, and beams that are merged into a tree.
 
-Everything has a fixed shape and happens where the head is. Beams become a tree by comparing them with each other as
-tensors, which is ReDrafter's dynamic tree attention: no trie, and nothing for the host to do.
+Everything has a fixed shape and is computed on the head's device. Beams are merged by comparing them with each other as
+tensors (ReDrafter's dynamic tree attention), without a trie or the host.
 """
 
 from __future__ import annotations
@@ -23,23 +23,24 @@ from slipstream.sampling import gumbel
 if TYPE_CHECKING:
     from slipstream.targets.base import Target
 
-Carry = Any  # what a head remembers of its chains: up to it
+Carry = Any  # a head's state of its chains; its type is up to the head
 
 
 class ChainDrafter(HeadDrafter):
-    """A head that can say what follows each of several chains."""
+    """A head that can predict the token after each of several chains."""
 
     @abstractmethod
     def start(self, *inputs: Tensor) -> Carry:
-        """One chain per sequence, which has the root alone."""
+        """One chain per sequence: the root alone."""
 
     @abstractmethod
     def logits(self, carry: Carry, depth: int) -> Tensor:
-        """(b, w, V) what follows each chain, `depth` tokens after the root."""
+        """(b, w, V) logits of the token after each chain, `depth` tokens after the root."""
 
     @abstractmethod
     def advance(self, carry: Carry, chain: Tensor, tokens: Tensor, depth: int) -> Carry:
-        """Other chains: each is the one numbered chain (b, w') and one of tokens (b, w'), the depth-th, after it."""
+        """Extend chains by their depth-th token. Each new chain is the old one with the number in `chain` (b, w'),
+        followed by its token in `tokens` (b, w')."""
 
     def draws(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
         *mine, keys, temperature = inputs
@@ -64,13 +65,13 @@ class ChainDrafter(HeadDrafter):
 
 def draw(logits: Tensor, key: Tensor, temperature: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     """`count` tokens from each row of logits (b, w, V), without replacement and in draw order, with the noise of key
-    (b,). Gives tokens (b, w, count), their probabilities (0: q had no more tokens to give), and q (b, w, V)."""
+    (b,). Returns tokens (b, w, count), their probabilities (0: q has fewer tokens), and q (b, w, V)."""
     logp = torch.log_softmax(logits.double() / temperature[:, None, None], -1)
     q = logp.exp()
     noise = gumbel(cast(Any, key[:, None]), torch.arange(q.shape[-1], device=q.device))[:, None]  # (b, 1, V)
     # The largest, in order, are draws without replacement.
     best = (logp + noise).where(q > 0, -torch.inf).topk(count)
-    least = torch.finfo(torch.float32).tiny  # however improbable, a draw stays one on its way to the host
+    least = torch.finfo(torch.float32).tiny  # not 0 in float32 either, however improbable: 0 means no draw
     p = q.gather(-1, best.indices).clamp(min=least).where(best.values > -torch.inf, 0)
     return best.indices, p, q
 
@@ -79,8 +80,8 @@ def draw(logits: Tensor, key: Tensor, temperature: Tensor, count: int) -> tuple[
 class BeamOptions(HeadOptions):
     beams: int = 8  # paths kept at every depth; mode=sample: chains, whose first tokens differ
     length: int = 5  # of each
-    every: bool = True  # beams that are given up on the way are verified too; False: those that reach the end alone
-    compress: bool = True  # of those: False verifies what they share once per beam
+    every: bool = True  # verify beams that were dropped on the way too; False: only those that reach the end
+    compress: bool = True  # with every=False, merge prefixes that beams share; False: verify them once per beam
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -92,7 +93,7 @@ class BeamDrafter(ChainDrafter):
     """The head's most probable paths."""
 
     Options = BeamOptions
-    names: Tensor | None = None  # (V',) the tokens that `few` is about; None: all
+    names: Tensor | None = None  # (V',) the token ids of the logits of `few`; None: all tokens
 
     def __init__(self, target: Target, tokenizer: Any, options: BeamOptions) -> None:
         super().__init__(target, tokenizer, options)
@@ -103,34 +104,34 @@ class BeamDrafter(ChainDrafter):
             self.sizes = (SMALL,)
 
     def few(self, carry: Carry, depth: int) -> Tensor:
-        """(b, w, V') the logits of the tokens that drafts are made of."""
+        """(b, w, V') logits of the tokens that may be drafted."""
         return self.logits(carry, depth)
 
     def best(self, *inputs: Tensor) -> Tensor:
         carry, width, length = self.start(*inputs), self.width, self.length
-        if self.ordered:  # at no depth are more of them among the best of all
+        if self.ordered:  # no depth has more than `most` of the `most` best nodes
             width, length = min(width, self.most), min(length, self.most)
         record = new_record(len(inputs[0]), length * width, self.device)
-        number = first = None  # of the nodes at which the beams end; None: the root
+        number = first = None  # number: of the nodes at which the beams end; None: the root
         for depth in range(length):
             logits = self.few(carry, depth)
             if self.first and not depth:
                 first = likeliest(logits[:, 0], self.first)
                 first = first if self.names is None else self.names[first]
-            # (b, w, width): no beam has more than that many children among the best
+            # (b, w, width): no beam has more than `width` children among the best
             logp, ids = best_tokens(logits, width)
             tokens, chain, number = grow_depth(logp, ids, number, self.names, None, record, depth * width, width, False)
             if depth + 1 < length:
                 carry = self.advance(carry, chain, tokens, depth + 1)
-        if self.options.every:  # at no depth do two beams spell the same, so there is nothing to merge
+        if self.options.every:  # nodes of all depths are kept, each once: there is nothing to merge
             return keep_best(record, None, first, length * width)
         beams, logp = finished(record, width)
         return pack_first(overlay(beams, logp.exp(), self.options.compress), first)
 
 
 def finished(record: Record, width: int) -> Record:
-    """(b, w, n) the beams that reach the end, and the log-probability of every token given those before it: each is
-    followed back to the root."""
+    """(b, w, n) the tokens of the beams that reach the end, and their log-probabilities given the tokens before them.
+    Each beam is followed back to the root."""
     tokens, parents = record[0].unflatten(2, (-1, width)).unbind(1)  # (b, n, w) each
     logp = record[1][:, 0].unflatten(1, (-1, width))
     at = torch.arange(width, device=tokens.device).expand(len(tokens), -1)
@@ -150,10 +151,10 @@ def prefix_match(beams: Tensor) -> Tensor:
 
 
 def overlay(beams: Tensor, probability: Tensor, compress: bool = True) -> Tensor:
-    """Beams (b, w, n) as a tree: (b, 3, w·n), packed. Nodes are numbered depth by depth.
+    """Beams (b, w, n) as a packed tree (b, 3, w·n), whose nodes are numbered depth by depth.
 
-    compress: only the first of equal prefixes becomes a node. Otherwise all do; the others then hang beside the first,
-    without children of their own, so that they cost what they cost and change nothing.
+    compress: equal prefixes are merged. Otherwise each becomes a node, but only the first of equal ones has children:
+    the others cost time and change nothing.
     """
     batch, width, length = beams.shape
     match = prefix_match(beams)
@@ -163,7 +164,7 @@ def overlay(beams: Tensor, probability: Tensor, compress: bool = True) -> Tensor
     number = kept.mT.flatten(1).cumsum(1).view(batch, length, width).mT  # from 1, where kept
     node = number.gather(1, match)
     parents = torch.nn.functional.pad(node[..., :-1], (1, 0))
-    place = (number - 1).where(kept, width * length).flatten(1)  # the rest go behind the end
+    place = (number - 1).where(kept, width * length).flatten(1)  # the rest go to an extra place, which is cut off
 
     def placed(x: Tensor, empty: int) -> Tensor:
         room = torch.full((batch, width * length + 1), empty, dtype=x.dtype, device=x.device)

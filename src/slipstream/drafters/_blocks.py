@@ -1,8 +1,8 @@
-"""BlockDrafter: several tokens per pass, each guessed by itself, as the tree of their most probable products.
+"""BlockDrafter: heads that predict several tokens per pass, drafted as a tree of their most probable combinations.
 
-A pass guesses a block of tokens behind every chain that it reads. Within a block what follows a chain depends on how
-far it has come and not on its tokens, unless the head says more about that; so the best first tree is found by
-products alone (DDTree), and only the chains that reach the end of a block are read by the next pass.
+A pass predicts a block of tokens after every chain that it reads. Within a block, a prediction depends on its place and
+not on the chain's tokens, unless a head corrects for them. So the best tree follows from products of probabilities
+(DDTree), and the next pass reads only the chains that reach the end of a block.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from slipstream.kernels.ops import best_tokens
 
 @dataclass(frozen=True)
 class BlockCarry:
-    """What was guessed behind n chains, and the w chains that go on from there."""
+    """The blocks predicted after n chains, and the w chains that continue within them."""
 
     logits: Tensor  # (b, n, slots, V') by place in the block
-    block: Tensor  # (b, w) which of the n each chain goes on from
-    tokens: Tensor  # (b, w, ·) its tokens since then; before the first pass the root is one
+    block: Tensor  # (b, w) which of the n blocks each chain is in
+    tokens: Tensor  # (b, w, ·) each chain's tokens since the last pass; at first the root
 
     def extended(self, chain: Tensor, tokens: Tensor) -> Self:
-        """Other chains: each is the one numbered chain (b, w'), and one of tokens (b, w') after it."""
+        """The chains with the numbers in `chain` (b, w'), each extended by its token in `tokens` (b, w')."""
         path = self.tokens.take_along_dim(chain[..., None], 1)
         block = self.block.take_along_dim(chain, 1)
         return replace(self, block=block, tokens=torch.cat((path, tokens[..., None]), dim=2))
 
 
 class BlockDrafter(FeatureDrafter):
-    """Subclasses read the text (`start`), and go on behind whole blocks (`next_pass`) if they can."""
+    """Subclasses define `start`, which reads the text, and `next_pass`, which continues after whole blocks."""
 
-    slots: int  # tokens of a pass
+    slots: int  # tokens per pass
 
     @abstractmethod
     def next_pass(self, carry: Carry, depth: int) -> Carry:
-        """Read chains that have come to the end of their block, `depth` tokens after the root."""
+        """Read chains that have reached the end of their block, `depth` tokens after the root."""
 
     def own_logits(self, carry: Carry, depth: int) -> Tensor:
         return carry.logits[:, :, depth % self.slots].take_along_dim(carry.block[..., None], 1)

@@ -1,7 +1,7 @@
-"""What a drafter and its sessions may offer beyond `begin` and `propose`. Each capability is a protocol: who has its
-members offers it.
+"""What a drafter and its sessions may offer beyond `begin` and `propose`.
 
-The engine, and drafters that ask others, ask for them here and nowhere else. What is not offered costs nothing.
+Each capability is a protocol: a class that has its members offers it. The engine, and drafters made of other drafters,
+look for capabilities through the functions below and nowhere else. A capability that is not offered costs nothing.
 """
 
 from __future__ import annotations
@@ -28,106 +28,109 @@ if TYPE_CHECKING:
 
 
 class ReadsStates(Protocol):
-    """Its sessions are shown hidden states of the target."""
+    """Its sessions observe hidden states of the target."""
 
-    layers: tuple[int, ...]  # which: 0 the embeddings, L the last layer's
-    # Where a text was read before: how many of its last tokens a session that resumes there must be shown again, with
+    layers: tuple[int, ...]  # which states: 0 the embeddings, L the last layer's (see `targets/states.py`)
+    # For a session that resumes at a cached prefix: how many of the prefix's last tokens it must be shown again, with
     # their states. None, which is the default: all.
     rereads: int | None
 
 
 class Rests(Protocol):
-    """It asks for states of some steps only."""
+    """It needs the states of some steps only."""
 
-    resting: int  # whether it goes without those of the step that was proposed last, and of how many more
+    resting: int  # steps after the one proposed last without a draft; unless 0, that one's states are not needed
 
 
 class Idles(Protocol):
-    """It knows beforehand when it will propose nothing. Then it need not be asked, and the step may begin before its
+    """It knows in advance that it will propose nothing. Then it is not asked, and the step may begin before its
     sessions have observed the latest one."""
 
-    idle: bool  # whether the next step is such a one
+    idle: bool  # whether it will propose nothing for the next step
 
     def rest(self) -> None:
-        """That step is taken."""
+        """That step begins, without asking it."""
 
 
 class Generates(Protocol):
-    """It has a probability for every token."""
+    """It is a language model: it has a probability for every token."""
 
     generates: bool  # True
-    first: int  # how many of the likeliest tokens its proposals name, whether they are in the tree or not
-    sizes: tuple[int, ...]  # numbers of nodes that it drafts in notably less time than more
+    first: int  # how many of the likeliest first tokens `Proposal.first` names, in the tree or not
+    sizes: tuple[int, ...]  # small numbers of nodes that it drafts in notably less time than a full draft
 
 
 class TakesWishes(Protocol):
-    """It makes something of fields of a request that others must refuse."""
+    """It uses fields of a request that are refused with other drafters."""
 
-    takes: tuple[str, ...]  # "prediction", "drafters"
+    takes: tuple[str, ...]  # of "prediction", "drafters"
 
 
 class DraftsMuch(Protocol):
-    """It says how many nodes a step drafts at most where a request does not. The default is the target's."""
+    """It sets how many nodes a step drafts at most if the request does not. The default is the target's."""
 
     default_draft: int
 
 
 class Invests(Protocol):
-    """Its proposals have nodes `beside` the tree, no more than its budget says, and get better while it is asked."""
+    """Its proposals have nodes `beside` the tree, within the budget's `beside`. It learns from their scores, so that
+    later drafts get better."""
 
-    invests: int  # how many at most
-    returns: NDArray[np.float64]  # by what share 0, 1, … of them raise the tokens of a step, in the long run
+    invests: int  # such nodes at most
+    returns: NDArray[np.float64]  # relative gain in tokens per step, in the long run, of 0, 1, … such nodes
 
 
 class Pads(Protocol):
-    """It says whether every step is computed as wide as the widest, so that in low precision a text does not depend on
-    how much was drafted. The default is to pad: only plain decoding can do without."""
+    """It sets whether every step is padded to the widest one, so that in low precision a text does not depend on how
+    much was drafted. The default is to pad; only plain decoding can do without."""
 
     pads: bool
 
 
 @runtime_checkable
 class ReadsAnswers(Protocol):
-    """It drafts from what earlier requests were answered."""
+    """It drafts from earlier answers."""
 
-    shared: int  # tokens of each collection that the engine keeps for it; 0: none
+    shared: int  # how many tokens of answers the engine keeps for it, per collection; 0: none
 
     def attach(self, answers: EarlierAnswers) -> None:
-        """Called once: where the answers can be read."""
+        """Called once, with the place to read the answers from."""
 
 
 @runtime_checkable
 class Learns(Protocol):
+    """It learns from complete answers."""
+
     def ended(self, request: Request, tokens: Sequence[int]) -> None:
-        """A request was answered with these tokens."""
+        """The request has ended; these tokens are its answer."""
 
 
 @runtime_checkable
 class Releases(Protocol):
-    """It holds memory of a device."""
+    """It holds memory on a device."""
 
     def release(self) -> None:
-        """Nobody will ask it again: the memory goes back."""
+        """It will not be used again: free the memory."""
 
 
 class Decides(Protocol):
-    """It decides how much is verified, by what steps take."""
+    """It decides how much is verified, by the measured times of steps."""
 
     @property
     def choice(self) -> Choice | None:
         """What it decided about the step that was proposed last."""
 
     def measured(self, rows: Sequence[int], seconds: float) -> None:
-        """A step of so many rows of each sequence took so long after its drafts: the target's forward, and what came of
-        it."""
+        """The time of a step with so many rows per sequence, drafting excluded: the target's forward, and unless it is
+        a plain step that others overlap with, verifying and committing."""
 
 
 @runtime_checkable
 class DraftsAhead(Protocol):
-    """On a GPU it queues drafts while a step still runs there."""
+    """On a GPU it can queue the next draft while a step still runs there."""
 
     def draft_ahead(self, session: Any, step: FixedStep) -> None:
-        """A step of this sequence alone runs on the device: a draft that needs nothing else can be queued after it."""
+        """A step of this one sequence runs on the device: queue the draft that reads its results."""
 
 
 # ---- of a session
@@ -138,36 +141,41 @@ class HoldsStates(Protocol):
     """It holds states that lie in the target's own tensors."""
 
     def keep(self) -> None:
-        """The next forward is about to run: whatever of the last one's states is still wanted must be copied."""
+        """The next forward is about to overwrite the states of the last one: copy what is still needed."""
 
 
 @runtime_checkable
 class LetsGo(Protocol):
+    """It can do without the states of a step that it was not asked to draft from."""
+
     def skip(self) -> None:
-        """Instead of `keep`: nobody asked for a draft from these states, and it may do without them."""
+        """Instead of `keep`: drop the states of the last forward."""
 
 
 @runtime_checkable
 class SeesChoices(Protocol):
-    """It learns from what the target chose after nodes of its own, accepted or not."""
+    """It learns from the tokens that the target chose after nodes of its draft, accepted or not."""
 
     def choices(self, tree: TokenTree, chosen: Callable[[Sequence[int]], NDArray[Any]]) -> None:
-        """A step has verified this tree, which its draft is part of. chosen: the tokens that the target would put after
-        some of its nodes; where a request's tokens are chosen on the host, the most probable ones. To be asked now."""
+        """A step has verified this tree, which contains its draft. chosen: gives the target's choices after some of the
+        nodes; where a request's tokens are chosen on the host, the most probable tokens. Valid during this call."""
 
 
 @runtime_checkable
 class Pauses(Protocol):
+    """It holds data that lies in tensors of the target, or of a captured draft."""
+
     def pause(self) -> None:
-        """Forwards for others come before the next of this sequence: what lies in the target's own tensors and is still
-        wanted must be copied."""
+        """Forwards of other sequences come before the next one of this: copy what they would overwrite."""
 
 
 @runtime_checkable
 class Resumes(Protocol):
+    """It can start from another session that has observed the same prefix."""
+
     def resume(self, other: Any, tokens: list[int]) -> None:
-        """Before anything else: the text begins with these tokens, as that of `other` does, which knows them. What is
-        taken from there is copied."""
+        """Called first, on a new session: both texts begin with these tokens, which `other` has observed. Copy what is
+        known of them from there."""
 
 
 @runtime_checkable
@@ -175,16 +183,16 @@ class ReadsKeys(Protocol):
     """It drafts with the target's own keys of its text."""
 
     def follow(self, slot: Slot | None) -> None:
-        """Where they lie from now on. None: they are given up, until it is told again."""
+        """The slot that holds the keys from now on. None: they were freed, until the next call."""
 
 
 class KeepsSilent(Protocol):
-    """There are texts that it can't gain anything in."""
+    """There are texts that it proposes nothing for, for instance short ones."""
 
-    silent: bool  # whether this is one of them, as long as it is now: it need not be asked
+    silent: bool  # whether it proposes nothing now, so that it need not be asked
 
 
-# ---- asking
+# ---- using capabilities
 
 
 def _offers(one: Any, capability: type) -> bool:
@@ -194,7 +202,7 @@ def _offers(one: Any, capability: type) -> bool:
 
 @cache
 def _class_offers(kind: Any, capability: type) -> bool:
-    """Remembered, since a look at its members takes microseconds, and some are asked in every step."""
+    """Cached: looking at a class's members takes microseconds, and some are looked for in every step."""
     return issubclass(kind, capability)
 
 
@@ -203,7 +211,7 @@ def layers(drafter: Drafter | type[Drafter]) -> tuple[int, ...]:
 
 
 def step_layers(drafter: Drafter) -> tuple[int, ...]:
-    """Whose states the step that was proposed last should give."""
+    """The layers whose states the step that was proposed last must give."""
     return () if getattr(drafter, "resting", False) else layers(drafter)
 
 
@@ -273,7 +281,7 @@ def measured(drafter: Any, rows: Sequence[int], seconds: float) -> None:
 
 
 def observes(session: DraftSession) -> bool:
-    """Whether it wants to see the text."""
+    """Whether the session overrides `observe`."""
     return getattr(session.observe, "__func__", None) is not DraftSession.observe
 
 
@@ -288,7 +296,7 @@ def draft_ahead(drafter: Any, session: DraftSession, step: FixedStep) -> None:
 
 
 def unstarted(session: DraftSession) -> bool:
-    """Of one that drafts ahead: whether no draft was queued after the last step."""
+    """For a session that can draft ahead: whether no draft was queued after the last step."""
     return getattr(session, "unstarted", False)
 
 
@@ -324,7 +332,7 @@ def silent(session: Any) -> bool:
 
 
 def resume(session: Any, other: DraftSession, tokens: list[int]) -> None:
-    """A session that can't take over what `other` knows is shown the tokens."""
+    """Start from `other`'s knowledge of a prefix. A session that can't is shown its tokens instead."""
     if _offers(session, Resumes):
         session.resume(other, tokens)
     else:

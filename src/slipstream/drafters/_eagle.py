@@ -1,8 +1,8 @@
-"""What drafters share whose heads keep keys of the text: reading it along with the target, and growing a tree after it.
+"""The base of drafters whose heads have a key cache of the text: reading the text, and growing a tree after it.
 
-The head reads pairs: the target's state that read token i, and token i+1. Pair i's key lies in column i of the
-session's row. The last state waits for the token after it: each draft reads it with the root, again if the text did
-not grow, and writes the keys of drafted tokens after it, where the next draft writes too.
+The head reads pairs of the target's state that read token i, and token i+1. The key of pair i is in column i of the
+session's cache row. The last state's next token is the root, so each draft reads that pair first. It writes the keys
+of drafted tokens after it; the next draft overwrites them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from slipstream.targets.captured.fixed_step import FixedStep
 
 
-AT_ONCE = 1024  # states that wait for a draft; more are read before it
+AT_ONCE = 1024  # unread states that may wait for a draft; more are read at once
 
 
 @dataclass(frozen=True)
@@ -49,12 +49,12 @@ class FeatureOptions(HeadOptions):
 
 
 class FeatureDrafter(ChainDrafter):
-    """A tree whose nodes are guessed from features that the head itself predicted."""
+    """A tree whose nodes are predicted from features that the head itself predicted."""
 
     Options = FeatureOptions
     head: Any  # with a LayerConfig
     ordered = True
-    rereads = 1  # the state before the first new token, whose pair that token completes
+    rereads = 1  # the last state of the prefix, whose pair the first new token completes
 
     def __init__(self, target: Target, tokenizer: Any, options: FeatureOptions) -> None:
         super().__init__(target, tokenizer, options)
@@ -64,7 +64,7 @@ class FeatureDrafter(ChainDrafter):
         self.growth = self.grows(guessable)
         self.cache = self.new_cache()
         self._captured_for = self.cache.generation
-        self.waiting = self.length + 2  # states read along with a draft: of a whole path, and the one before it
+        self.max_states = self.length + 2  # a whole accepted path's, and one before it
         if not self.fixed:
             self.sizes = (SMALL,)
 
@@ -76,11 +76,11 @@ class FeatureDrafter(ChainDrafter):
         return KeyCache(self.head.config, self.head.dtype, self.device)
 
     def columns_of(self, length: int) -> int:
-        """How many columns the keys of a text of this length take."""
+        """How many cache columns the keys of a text of this length take."""
         return length
 
     def grows(self, guessable: int) -> Growth:
-        """The shape of its trees; the head can guess this many tokens."""
+        """The shape of its trees. guessable: how many different tokens the head can predict."""
         return Growth.dynamic(self.options.width, self.length, self.options.nodes, guessable)
 
     def begin(self, request: Request) -> FeatureSession:
@@ -94,8 +94,8 @@ class FeatureDrafter(ChainDrafter):
 
     @torch.inference_mode()
     def read(self, session: FeatureSession) -> None:
-        """Put all states whose next token is known into the cache. A key is made of its own pair alone, so nobody
-        looks at anything here."""
+        """Put the keys of all states whose next token is known into the cache. A key depends on its own pair alone, so
+        this needs no attention."""
         count = len(session.following)
         self.cache.reserve(self.columns_of(session.length + count))
         columns = torch.arange(session.length, session.length + count, dtype=torch.int32, device=self.device)[None]
@@ -105,54 +105,55 @@ class FeatureDrafter(ChainDrafter):
         session.forget()
 
     def remember(self, session: FeatureSession, tokens: Tensor, states: Tensor, row: Tensor, columns: Tensor) -> None:  # noqa: ARG002
-        """Keys of tokens (1, n) and the states before them (1, n, ·), to a row (1,) and its columns (1, n)."""
+        """Write the keys of tokens (1, n) and the states before them (1, n, ·) to a row (1,) and its columns (1, n)."""
         self.head.draft(tokens, self.head.read(states), None, columns, self.cache.through(row, columns))
 
     def _states(self, sessions: Iterable[FeatureSession]) -> Tensor:
-        """(rows, ·) what was seen and not read, one session after the other."""
+        """(rows, ·) the unread states, one session after the other."""
         return torch.cat([self.head.join(piece) for session in sessions for piece in session.pieces])
 
     def inputs(self, table: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
-        """(b, 3 + m) the table but for its end, and (b, m, ·) the states."""
+        """(b, 3 + m) the table without the last m columns, and (b, m, ·) the states."""
         m = (table.shape[1] - 3) // 2
-        return table[:, : 3 + m], self._picked(table[:, 3 + m :], states)
+        return table[:, : 3 + m], self._select_states(table[:, 3 + m :], states)
 
     @torch.inference_mode()
     def joined(self, sessions: Sequence[HeadSession], table: Tensor) -> Tensor:
         m = (table.shape[1] - 3) // 2
         return self._states(cast(Sequence[FeatureSession], sessions))[table[:, 3 + m :].to(self.device)]
 
-    def given(self, sessions: Sequence[HeadSession], roots: Sequence[int], batch: int, lying: bool) -> Tensor:
-        """(b, 3 + 2m) each sequence's row, how many keys are there, how many states wait, the tokens after those, and
-        where each lies: in its step, or among all that wait. The latter two stand at the end of their m."""
+    def make_table(self, sessions: Sequence[HeadSession], roots: Sequence[int], batch: int, from_step: bool) -> Tensor:
+        """(b, 3 + 2m) for each sequence: its row, its number of keys, its number of unread states, the tokens after
+        these, and their rows: in their step, or among all unread states. The latter two are aligned at the end of
+        their m columns."""
         mine = cast(Sequence[FeatureSession], sessions)
         for session in mine:
             session.catch_up()
-        m = self.waiting if self.fixed else max(1 + len(s.following) for s in mine)
+        m = self.max_states if self.fixed else max(1 + len(s.following) for s in mine)
         table = np.zeros((batch, 3 + 2 * m), np.int64)
-        table[:, 2] = 1  # padding reads the first state there is, into the row of nobody
+        table[:, 2] = 1  # padding reads the first state there is, into row 0, which no session has
         start = 0
         for line, session, root in zip(table, mine, roots, strict=False):
             count = 1 + len(session.following)
             line[:3] = session.row, session.length, count
             line[3 + m - count : 3 + m] = [*session.following, root]
-            places = session.pieces[0].rows if lying else None
+            places = session.pieces[0].rows if from_step else None
             line[3 + 2 * m - count :] = places or range(start, start + count)
             start += count
         self._make_room(batch, int(table[:, 1:3].sum(1).max()))
         return torch.from_numpy(table)
 
     def draft_ahead(self, session: DraftSession, step: FixedStep) -> None:
-        """Only where all tables are equally wide: else what it was made of can't be compared with what is decided."""
+        """Only where all tables have the same width: else the host could not compare inputs."""
         if self.fixed:
-            self._make_room(1, cast(FeatureSession, session).length + 1 + self.waiting)
+            self._make_room(1, cast(FeatureSession, session).length + 1 + self.max_states)
             super().draft_ahead(session, step)
 
     def _make_room(self, batch: int, length: int) -> None:
         columns, most, depth = self.room()
         self.cache.reserve(self.columns_of(length) + columns)
         self.cache.prepare(batch, most, depth)
-        if self._captured_for != self.cache.generation:  # the cache has moved
+        if self._captured_for != self.cache.generation:  # the cache has moved: captures refer to the old one
             self._captured_for = self.cache.generation
             for captured in (self.captured, self.captured_draws, self.captured_ahead):
                 captured.clear()
@@ -160,13 +161,13 @@ class FeatureDrafter(ChainDrafter):
     # ---- drafting
 
     def room(self) -> tuple[int, int, int]:
-        """What a draft needs: columns after the text, tokens that look at a time, and how long their paths are."""
+        """What a draft needs: columns after the text, tokens that attend at a time, and the length of their paths."""
         drawn = self.width * (self.length - 1)
         most = max(self.width, *self.growth.widths, 1)
         return max(drawn, sum(self.growth.widths)), most, self.length
 
     def start(self, *inputs: Tensor) -> Carry:
-        """Read what waits. Only the last pair looks at the others: these are there for their keys."""
+        """Read the unread pairs. Only the last one attends; the others just need their keys."""
         given, states = inputs
         rows, ends, columns = first_places(given, 1 + self.length)
         look = self.cache.through(rows, columns, ends[0], ends[0][:, None, None])
@@ -174,11 +175,11 @@ class FeatureDrafter(ChainDrafter):
         return Nodes(after, normed, rows, ends, rows.new_empty(len(rows), 1, 0), 0)
 
     def own_logits(self, carry: Carry, depth: int) -> Tensor:  # noqa: ARG002
-        """(b, w, V') over the tokens that the head can guess."""
+        """(b, w, V') logits over the tokens that the head can predict."""
         return self.head.logits(carry.features) if carry.normed is None else self.head.output(carry.normed)
 
     def children(self, carry: Carry, depth: int, branch: int) -> tuple[Tensor, Tensor]:
-        """Twice (b, w, branch): the log-probabilities of the best that follow each chain, and their own ids."""
+        """Twice (b, w, branch): the best tokens after each chain, as log-probabilities and as the head's own ids."""
         return best_tokens(self.own_logits(carry, depth), branch)
 
     def logits(self, carry: Carry, depth: int) -> Tensor:
@@ -199,7 +200,7 @@ class FeatureDrafter(ChainDrafter):
     def best(self, *inputs: Tensor) -> Tensor:
         carry, growth = self.start(*inputs), self.growth.within(self.most)
         record = new_record(len(inputs[0]), growth.found, self.device)
-        number = first = None  # of the nodes that are read; None: the root
+        number = first = None  # number: of the nodes that are continued; None: the root
         for depth in range(growth.depth):
             if self.first and not depth:
                 first = likeliest(self.own_logits(carry, 0)[:, 0], self.first)
@@ -213,34 +214,35 @@ class FeatureDrafter(ChainDrafter):
 
 @dataclass(frozen=True)
 class Nodes:
-    """The drafted tokens of one depth, from which the next one's grow; before the first, the root."""
+    """The drafted tokens of one depth, which the next depth continues; at first the root."""
 
     features: Tensor  # (b, w, H) the predicted states that read them
     normed: Tensor | None  # (b, w, H) the same under the head's last norm, if it has one
     rows: Tensor  # (b,) int32, of the cache
-    ends: Tensor  # (·, b) int32: the column of the text's last pair, which the root belongs to, and those after it
+    ends: Tensor  # (·, b) int32: the column of the text's last pair, whose token is the root, and those after it
     paths: Tensor  # (b, w, depth) int32, the columns of drafted ancestors, their own last
-    used: int  # columns after the text
+    used: int  # columns used after the text
 
 
 class FeatureSession(HeadSession):
-    """One sequence: its row of the cache, and the states that wait to be read."""
+    """One sequence: its row of the cache, and its unread states."""
 
     drafter: FeatureDrafter
 
     def __init__(self, drafter: FeatureDrafter, request: Request) -> None:
         super().__init__(drafter, request)
         self.row = drafter.cache.open()
-        self.pairs: list[int] = []  # the text's positions whose keys are there, by column
-        self.pieces: list[Hidden] = []
-        self.following: list[int] = []  # the tokens after these states, but for the last one
-        self.root: int | None = None  # which the last state was read with; its key is there then
-        self.prompt: tuple[list[Hidden], list[int], int] | None = None  # the same, to be read before the first draft
-        self.begun = False  # whether the first draft was asked for, or not
+        self.pairs: list[int] = []  # by column of the cache: the text position whose key it holds
+        self.pieces: list[Hidden] = []  # unread states
+        self.following: list[int] = []  # the tokens after these states, except after the last one
+        self.root: int | None = None  # the root that the last draft read with the last state; that key is written
+        # Unread states of the prompt, their following tokens and the text's length then: read before the first draft.
+        self.prompt: tuple[list[Hidden], list[int], int] | None = None
+        self.begun = False  # whether the first draft was made, or the chance to make it has passed
 
     @property
     def length(self) -> int:
-        """Keys there."""
+        """Number of keys in the cache."""
         return len(self.pairs)
 
     def observe(self, seen: Seen) -> None:
@@ -248,8 +250,8 @@ class FeatureSession(HeadSession):
             self.pairs.append(self.read - 1)
             self.pieces.clear()
         self.root = None
-        if not seen.hidden:  # a piece of the text that it goes without, and what waited for its first token
-            self._let_go()
+        if not seen.hidden:  # these tokens can't be read, nor the state that waits for the first of them
+            self._drop_states()
         self.read = seen.position + len(seen.tokens)
         if not seen.hidden:
             return
@@ -257,44 +259,45 @@ class FeatureSession(HeadSession):
             self.following.append(seen.tokens[0])
         self.pieces.append(seen.hidden)
         self.following += seen.tokens[1:]
-        most = self.drafter.waiting
+        most = self.drafter.max_states
         if len(self.following) < most:
             return
-        if seen.hidden.lasting and len(seen.tokens) >= most:  # a captured step accepted more than a draft is made for
+        if seen.hidden.lasting and len(seen.tokens) >= most:  # a captured step accepted more than a draft can read
             self.pieces, self.following = [seen.hidden.end(most)], seen.tokens[1 - most :]
         elif len(self.following) >= AT_ONCE:
             self.catch_up()
 
     def catch_up(self, everything: bool = False) -> None:
-        """Before a draft: read what does not fit into it, or all that can be read."""
+        """Read states before a draft: those that the draft can't read itself, or all whose next token is known."""
         if self.prompt is not None:
             latest = self.pieces, self.following, self.read
             self.pieces, self.following, self.read = self.prompt
             self.drafter.read(self)
             self.pieces, self.following, self.read = latest
             self.prompt = None
-        if len(self.following) >= (1 if everything else self.drafter.waiting):
+        if len(self.following) >= (1 if everything else self.drafter.max_states):
             self.drafter.read(self)
 
     @property
     def ready(self) -> bool:
         return bool(self.pieces)
 
-    def lying(self) -> tuple[Tensor, ...]:
+    def step_states(self) -> tuple[Tensor, ...]:
         one = self.pieces[0]
         return tuple(one.tensors.values()) if len(self.pieces) == 1 and one.lasting else ()
 
     def known(self) -> list[int] | None:
-        """Its row, and the keys there once the draft's root is part of the text; if it has read all before that."""
+        """Its row, and its number of keys once the last draft's root is committed. None if there was no draft, or if
+        the prompt is not read yet."""
         return None if self.root is None or self.prompt is not None else [self.row, self.length + 1]
 
-    def asked(self, root: int) -> None:
+    def drafted(self, root: int) -> None:
         self.forget()
         self.root, self.begun = root, True
 
     def keep(self) -> None:
         super().keep()
-        if self.root is None:  # no draft has read them
+        if self.root is None:  # no draft has read these states
             self.pieces = [piece.safe() for piece in self.pieces]
 
     def pause(self) -> None:
@@ -302,7 +305,8 @@ class FeatureSession(HeadSession):
         self.pieces = [piece.safe() for piece in self.pieces]
 
     def resume(self, other: DraftSession, tokens: list[int]) -> None:
-        """The keys of the pairs that begin in these tokens: the last one's second token is the first that is read."""
+        """Copy the keys of the pairs whose first token is in the prefix. The second token of the last one is the first
+        to be read; both texts have it in common (`rereads`)."""
         it = cast(FeatureSession, other)
         it.catch_up(everything=True)
         count = bisect_left(it.pairs, len(tokens))
@@ -312,16 +316,16 @@ class FeatureSession(HeadSession):
     def skip(self) -> None:
         super().keep()
         if self.root is None:
-            self._let_go()
+            self._drop_states()
 
-    def _let_go(self) -> None:
-        """Of states that no draft has read, the prompt's alone are kept."""
+    def _drop_states(self) -> None:
+        """Drop states that no draft has read, except the prompt's."""
         if not self.begun and self.following:
             self.prompt = self.pieces, self.following, self.read
         self.pieces, self.following, self.begun = [], [], True
 
     def forget(self) -> None:
-        """All states but the last are in the cache."""
+        """All states except the last were read into the cache: drop them."""
         self.pairs += range(self.read - 1 - len(self.following), self.read - 1)
         self.pieces, self.following = [self.pieces[-1].end(1)], []
 

@@ -1,11 +1,11 @@
-"""HeadDrafter: what every drafter with a trained head has in common.
+"""HeadDrafter: the base of all drafters with a trained head.
 
-A draft is one function of tensors whose shapes don't depend on the request: the last states and the roots go in, nodes
-come out, in one piece that is copied to the host once. What a request may not have of it is cut off there.
+A draft is one function of tensors, whose shapes don't depend on the request: from the last states and the roots to
+packed nodes, which are copied to the host once. There the draft is cut to each request's budget.
 
-On a GPU a draft is queued after the step whose states it reads: which node the host will accept last, and which token
-comes after it, is computed there too (`ops.walk`). When the host has decided, it compares what it decided with what
-that draft was made of, and drafts again if that is something else.
+On a GPU a draft can be queued right after the step whose states it reads. The path that the host will accept, and the
+token after it, are then computed on the device (`ops.walk`). Once the host has verified the step, it compares the
+draft's inputs with the real ones. If they differ, it drafts again.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from slipstream.targets.captured.fixed_step import FixedStep
 
 MODES = ("best", "sample")
-SMALL = 2  # nodes of a draft that a head which goes on token by token makes in notably less time than a whole one
+SMALL = 2  # nodes of a small draft: heads that draft token by token make it in notably less time than a full one
 
 
 @dataclass(frozen=True)
@@ -58,28 +58,28 @@ class HeadOptions:
 
 
 class HeadDrafter(Drafter):
-    """Subclasses say what to make of a batch's inputs: `best`, and for mode=sample `draws`."""
+    """Subclasses define `best`, and for mode=sample `draws`: from a batch's inputs to nodes."""
 
     kind: ClassVar[str]
     generates = True
     sizes: tuple[int, ...] = ()
-    rereads: int | None = 0  # the last state is all that a session needs, and a prompt's last token is always read
+    rereads: int | None = 0  # a session needs the last state alone, and a prompt's last token is always read
     Options = HeadOptions
-    # mode=sample: how many chains, and how long. Their first tokens are drawn without replacement.
+    # mode=sample: number and length of chains. Their first tokens are drawn without replacement.
     width: int
     length: int
-    ordered: bool = False  # whether `best` gives nodes in the order of their paths' probabilities
-    waiting: int = 1  # states that a draft reads at most
+    ordered: bool = False  # whether `best` returns nodes in order of their paths' probabilities
+    max_states: int = 1  # states that a draft reads at most
 
     def __init__(self, target: Target, tokenizer: Any, options: Any) -> None:
         super().__init__(target, tokenizer, options)
         self.head, self.folder = open_head(self.kind, options.drafter_path, target)
         self.first = options.first
-        self.source = self.kind  # what its drafts are labelled with; `auto` may ask several heads of one kind
+        self.source = self.kind  # its name in trees; `auto` renames several heads of one kind
         self.layers = self.head.layers(self.head.lender.layers)
         self.device = next(self.head.parameters()).device
-        self.fixed = self.device.type == "cuda"  # whether all drafts have one shape, so that one capture serves them
-        self.most = sys.maxsize  # nodes of a draft that anybody keeps: there is no need to find more
+        self.fixed = self.device.type == "cuda"  # whether all drafts have one shape, so that one capture serves all
+        self.most = sys.maxsize  # nodes that budgets keep of a draft, at most: no more need to be found
         within: Callable[[], AbstractContextManager[None]] = nullcontext
         if self.fixed:
             within = StandIns(self.head).in_place  # the kernels of the target's own steps
@@ -98,7 +98,8 @@ class HeadDrafter(Drafter):
 
     @torch.inference_mode()
     def swap(self, new: Head, folder: Path | None) -> None:
-        """From the next draft on another head's weights, of the same shape: copied in place, so that captures hold."""
+        """Use another head's weights, of the same shape, from the next draft on. They are copied in place, so that
+        captures stay valid."""
         if self.fixed:
             torch.cuda.synchronize(self.device)  # a draft may be under way
         mine, its = self.head.state_dict(), new.state_dict()
@@ -110,7 +111,7 @@ class HeadDrafter(Drafter):
         self.folder = folder
 
     def token_names(self) -> list[tuple[Tensor, Tensor]]:
-        """What a drafter keeps of its head's ids of tokens, and what it is now."""
+        """Pairs of a tensor of token ids that this drafter took from its head, and the head's own after a swap."""
         return []
 
     def propose(
@@ -139,42 +140,41 @@ class HeadDrafter(Drafter):
     # ---- on the device
 
     def inputs(self, table: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
-        """What `best` and `draws` read, made of a table (see `given`) and states: the last ones (b, ·), the roots (b,).
+        """The inputs of `best` and `draws`: the last states (b, ·) and the roots (b,).
 
-        states: joined, (b, m, ·); or all of a step as they lie there, layer by layer, (n, H) each."""
-        return self._picked(table[:, 2:], states)[:, 0], table[:, 1]
+        table: see `make_table`. states: joined, (b, m, ·); or all states of a step, (n, H) for each layer."""
+        return self._select_states(table[:, 2:], states)[:, 0], table[:, 1]
 
     def _ahead_of_host(self, known: Tensor, *of_step: Tensor) -> Tensor:
-        """(b, ·) int32: the table, as the host will make it if it accepts what was chosen, and the nodes."""
+        """(b, ·) int32: the table that the host will make if it accepts what the step chose, and the draft's nodes."""
         ids, depths, parents, chosen, *states = of_step
-        table = torch.cat((known, walk(ids, depths, parents, chosen, self.waiting)), 1)
+        table = torch.cat((known, walk(ids, depths, parents, chosen, self.max_states)), 1)
         return torch.cat((table.int(), self.best(*self.inputs(table, *states)).flatten(1)), 1)
 
-    def _picked(self, rows: Tensor, states: tuple[Tensor, ...]) -> Tensor:
-        """(b, m, ·) what the head reads. rows (1, m): which of a step's."""
+    def _select_states(self, rows: Tensor, states: tuple[Tensor, ...]) -> Tensor:
+        """(b, m, ·) the joined states that the head reads. rows (1, m): their rows in the step."""
         if states[0].dim() == 3:
             return states[0]
-        layers = dict.fromkeys(self.layers)  # one may be read twice
+        layers = dict.fromkeys(self.layers)  # without repetitions: a head may read one layer twice
         return self.head.join({layer: h[rows] for layer, h in zip(layers, states, strict=True)})
 
     @abstractmethod
     def best(self, *inputs: Tensor) -> Tensor:
-        """(b, 3, n): nodes as `pack` puts them, and `first` tokens after them."""
+        """(b, 3, n): nodes in the format of `pack`, followed by the `first` tokens."""
 
     @abstractmethod
     def draws(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """After the inputs of `best` come noise keys (b, length) int64 by depth, and temperatures (b,) float64.
+        """inputs: those of `best`, then noise keys (b, length) int64 by depth, and temperatures (b,) float64.
 
-        Gives back (b, 2, width·length) as `pack_chains` puts them, with `first` tokens after them, and q
-        (b, 1 + (length - 1)·width, V) float64: a row for the root's children, then depth by depth one for the child of
-        each chain's node.
+        Returns chains (b, 2, width·length) in the format of `pack_chains`, followed by the `first` tokens; and q
+        (b, 1 + (length - 1)·width, V) float64: one row for the root's children, then for each depth one row per chain.
         """
 
     # ---- on the host
 
-    def given(self, sessions: Sequence[HeadSession], roots: Sequence[int], batch: int, lying: bool) -> Tensor:  # noqa: ARG002
-        """(b, 3) int64, padded to `batch` sequences: as `ops.walk` gives it, one state, the root, and where the state
-        lies in its step. lying: whether states are read from there."""
+    def make_table(self, sessions: Sequence[HeadSession], roots: Sequence[int], batch: int, from_step: bool) -> Tensor:  # noqa: ARG002
+        """(b, 3) int64, padded to `batch` sequences, in the format of `ops.walk`: the number of states (1), the root,
+        and the state's row in its step. from_step: whether states are read from the step's own tensors."""
         table = np.ones((batch, 3), np.int64)
         table[: len(roots), 1] = roots
         table[: len(roots), 2] = [session.place for session in sessions]
@@ -182,7 +182,7 @@ class HeadDrafter(Drafter):
 
     @torch.inference_mode()
     def joined(self, sessions: Sequence[HeadSession], table: Tensor) -> Tensor:
-        """(b, m, ·) the states that `inputs` hands on, for a table that does not say where they lie."""
+        """(b, m, ·) the states as one tensor, where they are not read from the step's own tensors."""
         states = [session.state for session in sessions]
         return torch.stack(states + states[:1] * (len(table) - len(states)))[:, None]
 
@@ -192,22 +192,22 @@ class HeadDrafter(Drafter):
         batch = bucket(len(sessions), BATCHES)
         if not self.fixed:
             self.most = max(budget.nodes for budget in budgets)
-        lying = sessions[0].lying() if batch == 1 else ()
-        table = self.given(sessions, roots, batch, bool(lying))
-        nodes = self._started(sessions[0], table) if lying else None
-        if nodes is None and lying:
-            nodes = self.captured.fetch(table, still=lying).numpy()
+        step_states = sessions[0].step_states() if batch == 1 else ()
+        table = self.make_table(sessions, roots, batch, bool(step_states))
+        nodes = self._started(sessions[0], table) if step_states else None
+        if nodes is None and step_states:
+            nodes = self.captured.fetch(table, still=step_states).numpy()
         elif nodes is None:
             nodes = self.captured.fetch(table, self.joined(sessions, table)).numpy()
         proposals = []
         for i, (session, root, budget) in enumerate(zip(sessions, roots, budgets, strict=True)):
-            session.asked(root)
+            session.drafted(root)
             tree = budget.limit(unpack(root, nodes[i], self.source, budget.nodes if self.ordered else None))
             proposals.append(Proposal(tree, unpack_first(nodes[i]) if self.first else None))
         return proposals
 
     def _started(self, session: HeadSession, table: Tensor) -> NDArray[np.int32] | None:
-        """(1, 3, n) the nodes of the draft that was queued after the step, if it was made of this table."""
+        """(1, 3, n) the nodes of the draft that was queued after the step, if its inputs were those of this table."""
         if session.ahead is None:
             return None
         found, width = session.ahead.wait()[0].numpy(), table.shape[1]
@@ -222,24 +222,24 @@ class HeadDrafter(Drafter):
         padded = [*sessions, *[sessions[0]] * (batch - len(sessions))]
         keys = np.array([s.keys(self.length) for s in padded], np.uint64).view(np.int64)
         heat = np.array([s.request.sampling.temperature for s in padded])
-        table = self.given(sessions, roots, batch, False)
+        table = self.make_table(sessions, roots, batch, False)
         noise = torch.from_numpy(keys), torch.from_numpy(heat)
         chains, q = self.captured_draws(table, self.joined(sessions, table), *noise)
         below = chains.cpu().numpy()
         proposals = []
         for i, session in enumerate(sessions):
-            session.asked(roots[i])
+            session.drafted(roots[i])
             tree = self._tree_of_draws(roots[i], below[i], q[i] if session.keeps_q else None, budgets[i])
             proposals.append(Proposal(tree, unpack_first(below[i])))
         return proposals
 
     def _tree_of_draws(self, root: int, packed: NDArray[np.int32], q: Tensor | None, budget: Budget) -> TokenTree:
-        """As many chains, and as much of each, as the budget has room for. It looks at no token: a shape chosen by
-        what was drawn would no longer be a draw."""
+        """As many chains, and as much of each, as the budget has room for. This must not depend on the tokens: q holds
+        only if the tree's shape was chosen without looking at the draws."""
         chains = packed[:, : self.width * self.length].reshape(2, self.width, self.length)
         tokens, p = chains[0], chains[1].view(np.float32)  # (width, length)
         length = min(self.length, budget.depth, budget.nodes)
-        width = min(budget.nodes // length, int((p[:, 0] > 0).sum()))  # q may have fewer tokens to give
+        width = min(budget.nodes // length, int((p[:, 0] > 0).sum()))  # q may have fewer tokens than `width`
         chain = np.repeat(np.arange(width), length)
         depth = np.tile(np.arange(length), width)
         number = 1 + np.arange(width * length)
@@ -249,7 +249,7 @@ class HeadDrafter(Drafter):
             np.concatenate([[-1], np.where(depth == 0, 0, number - 1)]),
             source=self.source,
             raw=np.concatenate([[1.0], p[:width, :length].ravel()]),
-            q=None if q is None else q.clone(),  # the next draft may be written into the same place
+            q=None if q is None else q.clone(),  # the next draft may write into the same memory
             q_row=None if q is None else np.concatenate([[0], row]),
         )
 
@@ -261,9 +261,9 @@ class HeadSession(DraftSession):
         self.drafter, self.request = drafter, request
         self.draws = drafter.options.mode == "sample" and not request.sampling.greedy
         self.keeps_q = self.draws and request.accept.needs_q
-        self.read = 0  # tokens of the text, the root not counted
-        self.hidden = Hidden()  # what the head reads: the last row seen
-        self.ahead: Pending | None = None  # a draft that was queued after the step whose states were seen last
+        self.read = 0  # observed tokens of the text
+        self.hidden = Hidden()  # the state that the head reads: the last one observed
+        self.ahead: Pending | None = None  # the draft that was queued after the last step, if any
 
     def observe(self, seen: Seen) -> None:
         self.read = seen.position + len(seen.tokens)
@@ -271,7 +271,7 @@ class HeadSession(DraftSession):
 
     @property
     def ready(self) -> bool:
-        """Whether the state that chose the root was shown."""
+        """Whether the state that chose the root was observed."""
         return bool(self.hidden)
 
     @property
@@ -281,12 +281,13 @@ class HeadSession(DraftSession):
 
     @property
     def place(self) -> int:
-        """Where the state lies in its step."""
+        """The state's row in its step."""
         assert self.hidden.rows is not None, "the last row is one row"
         return self.hidden.rows[0]
 
-    def lying(self) -> tuple[Tensor, ...]:
-        """All states of the step, layer by layer, (n, H) each, if a capture may read them where they lie."""
+    def step_states(self) -> tuple[Tensor, ...]:
+        """All states of the step, (n, H) for each layer, if a capture may read them from the step's own tensors; else
+        empty."""
         return tuple(self.hidden.tensors.values()) if self.hidden.lasting else ()
 
     @property
@@ -294,31 +295,32 @@ class HeadSession(DraftSession):
         return self.ahead is None
 
     def known(self) -> list[int] | None:
-        """What the table of the next draft begins with, if the step under way says the rest."""
+        """The beginning of the next draft's table, to which the step under way adds the rest. None: no draft can be
+        started ahead."""
         return []
 
     def keep(self) -> None:
         self.ahead = None
 
     def pause(self) -> None:
-        """What the draft after the last step gave lies where the next such draft writes too."""
+        """Drop the queued draft, since the next one overwrites its result; copy the state."""
         HeadSession.close(self)
         self.hidden = self.hidden.safe().end(1) if self.hidden else self.hidden
 
-    def asked(self, root: int) -> None:
-        """A draft after this root was made."""
+    def drafted(self, root: int) -> None:
+        """Called after a draft was made from this root."""
 
     def propose(self, root: int, budget: Budget) -> Proposal:
         return self.drafter.propose([self], [root], [budget])[0]
 
     def close(self) -> None:
-        """Nobody wants the draft after the last step any more, but its capture must not go before it has ended."""
+        """Drop the queued draft. It must have ended first: its capture may be freed next."""
         if self.ahead is not None:
             self.ahead.wait()
         self.ahead = None
 
     def keys(self, depths: int) -> list[int]:
-        """The noise of the tokens after the root, by depth."""
+        """The noise keys of the tokens after the root, by depth."""
         stream = "draft" if self.keeps_q else ""
         r = self.request
         return [noise_key(r.seed, r.sample, self.read + depth, stream) for depth in range(1, depths + 1)]
@@ -348,7 +350,7 @@ def open_head(kind: str, source: Any, target: Any) -> tuple[Head, Path | None]:
 
 
 def own_head(kind: str, model: Any) -> Path:
-    """The folder of the head of this kind that is registered for this model, or comes with slipstream."""
+    """The folder of a head of this kind that is registered for this model, or shipped with slipstream."""
     for known, folder in registry.heads_for(model):
         if known == kind:
             return folder

@@ -1,5 +1,5 @@
-"""A drafter that asks other drafters, its parts: how they are made, what they are shown, and how their drafts are
-labelled by the text that follows."""
+"""A drafter made of other drafters, its parts: how they are made, what they observe, and how their drafts are labelled
+by the text that follows."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class JointDrafter(Drafter):
 
     @abstractmethod
     def make_parts(self) -> dict[str, Drafter]:
-        """By name."""
+        """The parts, by name."""
 
     def make_part(self, name: str, given: dict[str, Any]) -> Drafter:
-        """With those of the given options that are set and that it has."""
+        """A drafter with those of the given options that it has and that are set."""
         known = {field.name for field in fields(registry.find(name).Options)}
         own = {option: value for option, value in given.items() if option in known and value}
         return registry.make(name, self.target, self.tokenizer, **own)
@@ -46,7 +46,7 @@ class JointDrafter(Drafter):
             can.release(part)
 
     def renewed(self, name: str) -> None:
-        """One of its parts drafts otherwise from now on."""
+        """One of its parts has new weights."""
 
     @property
     def rereads(self) -> int | None:
@@ -55,8 +55,8 @@ class JointDrafter(Drafter):
 
     @abstractmethod
     def learn(self, tree: TokenTree, followed: Sequence[int], known: int) -> bool:
-        """The text after the tree's root went on with these tokens, the first `known` of which it was told
-        before. tree: as `JointSession.proposed` was told. Returns whether more of the text would say more about it."""
+        """Learn from a tree of `JointSession.proposed` and the tokens that followed its root. The first `known` of
+        these were passed in an earlier call. Returns whether some nodes can't be labelled before more text follows."""
 
     def attach(self, answers: EarlierAnswers) -> None:
         for part in self.parts.values():
@@ -71,13 +71,13 @@ class JointDrafter(Drafter):
 
 
 class JointSession(DraftSession):
-    """One sequence: a session of each part, and the drafts that its text still has to judge."""
+    """One sequence: a session of each part, and the drafts whose nodes are not all labelled yet."""
 
     def __init__(self, drafter: JointDrafter, parts: dict[str, DraftSession]) -> None:
         self.drafter, self.parts = drafter, parts
         self.begun = False  # whether the prompt is read
         self._emitted: list[int] = []  # tokens since the first root
-        self._open: list[tuple[TokenTree, int, int]] = []  # drafts, the places of their roots, tokens known since
+        self._open: list[tuple[TokenTree, int, int]] = []  # drafts, their roots' places, tokens labelled by so far
 
     def observe(self, seen: Seen) -> None:
         if self.begun:
@@ -115,17 +115,17 @@ class JointSession(DraftSession):
         return self.drafter.propose([self], [root], [budget])[0]
 
     def proposed(self, tree: TokenTree) -> None:
-        """Everything that was proposed, each source's raw scores with it, verified or not."""
+        """Remember a draft with each source's raw scores, verified or not, until the text labels it."""
         if len(tree) > 1:
             self._open.append((tree, len(self._emitted), 0))
 
     def label(self, *coming: int) -> None:
-        """Judge drafts by the text, and by the root that comes next in it where that is known: of a long draft that is
-        right, something is known at once."""
+        """Label open drafts by the text that followed them. coming: the next root, if it is decided already: it labels
+        one more node."""
         self.begun = True
         still = []
         for tree, place, known in self._open:
-            followed = [*self._emitted[place:], *coming][1:]  # nothing, if the tree is about the coming root
+            followed = [*self._emitted[place:], *coming][1:]  # empty if the draft follows the coming root
             if len(followed) <= known or self.drafter.learn(tree, followed, known):
                 still.append((tree, place, max(known, len(followed))))
         self._open = still

@@ -1,4 +1,4 @@
-"""Drafts that a model's forwards make, level by level: those of all sequences together."""
+"""Trees that a draft model grows level by level, one forward per level for all sequences together."""
 
 from __future__ import annotations
 
@@ -32,37 +32,37 @@ def check_levels(options: Any) -> None:
 
 @dataclass(frozen=True)
 class Level:
-    """What the model says after the newest nodes of a tree."""
+    """The draft model's results for the newest nodes of a tree."""
 
     logits: torch.Tensor  # (f, V) over the target's vocabulary
-    logp: torch.Tensor  # (f, k) the most probable tokens', on the host
-    ids: torch.Tensor  # (f, k)
+    logp: torch.Tensor  # (f, k) log-probabilities of the most probable tokens, on the host
+    ids: torch.Tensor  # (f, k) these tokens
 
 
 @dataclass(frozen=True)
 class Chain:
-    """What a model says after a tree that is a chain, and after that, by its most probable tokens."""
+    """A greedy continuation, which the draft model wrote in one launch."""
 
     tokens: list[tuple[int, float]]  # with their log-probabilities
 
 
-# Yields a tree whenever it needs to know what follows its newest nodes; returns the draft.
+# Yields a tree whenever it needs the draft model's results for its newest nodes; returns the draft.
 Grower = Generator["Growing", Level | Chain | None, Proposal]
 
 
 class Growing:
-    """A tree while it grows level by level: a chain of unread tokens, the root, then drafts."""
+    """A tree that grows level by level: a chain of unread tokens, then the root, then drafted nodes."""
 
     def __init__(self, slot: Slot, chain: list[int]) -> None:
-        self.slot = slot  # what it follows
+        self.slot = slot  # the draft model's, with the text that the tree follows
         self.tokens, self.parents = list(chain), list(range(-1, len(chain) - 1))
         self.root = len(chain) - 1
         self.frontier = [self.root]  # the newest nodes
         self.probability = [1.0] * len(chain)
-        self.rows = [-1] * len(chain)  # of q, for the node's children
+        self.rows = [-1] * len(chain)  # by node: the row of q that its children were drawn from
         self.q: list[torch.Tensor] = []
-        self.scored = 0
-        self.ahead = 0  # if its most probable tokens are wanted and nothing else: how many
+        self.scored = 0  # nodes that the draft model has scored
+        self.ahead = 0  # for a greedy chain: how many tokens may be drafted in one launch
 
     @property
     def drafted(self) -> int:
@@ -82,7 +82,7 @@ class Growing:
         return TokenTree.build(self.tokens, self.parents)
 
     def proposal(self, source: str) -> TokenTree:
-        """Without the chain before the root."""
+        """The draft: the tree without the chain before the root."""
         parents = np.array(self.parents[self.root :]) - self.root
         parents[0] = -1
         return TokenTree.build(
@@ -96,10 +96,10 @@ class Growing:
 
 
 def grow_together(target: Target, growers: Sequence[Grower], vocabulary: int, best: int) -> list[Proposal]:
-    """One forward per level for all of them. vocabulary: what drafts are verified over. best: how many of the most
-    probable tokens somebody looks at."""
+    """Run all growers, one forward per level. vocabulary: the target's number of tokens. best: how many of the most
+    probable tokens the growers look at."""
     found: list[Proposal | None] = [None] * len(growers)
-    levels: dict[int, Level | Chain | None] = dict.fromkeys(range(len(growers)))  # of those that are to go on
+    levels: dict[int, Level | Chain | None] = dict.fromkeys(range(len(growers)))  # of the growers not finished yet
     while levels:
         trees: dict[int, Growing] = {}
         for i, level in levels.items():
@@ -108,13 +108,13 @@ def grow_together(target: Target, growers: Sequence[Grower], vocabulary: int, be
             except StopIteration as end:
                 found[i] = end.value
         growing = list(trees.values())
-        said = _read_chains(target, growing, vocabulary) or _read_levels(target, growing, vocabulary, best)
-        levels = dict(zip(trees, said, strict=True))
+        results = _read_chains(target, growing, vocabulary) or _read_levels(target, growing, vocabulary, best)
+        levels = dict(zip(trees, results, strict=True))
     return [proposal for proposal in found if proposal is not None]
 
 
 def _read_chains(target: Target, growing: list[Growing], vocabulary: int) -> list[Chain] | None:
-    """All levels at once, where nobody needs to look at one before the next."""
+    """All levels in one launch, if all trees are greedy chains."""
     if not growing or not all(tree.ahead for tree in growing):
         return None
     depth = max(tree.ahead for tree in growing)
@@ -141,7 +141,7 @@ def _read_levels(target: Target, growing: list[Growing], vocabulary: int, best: 
 
 
 class LevelSession(DraftSession):
-    """How one sequence's trees grow."""
+    """One sequence of a drafter that grows its trees level by level."""
 
     def __init__(self, options: Any, request: Request, source: str) -> None:
         """options: mode, depth, width, confidence."""
@@ -149,7 +149,7 @@ class LevelSession(DraftSession):
         self.first = int(getattr(options, "first", 0))
         self._shared_noise = not request.accept.needs_q
         self._keep_q = request.accept.needs_q and options.mode == "sample" and not request.sampling.greedy
-        # A draft must not advance anybody's stateful processor.
+        # Without processors: a draft must not advance a stateful one.
         sampling = replace(
             request.sampling,
             processors=(),
@@ -161,7 +161,7 @@ class LevelSession(DraftSession):
         self._sampler = Sampler(sampling, [], request.seed, request.sample)
 
     def grow_levels(self, growing: Growing, depth: int, nodes: int) -> Grower:
-        """At most so deep, and so many nodes."""
+        """Grow a draft of at most this depth and number of nodes."""
         position = growing.slot.position + growing.root
         if self.options.mode == "greedy" and self._sampler.sampling.plain and not self.first:
             growing.ahead = min(depth, nodes)
@@ -190,8 +190,8 @@ class LevelSession(DraftSession):
         return growing.proposal(self.source)
 
     def _grow(self, growing: Growing, value: torch.Tensor, level: Level, position: int, room: int) -> torch.Tensor:
-        """One level of children for the frontier, whose path log-probabilities (f,) are given. Returns the
-        children's."""
+        """Add one level of children to the frontier. value (f,): log-probabilities of the frontier's paths. Returns
+        the children's."""
         mode = self.options.mode
         if mode == "beam":
             return self._grow_beam(growing, value, level, self.options.width, room)
@@ -215,7 +215,7 @@ class LevelSession(DraftSession):
                 tokens = [int(logp.argmax())]
             for token in tokens[:room]:
                 p = float(logp[token].exp())
-                # What was drawn from q must stay, or it would no longer be a draw from q.
+                # All draws from q must stay: leaving some out would change the distribution of the others.
                 if p < self.options.confidence and not self._keep_q:
                     break
                 growing.add(token, node, p)
@@ -224,7 +224,7 @@ class LevelSession(DraftSession):
         return torch.tensor(values)
 
     def _grow_beam(self, growing: Growing, value: torch.Tensor, level: Level, width: int, room: int) -> torch.Tensor:
-        """The `width` best paths go on."""
+        """Add the children of the `width` best paths."""
         logp, ids = level.logp[:, :width], level.ids[:, :width]
         paths = value[:, None] + logp
         best = torch.topk(paths.flatten(), min(width, room, paths.numel()))

@@ -1,4 +1,4 @@
-"""Whom `auto` asks: drafters by name, the model's heads, a draft model, and those that search a store."""
+"""The parts of `auto`: drafters by name, the model's heads, a draft model, and those that search a store."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class AutoOptions:
     heads: Any = ()  # folders of trained heads, separated by commas; empty: those registered for the model, or shipped
     draft_model: Any = None  # a smaller model with the same vocabulary, to be asked like a head
     store: Any = ""  # a store to draft from too: rest searches its text, and dresd its vectors where it has any
-    learn: bool = False  # append to the store what the model says
+    learn: bool = False  # append the model's answers to the store
     shared: int = 0  # tokens of earlier answers to draft from too
 
     def __post_init__(self) -> None:
@@ -41,10 +41,10 @@ class AutoOptions:
 
 
 def make_parts(auto: JointDrafter) -> dict[str, Drafter]:
-    """Searching a store takes longer than searching the text so far, so they are asked each for itself, unless
-    nobody but suffix is there to do both."""
+    """The parts, by name. Searching a store takes longer than searching the text so far, so `rest` does the one and
+    `suffix` the other; only without `rest` does `suffix` search both."""
     o = auto.options
-    windows = auto.target.trees and getattr(auto.target, "model", None) is not None  # a recording has no other choices
+    windows = auto.target.trees and getattr(auto.target, "model", None) is not None  # a recording can't score windows
     names = o.names() or ["suffix", *(["lookahead"] if windows else []), *(["rest"] if o.store else [])]
     given: dict[str, Any] = {"store": o.store, "shared": o.shared, "learn": o.learn}
     parts = {}
@@ -57,7 +57,7 @@ def make_parts(auto: JointDrafter) -> dict[str, Drafter]:
         except DrafterError as error:
             if o.heads or o.draft_model:
                 raise
-            log.warning("auto does without %s: %s", name, error)  # nobody named it
+            log.warning("auto does without %s: %s", name, error)  # found by itself, not asked for by name
             continue
         if isinstance(part, HeadDrafter):
             part.source = name
@@ -67,13 +67,14 @@ def make_parts(auto: JointDrafter) -> dict[str, Drafter]:
             parts["dresd"] = auto.make_part("dresd", given)
         except DamagedError:
             raise
-        except (DrafterError, StoreError) as error:  # nobody asked for it by name
+        except (DrafterError, StoreError) as error:  # not asked for by name
             log.debug("auto does without dresd: %s", error)
     return parts | {"prediction": registry.make("prediction", auto.target, auto.tokenizer)}
 
 
 def models(auto: JointDrafter) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Heads and the draft model, by the names that drafters= knows them by: eagle3, eagle3-2, …, model."""
+    """Heads and the draft model with their options, by the names that the option `drafters` uses: eagle3, eagle3-2, …,
+    model."""
     o, model = auto.options, getattr(auto.target, "model", None)
     heads: list[tuple[str, Any]] = []
     if given := listed(o.heads):
@@ -89,17 +90,17 @@ def models(auto: JointDrafter) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def paths(options: AutoOptions) -> list[str]:
-    """Of heads and the draft model, as far as they are files."""
+    """The paths of heads and of the draft model, where these are files."""
     return [str(each) for each in (*listed(options.heads), options.draft_model) if isinstance(each, str | Path)]
 
 
 def listed(given: Any) -> list[Any]:
-    """Several, from a list, from one, or from a string that separates them by commas."""
+    """A list, from a list, from a single item, or from a string that separates items by commas."""
     if isinstance(given, str):
         return [word.strip() for word in given.split(",") if word.strip()]
     return [given] if isinstance(given, Path | Head) else list(given)
 
 
 def has_vectors(store: Any) -> bool:
-    """Whether a store, open or a folder, was read by `slipstream store embed`."""
+    """Whether a store, open or given as a folder, has the vectors that `slipstream store embed` makes."""
     return bool(store) and (Path(getattr(store, "folder", store)) / dense.FOLDER / dense.NAME).exists()

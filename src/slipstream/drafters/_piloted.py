@@ -1,4 +1,4 @@
-"""Several drafters at once, each asked as far as it earns its time, their trees fused and cut to what pays."""
+"""Several drafters at once: those that are expected to pay are asked, their trees fused and cut to what pays."""
 
 from __future__ import annotations
 
@@ -25,18 +25,19 @@ if TYPE_CHECKING:
 
 
 class PilotedDrafter(JointDrafter):
-    """What to ask whom, and what of it to verify, is up to a `Pilot`."""
+    """A drafter of several parts. A `Pilot` decides which to ask, and what of their drafts to verify."""
 
     def __init__(self, target: Any, tokenizer: Any, options: Any, costs: Costs) -> None:
         super().__init__(target, tokenizer, options)
         heads = {name: can.sizes(part) for name, part in self.parts.items() if can.generates(part)}
         returns = {name: can.returns(part) for name, part in self.parts.items() if can.invests(part)}
         self.pilot = Pilot(costs, list(self.parts), target.trees, heads, returns)
-        # Rows, batch and seconds of steps that nobody has learnt from yet; of a long rest the last ones say enough.
+        # Rows, batch and seconds of steps that `Costs` has not observed yet. After many steps without drafts, the
+        # latest ones are enough.
         self._steps = deque[tuple[int, int, float]](maxlen=round(1 / NEWEST))
-        self.resting = 0  # plain steps to come, in which nobody is asked,
-        self._resting = list[DraftSession]()  # of these sequences
-        self._ahead: DraftSession | None = None  # whose drafts could be started while the last step ran
+        self.resting = 0  # further plain steps, in which no part is asked
+        self._resting = list[DraftSession]()  # the sequences of these steps
+        self._ahead: DraftSession | None = None  # the session whose drafts could be started while the last step ran
 
     def begin(self, request: Request) -> DraftSession:
         return PilotedSession(self, {name: part.begin(request) for name, part in self.parts.items()})
@@ -63,11 +64,11 @@ class PilotedDrafter(JointDrafter):
         self._steps.append((sum(rows) - batch + 1 if self.pilot.costs.flat else max(rows), batch, seconds))
 
     def draft_ahead(self, session: DraftSession, step: FixedStep) -> None:
-        """Those that were asked about this step will probably be asked about the next."""
+        """Start drafts of the parts that were asked for this step: they will probably be asked for the next."""
         self._ahead, mine = session, cast(PilotedSession, session)
         for name in mine.latest:
             can.draft_ahead(self.parts[name], mine.parts[name], step)
-        self._look_back()  # while the device works
+        self._look_back()  # here, since the device is busy
         mine.label()
 
     def propose(
@@ -78,7 +79,7 @@ class PilotedDrafter(JointDrafter):
             return [Proposal(TokenTree.root(root)) for root in roots]
         whole, mine = Stopwatch(), cast(Sequence[PilotedSession], sessions)
         ahead, self._ahead, self.resting = list(sessions) == [self._ahead], None, 0
-        if not ahead:  # nobody had time for it
+        if not ahead:  # it was not done while the last step ran
             self._look_back()
             for session, root in zip(mine, roots, strict=True):
                 session.label(root)
@@ -86,7 +87,7 @@ class PilotedDrafter(JointDrafter):
             Draft(session.text, TokenTree.root(root), budget.nodes)
             for session, root, budget in zip(mine, roots, budgets, strict=True)
         ]
-        able = [  # by sequence: parts that may have something to say
+        able = [  # by sequence: the parts that can propose something
             {name for name, part in session.parts.items() if budget.nodes and not can.silent(part)}
             for session, budget in zip(mine, budgets, strict=True)
         ]
@@ -120,27 +121,27 @@ class PilotedDrafter(JointDrafter):
         return [Proposal(tree, beside=window) for tree, window in zip(kept, beside, strict=True)]
 
     def _look_back(self) -> None:
-        """What the drafters of a step gained, and what steps before it cost."""
+        """Learn from past steps: what the drafters of the last one gained, and how long steps took."""
         self.pilot.judge()
         while self._steps:
             self.pilot.costs.observe(*self._steps.popleft())
 
 
 class PilotedSession(JointSession):
-    """Parts are shown the text when they are asked."""
+    """One sequence. A part is shown the text only when it is asked, since that costs time too."""
 
     drafter: PilotedDrafter
 
     def __init__(self, drafter: PilotedDrafter, parts: dict[str, DraftSession]) -> None:
         super().__init__(drafter, parts)
         self.text = Text()
-        self.asked: set[str] = set()  # parts, for the step that comes
-        self.latest: set[str] = set()  # and for the one under way
+        self.asked: set[str] = set()  # parts that were asked for the next step
+        self.latest: set[str] = set()  # parts that were asked for the step under way
         self._last: Seen | None = None  # the latest step's tokens and states
-        self._shown: dict[str, int] = {}  # by part: tokens since the first root that it was shown
+        self._shown: dict[str, int] = {}  # by part: how many of the tokens since the first root it was shown
 
     def observe(self, seen: Seen) -> None:
-        """The prompt is for every part, the rest for those that are asked."""
+        """The prompt is shown to every part; the tokens after it wait until a part is asked (`show`)."""
         if not self.begun:
             super().observe(seen)
             return
@@ -149,8 +150,9 @@ class PilotedSession(JointSession):
         self._last = seen
 
     def show(self, name: str) -> bool:
-        """It is asked: what it has not seen of the text. The states of all but the last step are gone; without them it
-        knows less, but hardly guesses worse. Returns whether it is asked about this text for the first time."""
+        """Before a part is asked: show it the tokens that it has not seen. Only the last step's states are still there;
+        without the others its drafts are hardly worse. Returns whether it is asked about this text for the first time.
+        """
         first, new, last = name not in self._shown, self._emitted[self._shown.get(name, 0) :], self._last
         self._shown[name] = len(self._emitted)
         self.asked.add(name)
@@ -168,7 +170,7 @@ class PilotedSession(JointSession):
             can.choices(self.parts[name], tree, chosen)
 
     def keep(self) -> None:
-        if not self.asked and not self.latest:  # as in large batches, where every microsecond counts for each
+        if not self.asked and not self.latest:  # frequent in large batches, where each sequence's microseconds add up
             return
         for name in self.asked:
             can.keep(self.parts[name])

@@ -1,5 +1,5 @@
-"""Before the first answer, `auto` asks everybody about a text of no meaning. Then code is loaded or compiled, steps and
-drafts of one sequence are captured, and it is known what they take."""
+"""Warm-up of `auto` before the first answer: every part drafts after a meaningless text. This loads and compiles code,
+captures the steps and drafts of one sequence, and measures their times."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def rehearse(target: Target, pilot: Pilot, parts: Mapping[str, Drafter], layers:
                 session.observe(Seen(words[start : slot.length], start, hidden.of(can.layers(parts[name]))))
     room = target.context - slot.length - 1
     limit, root = Budget(target.default_draft, min(target.default_draft, room)), words[0]
-    trial = Pilot(pilot.costs, pilot.drafters, pilot.trees, pilot.heads)  # what it learns of this text goes with it
+    trial = Pilot(pilot.costs, pilot.drafters, pilot.trees, pilot.heads)  # a scratch one: this text teaches nothing
     Costs({1: 1.0, 2: 1.0}).observe(1, 1, 1.0)
     able = [source for source in pilot.sources().values() if not can.silent(sessions[source.drafter])]
     for _ in range(TRIAL):
@@ -53,7 +53,7 @@ def rehearse(target: Target, pilot: Pilot, parts: Mapping[str, Drafter], layers:
         for source in able:
             taken, budget = Stopwatch(), limit.upto(source.most)
             (found,) = parts[source.drafter].propose([sessions[source.drafter]], [root], [budget])
-            if not (source.head and target.ahead):  # there drafts overlap with steps, and take less than this one
+            if not (source.head and target.ahead):  # heads' drafts overlap with steps there: measured below
                 source.took(taken.seconds())
             trees.append(limit.limit(found.tree))
         whole = fuse(trees)
@@ -72,13 +72,13 @@ def rehearse(target: Target, pilot: Pilot, parts: Mapping[str, Drafter], layers:
     for rows in target.widths:
         if rows <= min(1 + limit.nodes, room):
             (score,) = target.score([slot], [TokenTree.chain(root, words[1:rows])], want)
-            for name in pilot.heads:  # a draft that nobody started reads the step's states with a capture of its own
+            for name in pilot.heads:  # a draft that was not started ahead has a capture of its own: capture it too
                 hidden = Hidden(score.hidden, [0], score.replayed).of(can.layers(parts[name]))
                 sessions[name].observe(Seen([root], slot.length, hidden))
                 parts[name].propose([sessions[name]], [root], [limit])
 
     def started(source: Source, root: int) -> int:
-        """A draft that was started behind its step takes less than others. Returns the token that follows."""
+        """Measure a draft that was queued after its step, which takes less than others. Returns the next token."""
         part, session = parts[source.drafter], sessions[source.drafter]
         during = partial(can.draft_ahead, part, session)
         (score,) = target.score([slot], [TokenTree.root(root)], replace(want, during=during))
@@ -94,9 +94,9 @@ def rehearse(target: Target, pilot: Pilot, parts: Mapping[str, Drafter], layers:
             token = root
             for _ in range(TRIAL):
                 token = started(source, token)
-    target.score([slot], [TokenTree.root(root)], Want((), 1 + limit.nodes, want.samplers))  # nobody is asked
+    target.score([slot], [TokenTree.root(root)], Want((), 1 + limit.nodes, want.samplers))  # a step without drafts
     for session in sessions.values():
         session.close()
     target.close(slot)
-    if preparing.seconds > prepared:  # compiling leaves much behind, which the first answer would be interrupted for
+    if preparing.seconds > prepared:  # compiling leaves much garbage: collect it before the first answer
         gc.collect()

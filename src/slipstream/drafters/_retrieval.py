@@ -1,4 +1,4 @@
-"""A draft session over runs: the part that every retrieving drafter shares."""
+"""A draft session that searches runs of text, shared by all retrieving drafters."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class RetrievalSession(DraftSession):
 
 
 def open_store(given: Any, target: Target, tokenizer: Any, write: bool) -> Store:
-    """The store that a drafter's option names. One that is to learn is made if need be."""
+    """The store that a drafter's option names. One to be written to is created if it does not exist."""
     if isinstance(given, Store):
         check_vocabulary(given, target)
         return given
@@ -65,7 +65,7 @@ def open_store(given: Any, target: Target, tokenizer: Any, write: bool) -> Store
 
 
 def check_vocabulary(store: Store, target: Target) -> None:
-    """Refuse a store that names tokens the model does not have, or has too few bits for those it has."""
+    """Refuse a store with token ids that the model does not have, or with too few bits for the model's ids."""
     ids = store.manifest.vocabulary
     narrow = store.dtype.itemsize < token_type(target.vocabulary).itemsize
     if ids > target.vocabulary or narrow:

@@ -1,7 +1,7 @@
-"""Another head in the place of one that drafts, while answers are being written.
+"""Replaces a head by another of the same kind and shape while answers are running.
 
-The weights are copied in place, so that captured drafts go on with them. Texts can't change: whatever a head drafts is
-verified. Answers that are under way keep the keys that the old head made, and guess by both until they end.
+The weights are copied in place, so that captured drafts use them. Texts don't change, since drafts are verified.
+Running answers keep the keys that the old head computed, and draft from both heads' keys until they end.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from slipstream.heads.registry import heads_for
 
 @dataclass(frozen=True)
 class Reloaded:
-    """What became of the heads that draft, by their names."""
+    """The result of reloading heads, by name."""
 
-    swapped: dict[str, str] = field(default_factory=dict)  # the new one's folder
-    refused: dict[str, str] = field(default_factory=dict)  # why the new one was not taken
+    swapped: dict[str, str] = field(default_factory=dict)  # the new head's folder
+    refused: dict[str, str] = field(default_factory=dict)  # why a new head was not taken
 
 
 def heads_of(drafter: Drafter) -> dict[str, HeadDrafter]:
-    """Those that draft with a head, by the names that `auto` has for them."""
+    """The parts that draft with a head, by the names that `auto` has for them."""
     if isinstance(drafter, HeadDrafter):
         return {drafter.source: drafter}
     parts = drafter.parts if isinstance(drafter, JointDrafter) else {}
@@ -36,13 +36,13 @@ def heads_of(drafter: Drafter) -> dict[str, HeadDrafter]:
 
 
 def choose(running: Mapping[str, HeadDrafter], new: Head, name: str | None) -> str:
-    """Whose place it takes: that of the only one of its kind, unless a name is given."""
-    said = ", ".join(running) or "none"
+    """The name of the head to replace: the only one of the new head's kind, unless a name is given."""
+    names = ", ".join(running) or "none"
     if name is not None and name not in running:
-        raise DrafterError(f"no head is called {name!r} here: there is {said}")
+        raise DrafterError(f"no head is called {name!r} here: there is {names}")
     same = [each for each, part in running.items() if part.kind == new.kind and name in (None, each)]
     if not same:
-        whose = said if name is None else f"{name} is {running[name].kind}"
+        whose = names if name is None else f"{name} is {running[name].kind}"
         raise DrafterError(f"a head of the kind {new.kind} can't take the place of another kind: here {whose} drafts")
     if len(same) > 1:
         raise DrafterError(f"several {new.kind} heads draft here, {', '.join(same)}: say in whose place it comes")
@@ -50,7 +50,7 @@ def choose(running: Mapping[str, HeadDrafter], new: Head, name: str | None) -> s
 
 
 def check_alike(old: Head, new: Head) -> None:
-    """Refuse what has another shape, by what differs."""
+    """Refuse a head of another shape, naming what differs."""
     before, now = (asdict(replace(head.config, target=None)) for head in (old, new))
     different = [f"{name} is {now[name]}, not {before[name]}" for name in before if before[name] != now[name]]
     for tied, head, other in (("borrows", new, old), ("has its own", old, new)):
@@ -64,8 +64,8 @@ def check_alike(old: Head, new: Head) -> None:
 
 
 def replaced(model: Any, running: Mapping[str, HeadDrafter]) -> dict[str, Path]:
-    """Heads that draft and their successors' folders: of each kind as many as run, those that a new start would find
-    first."""
+    """Names of heads to be replaced, and the folders of their successors. A new start would use the first registered
+    heads of each kind, as many as run now: these replace running heads that are not among them."""
     wanted: dict[str, list[Path]] = {}
     for kind, folder in heads_for(model):
         wanted.setdefault(kind, []).append(folder)

@@ -16,7 +16,7 @@ from slipstream.targets.timing import costs_of, described
 
 
 class AutoDrafter(PilotedDrafter):
-    """Several drafters at once, each asked as far as it earns its time."""
+    """Several drafters at once: those that are expected to pay."""
 
     Options = AutoOptions
     takes = ("prediction", "drafters")
@@ -24,7 +24,7 @@ class AutoDrafter(PilotedDrafter):
     def __init__(self, target: Any, tokenizer: Any, options: AutoOptions) -> None:
         super().__init__(target, tokenizer, options, costs_of(target))
         self._answers = 0
-        if getattr(target, "model", None) is not None:  # a recording has nothing to say to a text of no meaning
+        if getattr(target, "model", None) is not None:  # a recording can score its own text alone
             self._key = " | ".join([described(target), *self.parts, *paths(options)])
             self.pilot.recall(recall("auto", self._key))
             rehearse(self.target, self.pilot, self.parts, self.layers)
@@ -39,7 +39,7 @@ class AutoDrafter(PilotedDrafter):
                 f"drafters names {', '.join(sorted(unknown))}: this model's auto asks {', '.join(self.parts)}"
             )
         names.discard("prediction")
-        if request.prediction:  # given to be used
+        if request.prediction:  # asked whatever `drafters` says
             names.add("prediction")
             self.pilot.renew("prediction")
         return PilotedSession(self, {name: part.begin(request) for name, part in self.parts.items() if name in names})

@@ -1,4 +1,4 @@
-"""Drafter and DraftSession: what a drafter must do. `begin` and `propose` are required."""
+"""Drafter and DraftSession: the interface of drafters. `begin` and `propose` are required."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ class NoOptions:
 
 
 class Hidden(Mapping[int, Any]):
-    """{layer: (n, H)}, states of the target on its device. Those of a step are picked when somebody looks, which is
-    possible until the next forward."""
+    """{layer: (n, H)}, hidden states of the target on its device. Rows of a step's tensors are picked on access, which
+    must come before the next forward."""
 
     def __init__(
         self, tensors: Mapping[int, torch.Tensor] | None = None, rows: list[int] | None = None, lasting: bool = False
     ) -> None:
         self.tensors = dict(tensors or {})  # {layer: (·, H)}
-        self.rows = rows  # which of their rows; None: all
-        self.lasting = lasting  # whether later steps write into the same tensors
+        self.rows = rows  # the rows of the tensors that are meant; None: all
+        self.lasting = lasting  # whether these tensors outlast the step: later steps write into them
         self._index: torch.Tensor | None = None
 
     def __getitem__(self, layer: int) -> torch.Tensor:
@@ -53,21 +53,21 @@ class Hidden(Mapping[int, Any]):
         return len(self.tensors)
 
     def of(self, layers: Iterable[int]) -> Hidden:
-        """Some of the layers."""
+        """These states, of some of the layers."""
         if not self.tensors:
             return self
         return Hidden({layer: self.tensors[layer] for layer in layers}, self.rows, self.lasting)
 
     def copy(self) -> Hidden:
-        """The same, for as long as it is needed."""
+        """A copy of the picked rows, which no forward writes into."""
         return Hidden({layer: self[layer].clone() for layer in self})
 
     def safe(self) -> Hidden:
-        """The same, and later steps don't write into it."""
+        """These states, copied if later steps would write into them."""
         return self.copy() if self.lasting else self
 
     def end(self, count: int) -> Hidden:
-        """The last rows alone."""
+        """The last `count` rows."""
         rows = self.rows
         if rows is None:
             there = len(next(iter(self.tensors.values())))
@@ -77,25 +77,25 @@ class Hidden(Mapping[int, Any]):
 
 @dataclass(frozen=True)
 class Seen:
-    """Tokens that became part of the text: a chunk of the prompt, or an accepted path."""
+    """Tokens that became part of the text: a piece of the prompt, or an accepted path."""
 
     tokens: list[int]
     position: int  # of the first of them
-    # (len(tokens), H) of the layers the drafter asked for. Row i is the state that read token i; the state that chose
-    # the next root is the last row.
+    # (len(tokens), H) for each layer in the drafter's `layers`. Row i is the state that read token i; the last row is
+    # the state that chose the next root.
     hidden: Hidden = field(default_factory=Hidden)
 
 
 @dataclass(frozen=True)
 class Proposal:
-    tree: TokenTree  # its node 0 is the root that was asked about
-    first: tuple[int, ...] | None = None  # the tokens likeliest after the root, in order, if somebody wants them named
-    # Nodes that are verified too, whatever they are worth: their drafter wants to know what the target says of them.
+    tree: TokenTree  # its node 0 is the root given to `propose`
+    first: tuple[int, ...] | None = None  # the likeliest tokens after the root, in order, if the option `first` asks
+    # Further nodes to verify, whatever they are worth: the drafter learns from the target's choices after them.
     beside: TokenTree | None = None
 
 
 class Drafter(ABC):
-    """Shared by all sequences and read-only: weights, stores. What else one may offer: `_capabilities.py`."""
+    """What all sequences share, read-only: weights, stores. Optional members: see `_capabilities.py`."""
 
     Options: ClassVar[type] = NoOptions  # a frozen dataclass; its fields are the drafter's options
 
@@ -109,19 +109,19 @@ class Drafter(ABC):
     def propose(
         self, sessions: Sequence[DraftSession], roots: Sequence[int], budgets: Sequence[Budget]
     ) -> list[Proposal]:
-        """Drafts for a whole batch. Override where drafting together is cheaper than one by one."""
+        """Drafts for a batch. Override this where drafting together is cheaper than one by one."""
         return [s.propose(r, b) for s, r, b in zip(sessions, roots, budgets, strict=True)]
 
 
 class DraftSession(ABC):
-    """One sequence's state."""
+    """A drafter's state for one sequence."""
 
     def observe(self, seen: Seen) -> None:  # noqa: B027  (a drafter may have nothing to learn)
         """The text grew."""
 
     @abstractmethod
     def propose(self, root: int, budget: Budget) -> Proposal:
-        """Possible continuations of the text that was observed, plus `root`."""
+        """Possible continuations of the observed text followed by `root`."""
 
     def close(self) -> None:  # noqa: B027  (a session may hold nothing)
         """The sequence ended."""

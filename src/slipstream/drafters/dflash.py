@@ -1,4 +1,4 @@
-"""dflash: a few layers guess a block of tokens at once; the tree is the most probable products of their guesses."""
+"""dflash: a few layers predict a block of tokens at once; the tree has their most probable combinations."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DFlashOptions(FeatureOptions):
-    depth: int = 16  # tokens ahead; as many as the head guesses at most
+    depth: int = 16  # tokens ahead; at most as many as the head predicts
     width: int = 16  # nodes per depth that are continued, by as many children each; mode=sample: chains
-    # Whether a head that guesses how often it is right is believed: a node's probability is multiplied by that.
+    # Multiply a node's probability by the head's estimate of how often it is right, if the head makes one.
     confidence: bool = True
 
 
 @dataclass(frozen=True)
 class PlaceCarry(BlockCarry):
-    """The same, and what the head's further parts make of the last token of each chain."""
+    """A BlockCarry with the state of DSpark's Markov head, which corrects predictions by each chain's last token."""
 
-    hidden: Tensor  # (b, slots, H) of the places that guess
-    latent: Tensor | None = None  # (b, w, r) for the bias
-    memory: Tensor | None = None  # (b, w, r) of an rnn
+    hidden: Tensor  # (b, slots, H) of the block's places
+    latent: Tensor | None = None  # (b, w, r) from which the correction is computed
+    memory: Tensor | None = None  # (b, w, r) if it is recurrent
 
 
 class DFlashDrafter(BlockDrafter):
@@ -54,7 +54,7 @@ class DFlashDrafter(BlockDrafter):
 
     def room(self) -> tuple[int, int, int]:
         places = self.head.config.block_size
-        return places + 1, places, places  # and a column for what nobody looks at
+        return places + 1, places, places  # one more column, for padding
 
     # ---- the text
 
@@ -63,7 +63,7 @@ class DFlashDrafter(BlockDrafter):
         self.head.remember(self.head.read(states), columns, looks)
 
     def _looks(self, look: Attention) -> Sequence[Attention]:
-        """One for each layer: those who look are the same in all."""
+        """The same attention for each layer."""
         return [replace(look, layer=n) for n in range(self.head.config.num_hidden_layers)]
 
     # ---- drafting
@@ -74,10 +74,10 @@ class DFlashDrafter(BlockDrafter):
         rows, ends, columns = first_places(given, 1 + places)
         free, roots = ends[1], given[:, -1]
         own = ends[1:].t()  # (b, places) the block's columns
-        # What is padded would go where the block begins: it goes behind it.
+        # Padding's columns would overlap with the block's: move them after it.
         columns = torch.where(columns < free[:, None], columns, free[:, None] + places)
         every = torch.cat((columns, own), dim=1)
-        paths = own[:, None].repeat(1, places, 1)  # each sees all of them
+        paths = own[:, None].repeat(1, places, 1)  # each place attends to all of them
         looks = self._looks(self.cache.through(rows, every, free, paths))
         hidden = self.head.fill(self.head.block_of(roots), self.head.read(states), every, looks)
         hidden = self.head.guessing(hidden, depths)
@@ -86,7 +86,7 @@ class DFlashDrafter(BlockDrafter):
         return self._said(PlaceCarry(logits, torch.zeros_like(root), root[..., None], hidden), 0)
 
     def _said(self, carry: PlaceCarry, depth: int) -> PlaceCarry:
-        """With what the last tokens say of the next."""
+        """Update the Markov head by the chains' last tokens."""
         if self.head.markov_head is None:
             return carry
         hidden, last = self._at(carry, depth)
@@ -94,7 +94,7 @@ class DFlashDrafter(BlockDrafter):
         return replace(carry, latent=latent, memory=memory)
 
     def _at(self, carry: PlaceCarry, depth: int) -> tuple[Tensor, Tensor]:
-        """(b, w, H) the place that guesses what follows each chain, and the chains' last tokens (b, w)."""
+        """(b, w, H) the state that predicts the token after each chain, and the chains' last tokens (b, w)."""
         last = carry.tokens[..., -1]
         return carry.hidden[:, depth, None].expand(-1, last.shape[1], -1), last
 
@@ -111,7 +111,7 @@ class DFlashDrafter(BlockDrafter):
             logp, ids = best_tokens(self.own_logits(carry, depth), branch)
         if not self._sure:
             return logp, ids
-        # Of what it says, the share that is accepted: then at least so much of each token's probability is right.
+        # The head's estimate of the share of its distribution that is accepted scales every token's probability.
         return logp + functional.logsigmoid(self.head.sure(*self._at(carry, depth)).float())[..., None], ids
 
     def advance(self, carry: Carry, chain: Tensor, tokens: Tensor, depth: int) -> Carry:

@@ -1,4 +1,4 @@
-"""dresd: dense retrieval. What followed the same token where the target's state was most like it is now."""
+"""dresd: dense retrieval. Drafts what followed the root in the store, where the target's state was most similar."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("slipstream")
 
-# Found by trying how many true next tokens a tree of 16 nodes covers on unseen code: see docs/log/dense.md.
-HEAT = 10.0  # a draft counts e times as much as one that is less similar by a tenth
-OTHERS = 0.3  # what the continuations that the store does not know count, where a draft of similarity 1 counts 1
+# Chosen by how many true next tokens a tree of 16 nodes covers on unseen code: see docs/log/dense.md.
+HEAT = 10.0  # weight of a draft is exp(HEAT × similarity): 0.1 more similar counts e times as much
+OTHERS = 0.3  # weight of all continuations that are not in the store; a draft of similarity 1 has weight 1
 
 
 @dataclass(frozen=True)
@@ -56,14 +56,14 @@ class DresdOptions:
 
 
 class Dresd(Drafter):
-    """Continuations of the positions in a datastore whose states were most like the present one."""
+    """Continuations of the positions in a datastore whose states are most similar to the current one."""
 
     Options = DresdOptions
 
     def __init__(self, target: Target, tokenizer: Any, options: DresdOptions) -> None:
         super().__init__(target, tokenizer, options)
         self.store = open_store(options.store, target, tokenizer, write=False)
-        model = getattr(target, "model", None)  # a recording has none: then there is nothing to compare
+        model = getattr(target, "model", None)  # a recording has none: then the store's origin is not checked
         self.vectors = Vectors(self.store, Origin.of(model) if model is not None else None)
         self.layer = self.vectors.manifest.origin.layer
         self.layers = (self.layer,)
@@ -81,7 +81,7 @@ class Dresd(Drafter):
 
     @property
     def rereads(self) -> int | None:
-        """The last state is all it needs, unless it also searches those of the text itself."""
+        """It needs the last state alone, unless it also searches the text's own states."""
         return None if self.options.live else 0
 
     def begin(self, request: Request) -> DraftSession:
@@ -101,7 +101,7 @@ class Dresd(Drafter):
         return [Proposal(tree) for tree in trees]
 
     def _compare(self, request: Request) -> None:
-        """Drafts of text that was sampled otherwise are accepted less often."""
+        """Warn once if the store's text was sampled differently: then fewer drafts are accepted."""
         made = self.store.manifest.notes.get("sampling")
         if made is None or self._warned:
             return
@@ -120,7 +120,7 @@ class Dresd(Drafter):
 class DresdSession(DraftSession):
     """One sequence: the state that chose its root, and perhaps all states of its text."""
 
-    state: Tensor | None = None  # (H,); None: it was not shown
+    state: Tensor | None = None  # (H,); None: it was not observed
 
     def __init__(self, drafter: Dresd, request: Request) -> None:
         self.drafter, self.collection = drafter, request.collection
@@ -137,7 +137,7 @@ class DresdSession(DraftSession):
         self.state = None if self.state is None else self.state.clone()
 
     def ask(self, root: int) -> Asked:
-        assert self.state is not None, "nobody is asked about a state that was not shown"
+        assert self.state is not None, "a session without a state is not asked"
         return Asked(self.collection, self.state, root, self.own)
 
     def propose(self, root: int, budget: Budget) -> Proposal:
@@ -145,12 +145,12 @@ class DresdSession(DraftSession):
 
 
 def tree_of(root: int, drafts: Drafts, depth: int) -> TokenTree:
-    """Drafts as one tree. A node's score is the weight of the drafts through it, against that of all drafts through its
-    parent and of what the store does not know."""
+    """Drafts as one tree. A node's score is the weight of the drafts through it, divided by the weight of all drafts
+    through its parent plus OTHERS."""
     if not len(drafts.similarity):
         return TokenTree.root(root)
     weight = np.exp(HEAT * (drafts.similarity.astype(np.float64) - 1))
     tree = TokenTree.from_continuations(root, [t[:depth] for t in drafts.tokens], weights=weight.tolist())
-    mass = tree.value * weight.sum()  # (n,) of the drafts through each node
+    mass = tree.value * weight.sum()  # (n,) weight of the drafts through each node
     score = mass / (mass[tree.parents] + OTHERS)
     return TokenTree.build(tree.tokens, tree.parents, source="dresd", raw=score.astype(np.float32))

@@ -1,4 +1,4 @@
-"""eagle: one layer predicts the target's next states and drafts from them, as a tree that grows where it is sure."""
+"""eagle: one layer predicts the target's next states and drafts a tree from them, deeper where it is more certain."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from slipstream.heads.ranks import FILE, assumed, read_tree, tune
 
 @dataclass(frozen=True)
 class EagleOptions(FeatureOptions):
-    # True: which nodes are continued, and which are kept, follows from their probabilities (EAGLE-2). False: a tree of
-    # fixed ranks (EAGLE-1), from tree.json beside the head if there is one.
+    # True: nodes are continued and kept by their probabilities (EAGLE-2). False: a tree of fixed ranks (EAGLE-1), from
+    # tree.json beside the head if there is one.
     dynamic: bool = True
 
 

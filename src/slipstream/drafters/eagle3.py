@@ -1,4 +1,4 @@
-"""eagle3: one layer over three of the target's states, trained on its own guesses, drafts as EAGLE-2 does."""
+"""eagle3: one layer over three of the target's states, trained on its own predictions; drafts as EAGLE-2 does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""falcon: one pass guesses k tokens from the last k positions, which see each other; the next goes on behind them."""
+"""falcon: a pass predicts k tokens from the last k positions, which attend to each other; the next continues there."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ class FalconOptions(FeatureOptions):
 
 @dataclass(frozen=True)
 class PassCarry(BlockCarry):
-    """The same, and what the next pass needs."""
+    """A BlockCarry with what the next pass needs."""
 
-    features: Tensor  # (b, n, k, H) the guessed states
-    memory: Tensor  # (b, n, 4, H) of the LSTM, at the end of what was read
-    paths: Tensor  # (b, n, ·) int32, the columns of what was read behind the text
+    features: Tensor  # (b, n, k, H) the predicted states
+    memory: Tensor  # (b, n, 4, H) of the LSTM, after the last token read
+    paths: Tensor  # (b, n, ·) int32, the columns of the drafted tokens that were read
     rows: Tensor  # (b,) int32, of the cache
     ends: Tensor  # (·, b) int32: the column of the text's last pair, and those after it
-    used: int  # columns after the text
+    used: int  # columns used after the text
 
 
 class FalconDrafter(BlockDrafter):
-    """A Falcon head: k tokens per pass, as a tree that grows where it is sure."""
+    """A Falcon head: k tokens per pass, as a tree that is deeper where it is more certain."""
 
     kind = "falcon"
     Options = FalconOptions
@@ -47,16 +47,16 @@ class FalconDrafter(BlockDrafter):
     def __init__(self, target: Target, tokenizer: Any, options: FalconOptions) -> None:
         super().__init__(target, tokenizer, options)
         self.slots = self.head.config.block
-        self.rereads = self.slots  # where a text is read on, they look
-        # Of the last columns of each row, in turn, what the LSTM remembered after each; behind them what nobody needs.
-        self.turn = self.waiting + self.slots
+        self.rereads = self.slots  # a pass attends from the last k positions
+        # The LSTM's memory after each of the last columns of each row, as a ring; one more place for padding.
+        self.turn = self.max_states + self.slots
         with torch.inference_mode():
             self.memory = self.head.no_memory(len(self.cache.keys), self.turn + 1)
 
     def begin(self, request: Request) -> FalconSession:
         session = FalconSession(self, request)
         more = len(self.cache.keys) - len(self.memory)
-        if more:  # captures are made anew when the cache has grown
+        if more:  # the cache has grown, which makes all captures new
             with torch.inference_mode():
                 self.memory = torch.cat((self.memory, self.head.no_memory(more, self.turn + 1)))
         return session
@@ -83,7 +83,7 @@ class FalconDrafter(BlockDrafter):
     # ---- drafting
 
     def start(self, *inputs: Tensor) -> Carry:
-        """Read what waits. Its last k outputs look: those that were there before are remembered."""
+        """Read the unread pairs. The LSTM's last k outputs attend; older ones of them are in its memory."""
         given, states = inputs
         rows, ends, columns = first_places(given, 1 + self.length)
         row, lengths, count, k = rows.long(), given[:, 1], given[:, 2], self.slots
@@ -93,7 +93,7 @@ class FalconDrafter(BlockDrafter):
         pairs = self.head.pairs(given[:, 3:], states)  # (b, m, 2H)
         read = []
         for i in range(m):
-            there = i >= m - count  # (b,) what is padded stands before
+            there = i >= m - count  # (b,) padding comes first
             memory = torch.where(there[:, None, None], self.head.step(pairs[:, i], memory), memory)
             place = torch.where(there, columns[:, i].long() % self.turn, self.turn)
             self.memory[row, place] = memory
@@ -101,7 +101,7 @@ class FalconDrafter(BlockDrafter):
         end = ends[0].long()
         tail = (end[:, None] - k + 1 + torch.arange(k, device=end.device)).clamp(min=0)  # (b, k)
         looking = self.memory[row[:, None], tail % self.turn, OUTPUT]  # (b, k, H)
-        # Their keys are there, or are just written: once more they go where drafts will be.
+        # Their keys are in the cache already, or written now: these copies go to a column that drafts overwrite.
         unseen = ends[1][:, None].expand(-1, k)
         look = self.cache.through(
             rows, torch.cat((columns, unseen), 1), ends[0], ends[0][:, None, None].expand(-1, k, -1).contiguous()
@@ -131,7 +131,7 @@ class FalconDrafter(BlockDrafter):
     def _carry(
         self, features: Tensor, last: Tensor, memory: Tensor, paths: Tensor, rows: Tensor, ends: Tensor, used: int
     ) -> PassCarry:
-        """Each of n chains goes on from its own block. last (b, n): their last tokens."""
+        """The carry at the beginning of n chains' blocks. last (b, n): their last tokens."""
         block = torch.arange(last.shape[1], device=last.device).expand(len(last), -1)
         logits = self.head.logits(features)
         return PassCarry(logits, block, last[..., None], features, memory, paths, rows, ends, used)
@@ -147,7 +147,7 @@ class FalconSession(FeatureSession):
         return super().ready and self.length + waiting >= self.drafter.head.config.block
 
     def resume(self, other: DraftSession, tokens: list[int]) -> None:
-        """Keys are taken over. What the LSTM remembered in the middle of a text is gone: it begins anew."""
+        """Copy the keys. The LSTM's memory at that place of the text is gone, so it starts from zero."""
         super().resume(other, tokens)
         with torch.inference_mode():
             self.drafter.memory[self.row, (self.length - 1) % self.drafter.turn] = 0

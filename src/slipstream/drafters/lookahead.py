@@ -1,14 +1,14 @@
-"""lookahead: the target's idle rows find n-grams (Fu et al., 2024).
+"""lookahead: n-grams that the target finds in rows that would be idle (Fu et al., 2024).
 
-Beside each step's drafts the target reads a window of guesses about the text to come, and says what it would put after
-each of them. That refines the guesses as Jacobi iterations do, and what stood in a row of the window is an n-gram that
-the target itself wrote: these are kept in a pool, and drafted when the text comes to their first token.
+Beside each step's drafts the target scores a window of guesses about the coming text, and its choices after them are
+the next guesses, as in Jacobi iteration. A column of the window is then an n-gram that the target itself wrote. These
+n-grams are kept in a pool, and drafted when the root equals their first token.
 
 The window has `width` columns and ngram - 1 levels:
 
     level 0   root  a1  a2  a3   a chain, whose first token is the root
-    level 1    b0   b1  b2  b3   what the target put after level 0, each below its own column
-    level 2    c0   c1  c2  c3   and after level 1
+    level 1    b0   b1  b2  b3   the target's choices after level 0, column by column
+    level 2    c0   c1  c2  c3   its choices after level 1
 
 So it is a token tree: c2 follows b2, which follows root a1 a2. After a step, column 2 gives the n-gram a2 b2 c2 and the
 target's choice after c2. Then every level moves up by one, and the choices are the new last level.
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 Ngram = tuple[int, ...]
 
-# Tokens that a window of one column adds to a step, and one twice as wide again: 0.36 with 7 columns, 0.44 with 15 were
-# measured (docs/log/lookahead.md).
+# Relative gain in tokens per step from a window of one column; each doubling of the width adds as much again. Measured:
+# 0.36 with 7 columns, 0.44 with 15 (docs/log/lookahead.md).
 FIRST = 0.12
 
 
@@ -44,7 +44,7 @@ class LookaheadOptions:
     ngram: int = 5  # tokens of an n-gram, its first included
     window: int = 7  # columns
     guesses: int = 7  # n-grams that are kept for each first token, and drafted
-    shared: bool = False  # whether requests of one collection find each other's n-grams
+    shared: bool = False  # whether requests of one collection share their n-grams
 
     def __post_init__(self) -> None:
         if self.ngram < 3 or self.window < 1 or self.guesses < 1:
@@ -65,7 +65,7 @@ class Lookahead(Drafter):
 
     @property
     def invests(self) -> int:
-        """The window's nodes: of its first column the root is there anyway."""
+        """The window's nodes, without the root."""
         return int((self.options.ngram - 1) * self.options.window) - 1
 
     @property
@@ -74,13 +74,13 @@ class Lookahead(Drafter):
 
     @property
     def returns(self) -> NDArray[np.float64]:
-        """Steps become fewer by the logarithm of the window's width, which is what the paper found too."""
+        """The gain grows with the logarithm of the window's width, as in the paper."""
         columns = (np.arange(self.invests + 1) + 1) // (self.options.ngram - 1)
         return FIRST * np.log2(1 + columns)
 
     def begin(self, request: Request) -> DraftSession:
         o = self.options
-        # Where fewer nodes are allowed than it needs, half of them are the window's.
+        # With fewer nodes than it needs, half of them are the window's.
         room = (request.max_draft + 1) // (o.ngram - 1)
         width = min(o.window, max(room - o.guesses, room // 2))
         guesses = min(o.guesses, room - width)
@@ -93,7 +93,7 @@ class LookaheadSession(DraftSession):
     def __init__(self, ngram: int, width: int, guesses: int, pool: Pool, noise: np.random.Generator) -> None:
         self.pool = pool
         self._ngram, self._width, self._guesses, self._noise = ngram, width, guesses, noise
-        self.window: Window | None = None  # begins when the prompt is known
+        self.window: Window | None = None  # made when the prompt is known
         self._prompt: list[int] = []
         self._cells: tuple[TokenTree, list[int]] | None = None  # the window as a tree, and its last level's nodes
 
@@ -105,7 +105,7 @@ class LookaheadSession(DraftSession):
         if self._width < 1 or budget.nodes < 1:
             return Proposal(TokenTree.root(root))
         ngrams = self.pool.about(root)[: self._guesses]
-        weights = [0.5**age for age in range(len(ngrams))]  # the latest is the likeliest
+        weights = [0.5**age for age in range(len(ngrams))]  # the most recent is the likeliest
         tree = TokenTree.from_continuations(root, ngrams, weights=weights, source="lookahead").cut(budget.depth)
         most = self._width if budget.beside is None else (budget.beside + 1) // (self._ngram - 1)
         width = min(self._width, most)
@@ -117,12 +117,12 @@ class LookaheadSession(DraftSession):
             self.window.widen(more, [self._guess(more, root) for _ in self.window.levels])
         draft = Draft(root)
         last = self.window.put(draft)
-        hopes = np.zeros(len(draft.tokens), np.float32)  # it is there to learn from
+        hopes = np.zeros(len(draft.tokens), np.float32)  # raw scores: the window is not expected to be accepted
         cells = TokenTree.build(draft.tokens, draft.parents, source="lookahead", raw=hopes)
         self._cells = cells, last
         if (
             budget.beside is not None and len(cells) - 1 > budget.beside
-        ):  # before it has all of its levels, a window may be a little larger
+        ):  # a window that does not have all of its levels yet may be a little larger than the budget
             cells = cells.prune(np.arange(len(cells)) <= budget.beside)
         return Proposal(tree, beside=cells)
 
@@ -131,7 +131,7 @@ class LookaheadSession(DraftSession):
         return guessed
 
     def choices(self, tree: TokenTree, chosen: Callable[[Sequence[int]], NDArray[Any]]) -> None:
-        """The target chose after each node of its window: it moves on, whatever was accepted."""
+        """Move the window on by the target's choices after its last level, whatever was accepted."""
         if self._cells is None or self.window is None:
             return
         (cells, last), self._cells = self._cells, None
@@ -143,12 +143,12 @@ class LookaheadSession(DraftSession):
 
 
 class Window:
-    """Guesses about the text to come, level by level. The first step has level 0 alone, each of the next ones another,
+    """Guesses about the coming text, level by level. The first step has level 0 alone; each later one adds a level,
     until there are ngram - 1."""
 
     def __init__(self, ngram: int, first: list[int]) -> None:
-        """first: level 0 but for its first column, which is the root's. It is longer than the window, since each level
-        that is new makes all of them shorter by one."""
+        """first: level 0 without its first column, the root. It is longer than the window, since each new level
+        shortens all levels by one."""
         self.ngram = ngram
         self.levels = [first]
 
@@ -157,13 +157,13 @@ class Window:
         return len(self.levels[0]) + len(self.levels) + 2 - self.ngram
 
     def widen(self, more: int, guesses: list[list[int]]) -> None:
-        """By so many columns at its end, of these guesses for each level; less than 0: it loses some."""
+        """Add so many columns at the end, with these guesses for each level; if `more` is negative, remove some."""
         self.levels = [
             level[:more] if more < 0 else level + new for level, new in zip(self.levels, guesses, strict=True)
         ]
 
     def put(self, draft: Draft) -> list[int]:
-        """Into a draft: the nodes of the last level, column by column."""
+        """Add the window to a draft. Returns the nodes of the last level, column by column."""
         level = [0, *draft.add(0, self.levels[0])]
         if len(self.levels) == 1:
             return level[1:]
@@ -172,8 +172,8 @@ class Window:
         return level
 
     def shift(self, root: int, choices: Sequence[int | None]) -> list[tuple[int, Ngram]]:
-        """On by one step. choices: what the target put after the last level; None: that node was not verified, and the
-        guess stays. Gives back the n-grams that were found, by their first tokens."""
+        """Move on by one step. choices: the target's tokens after the last level; None where a node was not verified:
+        there the guess stays. Returns the n-grams that were found, with their first tokens."""
         before = self.levels[-1]
         new = [old if choice is None else choice for old, choice in zip(before, choices, strict=True)]
         if len(self.levels) == 1:
@@ -189,11 +189,11 @@ class Window:
 
 
 class Pool:
-    """N-grams by their first token: of each the latest."""
+    """N-grams by their first token: the most recent ones of each."""
 
     def __init__(self, each: int) -> None:
         self._each = each
-        self._known: defaultdict[int, dict[Ngram, None]] = defaultdict(dict)  # the latest last
+        self._known: defaultdict[int, dict[Ngram, None]] = defaultdict(dict)  # the most recent last
 
     def add(self, first: int, tokens: Ngram) -> None:
         known = self._known[first]
@@ -203,12 +203,12 @@ class Pool:
             del known[next(iter(known))]
 
     def about(self, first: int) -> list[Ngram]:
-        """The latest first."""
+        """N-grams with this first token, the most recent first."""
         return list(reversed(self._known[first])) if first in self._known else []
 
 
 class Draft:
-    """A tree that grows token by token: what is there already is not added twice."""
+    """A tree that grows token by token, without duplicates among the children of a node."""
 
     def __init__(self, root: int) -> None:
         self.tokens, self.parents = [root], [-1]
@@ -223,7 +223,7 @@ class Draft:
         return found
 
     def add(self, node: int, tokens: Sequence[int]) -> list[int]:
-        """A chain after a node; its nodes."""
+        """Add a chain after a node. Returns its nodes."""
         path = []
         for token in tokens:
             node = self.child(node, token)

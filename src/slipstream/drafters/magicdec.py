@@ -1,23 +1,23 @@
 """magicdec: the target drafts for itself, on a small part of its keys (Chen et al., MagicDec, 2024).
 
-In long texts and large batches a step's time goes into reading keys. So the target drafts a few tokens with its own
-weights and some of the keys, and verifies them with all. Its drafts are better than a smaller model's, it needs no
-training, and no memory beyond the target's.
+With long texts and large batches, most of a step's time goes into reading keys. So the target drafts a few tokens with
+its own weights and some of the keys, and verifies them with all keys. Its drafts are better than a smaller model's. It
+needs no training, and no memory beyond the target's.
 
-    text    ■■□□□□□■□□□■□□□□□□□■■■■      ■ selected: the first tokens, those much attended to, the latest
+    text    ■■□□□□□■□□□■□□□□□□□■■■■      ■ selected: the first tokens, those much attended to, the most recent
     part    ■■ ■ ■ ■■■■ ────► drafts     `Target.select`: keys keep the positions that they have in the text
 
-A part lives for one draft. On pages it names the text's own pages, so that nothing is copied, and drafts are written
-behind the text, where the verification writes too. Elsewhere it is a copy of the chosen keys. One selection serves all
-layers and heads, since a sequence has one table of pages. The paper's code selects for each head by itself, and turns
-the keys of `streaming` to their places in the small cache; here they stay where they are in the text.
+A part exists for one draft. In a paged cache it lists the text's own pages, so that nothing is copied, and drafts are
+written after the text, where the verification writes too. Elsewhere it is a copy of the selected keys. One selection
+serves all layers and heads, since a sequence has one page table. The paper's code selects per head, and rotates the
+keys of `streaming` to their places in the small cache; here they keep their positions in the text.
 
 Selections:
 
-- `streaming`: the first `sinks` tokens and the latest ones (Xiao et al., StreamingLLM, 2023).
-- `snapkv`: besides, what the prompt's last `window` tokens attend to, pooled over neighbours (Li et al., SnapKV, 2024).
-- `attended`: what the latest verification's root attended to (Zhao et al., SparseSpec, 2025). The verification tells it
-  by itself (`Slot.asks`); the first draft, before there was one, is that of `streaming`.
+- `streaming`: the first `sinks` tokens and the most recent ones (Xiao et al., StreamingLLM, 2023).
+- `snapkv`: also what the prompt's last `window` tokens attend to, pooled over neighbours (Li et al., SnapKV, 2024).
+- `attended`: what the root of the latest verification attended to (Zhao et al., SparseSpec, 2025), which that step
+  reports (`Slot.wants_attention`). Before there was one, the selection is that of `streaming`.
 
 `snapkv` reads the window once more, with all keys, when it selects.
 """
@@ -45,16 +45,16 @@ if TYPE_CHECKING:
     from slipstream.targets.base import Part
 
 SELECTIONS = ("streaming", "snapkv", "attended")
-POOL = 5  # neighbouring tokens whose weights are averaged, so that words stay whole: SnapKV's
+POOL = 5  # neighbouring tokens whose weights are averaged, so that words stay whole; SnapKV's value
 
 
 @dataclass(frozen=True)
 class MagicDecOptions:
     selection: str = "streaming"  # or snapkv: what the prompt's end attends to; attended: what the last step did
     keys: float = 512  # of the text that it drafts with: tokens, or below 1 a share of the text
-    sinks: int = 16  # the first tokens, which are always among them
-    window: int = 32  # the latest tokens, which are too; for snapkv those at the prompt's end, whose attention selects
-    shortest: int = 2048  # it drafts nothing in texts shorter than this, where reading keys takes little of a step
+    sinks: int = 16  # the first tokens, which are always selected
+    window: int = 32  # the last tokens, which are too; for snapkv also the prompt's last ones, whose attention selects
+    shortest: int = 2048  # it drafts nothing in shorter texts, where reading keys takes little of a step
     mode: str = "greedy"  # greedy: its best tokens; sample: drawn as the request draws; beam: its best paths
     depth: int = 4  # tokens ahead
     width: int = 4  # beams, or alternatives drawn for the first token
@@ -99,12 +99,12 @@ class MagicDec(Drafter):
     def propose(
         self, sessions: Sequence[DraftSession], roots: Sequence[int], budgets: Sequence[Budget]
     ) -> list[Proposal]:
-        """Level by level, those of all sequences together."""
+        """Drafts level by level, all sequences together."""
         mine = cast(Sequence[MagicDecSession], sessions)
         growing = [session.grow(root, budget) for session, root, budget in zip(mine, roots, budgets, strict=True)]
         try:
             return grow_together(self.target, growing, self.target.vocabulary, self.options.width)
-        except CacheFullError:  # no room to draft in: the step itself may still find some
+        except CacheFullError:  # no pages to draft in: the step, which needs fewer, may still succeed
             return [Proposal(TokenTree.root(root)) for root in roots]
         finally:
             for session in mine:
@@ -117,21 +117,21 @@ class MagicDecSession(LevelSession):
         self.drafter, self.target = drafter, drafter.target
         self._slot: Slot | None = None  # the text's
         self._part: Part | None = None
-        self._prompt: NDArray[np.float32] | None = None  # what snapkv found its end attends to, by block
+        self._prompt: NDArray[np.float32] | None = None  # for snapkv: what the prompt's end attends to, by block
 
     def follow(self, slot: Slot | None) -> None:
         self._slot = slot
 
     @property
     def silent(self) -> bool:
-        """Whether the text is too short: all that it would leave out is worth less than a forward."""
+        """Whether the text is too short: leaving out keys would save less than a forward takes."""
         return self._slot is None or self._slot.length < max(self.options.shortest, 1)
 
     def propose(self, root: int, budget: Budget) -> Proposal:
         return self.drafter.propose([self], [root], [budget])[0]
 
     def grow(self, root: int, budget: Budget) -> Grower:
-        """A draft."""
+        """Grow a draft."""
         depth = min(budget.depth, self.options.depth)
         if self.silent or depth < 1 or budget.nodes < 1:
             return Proposal(TokenTree.root(root))
@@ -140,7 +140,7 @@ class MagicDecSession(LevelSession):
         return (yield from self.grow_levels(Growing(self._part, [root]), depth, budget.nodes))
 
     def let_go(self) -> None:
-        """The draft is made, or was given up."""
+        """Close the part: the draft is complete, or failed."""
         if self._part is not None:
             self.target.close(self._part)
             self._part = None
@@ -150,56 +150,57 @@ class MagicDecSession(LevelSession):
         self._slot = self._prompt = None
 
     def _blocks(self, slot: Slot) -> list[int]:
-        """Those that it drafts with now."""
-        o, size, told = self.options, self.target.block, None
+        """The blocks to draft with now."""
+        o, size, attention = self.options, self.target.block, None
         if o.selection == "snapkv":
             if self._prompt is None:
                 weights = self.target.attended(slot, o.window)
-                assert weights is not None, "a model that does not tell is refused"
+                assert weights is not None, "a model that does not report attention is refused"
                 self._prompt = by_block(pooled(weights), size)
-            told = self._prompt
+            attention = self._prompt
         elif o.selection == "attended":
-            slot.asks = True
-            if slot.attended is not None:  # by block; blocks of one token are pooled, as those of snapkv
-                told = (pooled(slot.attended) if size == 1 else slot.attended).numpy()
-        return chosen_blocks(slot.length, size, o.keys, o.sinks, o.window, told)
+            slot.wants_attention = True
+            if slot.attended is not None:  # by block; blocks of one token are pooled, as with snapkv
+                attention = (pooled(slot.attended) if size == 1 else slot.attended).numpy()
+        return chosen_blocks(slot.length, size, o.keys, o.sinks, o.window, attention)
 
 
 def chosen_blocks(
-    length: int, size: int, keys: float, sinks: int, window: int, told: NDArray[np.float32] | None = None
+    length: int, size: int, keys: float, sinks: int, window: int, attention: NDArray[np.float32] | None = None
 ) -> list[int]:
     """Numbers of the blocks of `size` tokens that a text of this length is drafted with, in order.
 
-    keys: tokens, or below 1 a share. The block the text ends in, its last `window` tokens and its first `sinks` are
-    always among them; the others are the latest, or those with the largest weights. told: by block, as far as known.
+    keys: number of tokens, or below 1 a share of the text. The block that the text ends in, its last `window` tokens
+    and its first `sinks` are always selected; the others are the most recent, or those with the largest weights.
+    attention: attention weights by block, as far as known.
     """
     there = -(-length // size)
     wanted = round(keys * length) if keys < 1 else int(keys)
     latest = range(max(0, length - window) // size, there)
     always = {*range(min(there, -(-sinks // size))), *latest}
     room = -(-wanted // size) - len(always)
-    others = [block for block in reversed(range(there)) if block not in always]  # the latest first
-    if told is not None:
+    others = [block for block in reversed(range(there)) if block not in always]  # the most recent first
+    if attention is not None:
         weights = np.zeros(there, np.float32)
-        weights[: len(told)] = told[:there]
+        weights[: len(attention)] = attention[:there]
         others = [others[i] for i in np.argsort(-weights[others], kind="stable")]
     return sorted(always | set(others[: max(0, room)]))
 
 
 def pooled(weights: torch.Tensor) -> torch.Tensor:
-    """(length,) weights by token, each averaged with its neighbours', on the host."""
+    """(length,) weights by token, averaged over neighbours, on the host."""
     return torch.nn.functional.avg_pool1d(weights.float()[None].cpu(), POOL, 1, POOL // 2)[0]
 
 
 def by_block(weights: torch.Tensor, size: int) -> NDArray[np.float32]:
-    """Of each block: the sum of its tokens' weights."""
+    """The sum of its tokens' weights, for each block."""
     padded = torch.nn.functional.pad(weights, (0, -len(weights) % size))
     found: NDArray[np.float32] = padded.view(-1, size).sum(1).numpy()
     return found
 
 
 def tells_attention(target: Target) -> bool:
-    """Asked on a text of a few tokens."""
+    """Whether the model reports what it attends to: tried on a text of a few tokens."""
     from slipstream.targets import Want
 
     slot = target.open()

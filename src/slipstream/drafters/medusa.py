@@ -1,4 +1,4 @@
-"""medusa: one guess per depth straight from the target's last state, combined along the paths of a static tree."""
+"""medusa: one prediction per depth from the target's last state, combined along the paths of a static tree."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from slipstream.heads.ranks import FILE, RankPath, assumed, check_tree, read_tre
 if TYPE_CHECKING:
     from slipstream.targets.base import Target
 
-RANKS = 10  # of a tree that nobody measured
+RANKS = 10  # per depth, in a tree that was not tuned
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class MedusaOptions(HeadOptions):
 
 
 class MedusaDrafter(ChainDrafter):
-    """A Medusa head: independent guesses for each of the next tokens, combined along a static tree."""
+    """A Medusa head: independent predictions of each of the next tokens, combined along a static tree."""
 
     kind = "medusa"
     Options = MedusaOptions
@@ -81,7 +81,7 @@ class MedusaDrafter(ChainDrafter):
             tokens, first = self._ids[tokens], None if first is None else self._ids[first]
         return pack_first(pack(tokens, self._parents.expand_as(tokens), p), first)
 
-    # A chain's own tokens don't matter to what follows: all there is to remember is how many chains there are.
+    # Predictions don't depend on a chain's tokens, so the carry is all logits and the number of chains.
 
     def start(self, *inputs: Tensor) -> Carry:
         return self._all(inputs[0], self.length), 1

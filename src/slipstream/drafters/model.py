@@ -1,4 +1,4 @@
-"""model: a small causal language model with the target's vocabulary drafts, KV-cached like the target itself."""
+"""model: a small causal language model with the target's vocabulary, with a key/value cache like the target's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from slipstream.request import Request
     from slipstream.targets import Target
 
-RIDE_ALONG = 16  # unread tokens up to this many are read together with the root
+RIDE_ALONG = 16  # up to so many unread tokens are read together with the root
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class DraftModel(Drafter):
     def propose(
         self, sessions: Sequence[DraftSession], roots: Sequence[int], budgets: Sequence[Budget]
     ) -> list[Proposal]:
-        """Level by level, those of all sequences together."""
+        """Drafts level by level, all sequences together."""
         mine = cast(Sequence[DraftModelSession], sessions)
         growing = [session.grow(root, budget) for session, root, budget in zip(mine, roots, budgets, strict=True)]
         return grow_together(self.draft, growing, self.target.vocabulary, max(self.options.width, self.options.first))
@@ -79,13 +79,13 @@ class DraftModelSession(LevelSession):
         super().__init__(drafter.options, request, "model")
         self.drafter, self.draft = drafter, drafter.draft
         self.slot, self._want = self.draft.open(), Want()
-        self._unread: list[int] = []  # part of the text, not yet of the draft model's cache
-        self._lead = 0  # unread tokens that stand before the root in the slot's tree
+        self._unread: list[int] = []  # tokens of the text that are not in the draft model's cache yet
+        self._lead = 0  # unread tokens before the root in the slot's tree
 
     def observe(self, seen: Seen) -> None:
         accepted = list(seen.tokens)
         if (tree := self.slot.tree) is not None:
-            # Keep the keys of what was drafted right; the tokens before the root are right by now.
+            # Keep the keys of drafted tokens that were accepted, and of the tokens before the root.
             path = list(range(self._lead))
             node: int | None = self._lead if accepted and tree.tokens[self._lead] == accepted[0] else None
             while node is not None:
@@ -107,11 +107,11 @@ class DraftModelSession(LevelSession):
         return self.drafter.propose([self], [root], [budget])[0]
 
     def grow(self, root: int, budget: Budget) -> Grower:
-        """A draft."""
+        """Grow a draft."""
         positions = self.draft.context - 1 - self.slot.length - len(self._unread)
         depth = min(budget.depth, self.options.depth, positions)
         if depth < 1 or budget.nodes < 1 or max([root, *self._unread]) >= self.draft.vocabulary:
-            return Proposal(TokenTree.root(root))  # nothing asked for, or a text it can't read
+            return Proposal(TokenTree.root(root))  # no budget, or a token that the draft model does not have
         if len(self._unread) > RIDE_ALONG:
             for _ in self.draft.prefill(self.slot, self._unread, self._want):
                 pass
@@ -125,7 +125,7 @@ class DraftModelSession(LevelSession):
 
 
 def check_vocabularies(target: Target, tokenizer: Any, draft: Target, draft_tokenizer: Any) -> None:
-    """The same id must mean the same token to both. Padded sizes say nothing about that."""
+    """Refuse a draft model to which ids mean other tokens. Different sizes alone may just be padding."""
     if draft.vocabulary < target.vocabulary and (tokenizer is None or len(tokenizer) > draft.vocabulary):
         raise DrafterError(
             f"the draft model knows {draft.vocabulary} token ids, the target {target.vocabulary}: "

@@ -1,4 +1,4 @@
-"""pld: prompt lookup. What followed the last few tokens earlier in this text may follow them again."""
+"""pld: prompt lookup. Drafts what followed the last few tokens earlier in the same text."""
 
 from __future__ import annotations
 
@@ -60,15 +60,15 @@ class PromptLookupSession(DraftSession):
         ends, lengths = _suffix_matches(text, o.min_ngram, o.max_ngram, o.candidates)
         reach = min(o.length, budget.depth)
         continuations = [text[end + 1 : end + 1 + reach] for end in ends]
-        # A longer match is a better witness; the recent one of two equals comes first.
+        # A longer match weighs more; of equally long ones the most recent comes first.
         tree = TokenTree.from_continuations(root, continuations, weights=[2.0**n for n in lengths], source="pld")
         return Proposal(tree.top_k(budget.nodes))
 
 
 @compiled
 def _suffix_matches(text, shortest, longest, most):  # type: ignore[no-untyped-def]
-    """Where the last tokens of `text` stood before: up to `most` ends of earlier runs that equal its suffix, the
-    longest runs first and among equals the latest."""
+    """Up to `most` earlier places where the last tokens of `text` occur, given by the end of each match. The longest
+    matches come first, and among equals the most recent."""
     ends = np.full(most, -1, np.int64)
     lengths = np.zeros(most, np.int64)
     last = len(text) - 1

@@ -1,4 +1,4 @@
-"""prediction: the text that a request says it expects, as in editing. Followed, left, and found again."""
+"""prediction: drafts from the output that a request expects, as in editing. Finds its place again after a change."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ if TYPE_CHECKING:
 
 Tokens = NDArray[np.int32]
 
-LONGEST = 16  # tokens of agreement that are counted: more say nothing more
-SURE = 3  # tokens of agreement from which on the text is taken to be back on the prediction
-FIRM = 8  # and from which on nothing else is offered beside it
-REACH = 8  # tokens of what is offered beside it
-CANDIDATES = 3  # places looked at
+# The agreement of a place is the number of tokens before it that equal the text's last tokens.
+LONGEST = 16  # agreement is counted up to this
+SURE = 3  # agreement from which on the text is taken to be back on the prediction
+FIRM = 8  # agreement from which on no other places are drafted
+REACH = 8  # tokens drafted from other places
+CANDIDATES = 3  # other places at most
 
-# A node's raw score, by how many tokens before it agree with the prediction. It only has to tell cases apart: what they
-# are worth is measured.
+# A node's raw score, by agreement. It only has to tell cases apart: `Calibration` measures what they are worth.
 BELIEF = (1 - 0.7 * np.exp(-np.arange(LONGEST + 1) / 3)).astype(np.float32)
 
 
 class PredictionDrafter(Drafter):
-    """The text that the request's `prediction` says is expected, as when a document is edited."""
+    """The output that the request's `prediction` expects, as when a document is edited."""
 
     takes = ("prediction",)
 
@@ -40,21 +40,21 @@ class PredictionDrafter(Drafter):
 class PredictionSession(DraftSession):
     """A cursor into the prediction.
 
-    A text that leaves it comes back where its last tokens agree with the prediction, wherever that is: further on
-    after a deletion, where it left after an insertion, in between after a replacement. Of places that agree equally
-    well the nearest to where it left is meant, so a paragraph that stands there several times is not taken for its
-    copies.
+    After the text has left the prediction, the cursor continues where the text's last tokens agree with it, wherever
+    that is: further on after a deletion, at the same place after an insertion, in between after a replacement. Of
+    places with equal agreement the one nearest to where the text left is taken, since a paragraph may occur several
+    times.
     """
 
     def __init__(self, request: Request) -> None:
         self._expected = np.array(request.prediction or (), np.int32)
         self._start = len(request.tokens)
-        self._text = np.empty(256, np.int32)  # the output, and room for the root behind it
+        self._text = np.empty(256, np.int32)  # the output, with room for the root after it
         self._length = 0
-        self._read = 0  # tokens of the output, roots included, that were followed
-        self._cursor = 0  # what is expected next; -1: unknown
-        self._agreed = LONGEST  # tokens before the cursor that agree; the beginning agrees with the beginning
-        self._home, self._gone = 0, 0  # where the text was last firmly on the prediction, and tokens said since
+        self._read = 0  # tokens of the output, roots included, that the cursor has followed
+        self._cursor = 0  # the place of the token expected next; -1: unknown
+        self._agreed = LONGEST  # agreement at the cursor; at the beginning it counts as full
+        self._home, self._gone = 0, 0  # the last place with firm agreement, and tokens emitted since
 
     def observe(self, seen: Seen) -> None:
         if seen.position < self._start:
@@ -79,12 +79,12 @@ class PredictionSession(DraftSession):
         return Proposal(self._search(root, text, budget).top_k(budget.nodes))
 
     def _search(self, root: int, text: Tokens, budget: Budget) -> TokenTree:
-        """The text has left the prediction: where it may be by now, the best place to any length."""
+        """The text has left the prediction: draft from all places where it may be now; only the best has no limit."""
         places, agreed = _agreeing(self._expected, text, self._home, self._home + self._gone, CANDIDATES)
         found = dict(zip(places.tolist(), agreed.tolist(), strict=True))
         if self._cursor < 0 and len(places) and agreed[0] >= SURE:
             self._cursor, self._agreed = int(places[0]), int(agreed[0])
-        # What was said may have been put in where the text left, or stand for as much of the prediction.
+        # The tokens since then may be an insertion, or a replacement of equally many tokens.
         for place in (self._home, self._home + self._gone):
             found.setdefault(min(place, len(self._expected)), 0)
         chains = [self._chain(root, place, n, min(REACH, budget.depth)) for place, n in found.items()]
@@ -100,7 +100,7 @@ class PredictionSession(DraftSession):
 
 @compiled
 def _follow(expected, tokens, cursor, agreed, home, gone):  # type: ignore[no-untyped-def]
-    """Cursor, agreement, home and tokens since, after these tokens."""
+    """Move on by these tokens. Returns cursor, agreement, the last place with firm agreement, and tokens since."""
     for token in tokens:
         if 0 <= cursor < len(expected) and expected[cursor] == token:
             cursor, agreed = cursor + 1, min(LONGEST, agreed + 1)
@@ -114,13 +114,13 @@ def _follow(expected, tokens, cursor, agreed, home, gone):  # type: ignore[no-un
 
 @compiled
 def _agreeing(expected, text, near, far, most):  # type: ignore[no-untyped-def]
-    """Places in the prediction before which it agrees with the end of the text: up to `most`, those that agree longest
-    first, among equals those nearest to near..far. Returns them, and how many tokens agree."""
+    """Up to `most` places in the prediction with the longest agreement, best first; among equals the nearest to the
+    range near..far comes first. Returns the places and their agreements."""
     places = np.full(most, -1, np.int64)
     lengths = np.zeros(most, np.int64)
     away = np.zeros(most, np.int64)
     last = len(text) - 1
-    for place in range(1, len(expected)):  # behind the last token nothing is left to draft
+    for place in range(1, len(expected)):  # after the last token nothing is left to draft
         if expected[place - 1] != text[last]:
             continue
         n = 1

@@ -1,4 +1,4 @@
-"""rasd: a generator's tree and what retrievers found beside it, pruned by what the generator expects and fused."""
+"""rasd: fuses a generator's tree with retrieved continuations, which are pruned by the generator's first tokens."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ if TYPE_CHECKING:
     from slipstream.targets.base import Target
     from slipstream.targets.captured.fixed_step import FixedStep
 
-WIDER = 4  # times a step's nodes that retrievers may propose: many of them are pruned, or the generator has them too
+WIDER = 4  # retrievers may propose so many times the budget: many nodes are pruned, or are the generator's too
 
 
 @dataclass(frozen=True)
 class RasdOptions:
-    generator: str = "eagle3"  # who drafts from probabilities: a trained head's drafter, or model
-    retrievers: str = "suffix"  # who looks for continuations, by name, separated by commas
-    drafter_path: Any = None  # what the generator drafts with: its head; for model, the draft model
-    mode: str = ""  # the generator's; empty: its usual one
+    generator: str = "eagle3"  # the drafter with probabilities: a trained head's, or model
+    retrievers: str = "suffix"  # the drafters that retrieve continuations, by name, separated by commas
+    drafter_path: Any = None  # the generator's head; for model, the draft model
+    mode: str = ""  # the generator's; empty: its default
     store: Any = ""  # a store for retrievers that search one
     shared: int = 0  # tokens of earlier answers to retrieve from too
     length: int = 16  # tokens of a retrieved continuation
-    top: int = 10  # so many of the generator's likeliest tokens may begin one, if prune
-    prune: bool = True  # False: whatever was retrieved may be verified
+    top: int = 10  # with prune, a continuation must begin with one of so many likeliest tokens of the generator
+    prune: bool = True  # False: all retrieved continuations may be verified
     fuse: bool = True  # False: prefixes that generator and retrievers share are verified once for each (an ablation)
-    overlap: bool = True  # False: retrieve when the generator is done
+    overlap: bool = True  # False: retrieve after the generator has drafted
 
     def __post_init__(self) -> None:
         if self.top < 1 or self.length < 1:
@@ -63,23 +63,24 @@ def _known(generates: bool) -> str:
 
 
 def _fits(kind: type[Drafter], generates: bool) -> bool:
-    """Who asks others is neither, and nodes that somebody wants verified beside the tree would be pruned here."""
+    """Whether a drafter can be a generator or a retriever. One made of other drafters can't, nor one that needs nodes
+    beside the tree: these would be pruned here."""
     return can.generates(kind) == generates and not issubclass(kind, JointDrafter) and not hasattr(kind, "invests")
 
 
 class RasdDrafter(JointDrafter):
-    """A trained head or a draft model, and beside it retrieval, as one tree."""
+    """A trained head or a draft model, fused with retrieval into one tree."""
 
     Options = RasdOptions
 
     def __init__(self, target: Target, tokenizer: Any, options: RasdOptions) -> None:
         super().__init__(target, tokenizer, options)
         self.generator = self.parts[options.generator]
-        # Who needs tokens alone is asked while the generator drafts; who reads states, which are where the generator
-        # is, must wait for it: on a GPU nobody else may work while a draft is captured.
+        # Retrievers that need tokens alone search while the generator drafts. Those that read states use its device,
+        # where nothing else may run while a draft is captured: they search afterwards.
         self.aside = [name for name in options.names() if not can.layers(self.parts[name])]
         self.after = [name for name in options.names() if can.layers(self.parts[name])]
-        self.names = list(self.parts)  # as sources
+        self.names = list(self.parts)  # of the sources
         self.calibration = Calibration(self.names)
         self._worker = ThreadPoolExecutor(1, "slipstream-retrieval")
 
@@ -95,7 +96,7 @@ class RasdDrafter(JointDrafter):
         return self.calibration.learn(tree, followed, known)
 
     def draft_ahead(self, session: DraftSession, step: FixedStep) -> None:
-        """The generator is always asked; what else is drafted from needs the host."""
+        """The generator is always asked, so its draft can be started ahead. Retrievers need the host."""
         if self.options.overlap:
             can.draft_ahead(self.generator, cast(JointSession, session).parts[self.options.generator], step)
 
@@ -116,14 +117,14 @@ class RasdDrafter(JointDrafter):
     def _ask(
         self, sessions: Sequence[JointSession], roots: Sequence[int], budgets: Sequence[Budget]
     ) -> tuple[list[Proposal], list[list[TokenTree]]]:
-        """What the generator drafted, and for each sequence what the retrievers found."""
+        """The generator's proposals, and for each sequence the retrievers' trees."""
         own = [s.parts[self.options.generator] for s in sessions]
         if self.options.overlap:
             search = self._worker.submit(self._search, self.aside, sessions, roots, budgets)
             try:
                 drafted = self.generator.propose(own, roots, budgets)
             finally:
-                wait([search])  # nobody may go on with sessions that are being read
+                wait([search])  # after an error too: the search still uses the sessions
             found = search.result()
         else:
             drafted = self.generator.propose(own, roots, budgets)
@@ -152,21 +153,21 @@ class RasdDrafter(JointDrafter):
         whole = fuse(trees)
         session.proposed(whole)
         if not found:
-            # The draft alone, which keeps its q if it was drawn: that nothing was found follows from the text and from
-            # the generator's probabilities, never from what was drawn.
+            # The draft alone may keep its q: that nothing was found depends on the text and the generator's
+            # probabilities, not on the tokens drawn.
             return drafted.tree
         if self.options.fuse:
             return self._believed(whole).top_k(budget.nodes)
         return side_by_side(best_of([self._believed(tree) for tree in trees], budget.nodes))
 
     def _believed(self, tree: TokenTree) -> TokenTree:
-        """With scores that can be compared: how often what each source said turned out right."""
+        """The tree with calibrated scores, which are comparable between sources."""
         columns, bins = self.calibration.columns(tree.sources), self.calibration.bins
         return tree.with_score(_beliefs(tree.depths, tree.raw, columns, bins))
 
 
 def beginning_with(first: Sequence[int], tree: TokenTree) -> TokenTree:
-    """The continuations whose first token is one of these."""
+    """The part of a tree whose first drafted token is one of these."""
     keep = np.ones(len(tree), np.bool_)
     for child in tree.children(0):
         keep[child] = int(tree.tokens[child]) in first
@@ -174,7 +175,7 @@ def beginning_with(first: Sequence[int], tree: TokenTree) -> TokenTree:
 
 
 def best_of(trees: Sequence[TokenTree], nodes: int) -> list[TokenTree]:
-    """The most valuable nodes of several trees, so many in all."""
+    """The most valuable nodes of several trees, `nodes` in all."""
     value = np.concatenate([tree.value[1:] for tree in trees])
     keep = np.zeros(len(value), np.bool_)
     keep[np.argsort(-value, kind="stable")[:nodes]] = True
@@ -183,8 +184,8 @@ def best_of(trees: Sequence[TokenTree], nodes: int) -> list[TokenTree]:
 
 
 def side_by_side(trees: Sequence[TokenTree]) -> TokenTree:
-    """Several drafts of one root with all their nodes. What an earlier tree has too hangs there once more, without
-    children of its own, so that it costs what it costs and changes nothing."""
+    """Several drafts of one root with all their nodes, shared ones included (the ablation fuse=False). A node that an
+    earlier tree has too is added once more, without children: it costs time and changes nothing."""
     whole = fuse(trees)
     known, tokens, parents, scores = {0}, list[int](), list[int](), list[float]()
     for tree in trees:
@@ -210,7 +211,7 @@ def side_by_side(trees: Sequence[TokenTree]) -> TokenTree:
 
 @compiled
 def _beliefs(depths, raw, columns, bins):  # type: ignore[no-untyped-def]
-    """(n,) P(right | parent right), by the source that is surest of the node."""
+    """(n,) P(right | parent right), by the source with the highest calibrated score."""
     score = np.ones(len(depths), np.float32)
     for i in range(1, len(depths)):
         best = 0.0

@@ -1,4 +1,4 @@
-"""redrafter: beams of a small recurrent network, which reads the target's last state beside what it drafted so far."""
+"""redrafter: beam search with a small recurrent network, which reads the target's last state and its own draft."""
 
 from __future__ import annotations
 

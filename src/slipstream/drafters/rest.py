@@ -1,4 +1,4 @@
-"""rest: retrieval from a datastore. What followed the text's last tokens in stored documents may follow them here."""
+"""rest: retrieval from a datastore. Drafts what followed the text's last tokens in stored documents."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class RestOptions:
     store: Any = ""  # the folder of a store, as `slipstream store build` makes it, or an open Store
-    learn: bool = False  # append to the store what the model says
+    learn: bool = False  # append the model's answers to the store
     longest: int = 16  # tokens of context that are matched at most
     shortest: int = 1  # and at least
-    matches: int = 40  # continuations looked at; of more, evenly spread ones
+    matches: int = 40  # continuations to use at most; if there are more, evenly spread ones
     length: int = 10  # tokens of each
     nodes: int = 64  # of the tree, as far as the budget allows
     fill: bool = True  # whether shorter matches fill what the longest ones leave
@@ -52,7 +52,7 @@ class Rest(Drafter):
         super().__init__(target, tokenizer, options)
         self.store = open_store(options.store, target, tokenizer, options.learn)
         self.shape = options.shape()
-        self.source = "rest"  # what its nodes are credited to
+        self.source = "rest"  # its name in trees and statistics
 
     def begin(self, request: Request) -> DraftSession:
         self.store.refresh()

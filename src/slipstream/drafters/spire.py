@@ -1,9 +1,9 @@
-"""spire: the target's last layers draft, on its own states of the first and latest tokens of the text (SPIRe).
+"""spire: the target's last layers draft, from its states of the first and most recent tokens of the text (SPIRe).
 
-A session keeps the keys of as many tokens as the head sees, however long the text is: the latest take the places of
-those that are seen no more. Drafted tokens lie behind them.
+A session keeps keys only for the tokens that the head attends to, however long the text is: the most recent ones form a
+ring. Drafted tokens come after it.
 
-    row    sink │ latest tokens, in turn │ root, drafted tokens │ padding
+    row    sink │ recent tokens, a ring │ root, drafted tokens │ padding
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ class SpireOptions(FeatureOptions):
 
 @dataclass(frozen=True)
 class Places:
-    """Of a batch: where its texts and drafts lie."""
+    """Where the texts and drafts of a batch are in the cache."""
 
     rows: Tensor  # (b,) int32, of the cache
-    ends: Tensor  # (·, b) int32: the number of the text's last token, of the root, and of those after it
+    ends: Tensor  # (·, b) int32: the positions of the text's last token, of the root, and of the tokens after it
     lengths: Tensor  # (b,) int32, columns of the text
-    free: Tensor  # (b,) int32, the first column after all that a text may have
+    free: Tensor  # (b,) int32, the first column after those that a text may use
 
 
 @dataclass(frozen=True)
 class Drafted:
-    """The drafted tokens of one depth, from which the next one's grow; before the first, the root."""
+    """The drafted tokens of one depth, which the next depth continues; at first the root."""
 
-    normed: Tensor  # (b, w, H) their last streams, under the norm
+    normed: Tensor  # (b, w, H) their last hidden states, under the norm
     places: Places
     paths: Tensor  # (b, w, ·) int32, the columns of the root and of drafted ancestors, their own last
-    used: int  # columns after the text
+    used: int  # columns used after the text
 
 
 class SpireDrafter(FeatureDrafter):
@@ -59,7 +59,7 @@ class SpireDrafter(FeatureDrafter):
 
     def __init__(self, target: Target, tokenizer: Any, options: SpireOptions) -> None:
         super().__init__(target, tokenizer, options)
-        if self.head.config.recent is not None:  # keys that were written over can't be taken back
+        if self.head.config.recent is not None:  # keys in the ring may have been overwritten
             self.rereads = self.head.config.recent
 
     def new_cache(self) -> KeyCache:
@@ -74,12 +74,12 @@ class SpireDrafter(FeatureDrafter):
 
     def room(self) -> tuple[int, int, int]:
         columns, most, depth = super().room()
-        return columns + 2, most, depth  # the root's, and one for what nobody looks at
+        return columns + 2, most, depth  # one more column for the root, one for padding
 
     # ---- the text
 
     def remember(self, session: FeatureSession, tokens: Tensor, states: Tensor, row: Tensor, columns: Tensor) -> None:  # noqa: ARG002
-        """Of a long piece only what is still seen at its end."""
+        """Write keys; of a long piece only of the tokens that are still attended to at its end."""
         config, last = self.head.config, session.length + columns.shape[1] - 1
         some = config.seen(columns[0], last).nonzero()[:, 0]
         index = columns[:, some]
@@ -87,21 +87,21 @@ class SpireDrafter(FeatureDrafter):
         self.head.remember(self.head.read(states[:, some]), index, looks)
 
     def _looks(self, look: Attention) -> Sequence[Attention]:
-        """One for each layer: those who look are the same in all."""
+        """The same attention for each layer."""
         return [replace(look, layer=n) for n in range(self.head.config.num_hidden_layers)]
 
     # ---- drafting
 
     def start(self, *inputs: Tensor) -> Carry:
-        """Read the states that wait, and the root behind them."""
+        """Read the unread states, and the root after them."""
         given, states = inputs
         config, padding = self.head.config, self.room()[0] - 1
         rows, ends, index = first_places(given, 2 + self.length)
-        after = ends[1]  # the root's number in the text
+        after = ends[1]  # the root's position
         kept = config.kept
         lengths = after if kept is None else after.clamp(max=kept)
         free = after if kept is None else torch.full_like(after, kept)
-        # What is padded, or is seen no more behind what follows it here, goes where nobody looks.
+        # The keys of padding, and of tokens that the root no longer attends to, go to the padding column.
         seen = config.seen(index, ends[0][:, None])
         columns = torch.where(seen, config.column(index), free[:, None] + padding)
         paths = free[:, None, None].contiguous()  # (b, 1, 1) the root's column
@@ -130,10 +130,10 @@ class SpireDrafter(FeatureDrafter):
         positions: Tensor,
         look: Attention,
     ) -> Drafted:
-        """Tokens (b, w), in the last columns of their paths, and memory of the text, as `Spire.step` has them."""
+        """Read tokens (b, w) into the last columns of their paths. memory: states of the text, see `Spire.step`."""
         streams, normed = self.head.step(self.head.embed(tokens), memory, positions, self._looks(look))
         left = self.head.left(streams)
-        if left is not None:  # in the place of what they showed to themselves
+        if left is not None:  # overwrites the keys that the tokens used for themselves
             looks = self._looks(self.cache.through(at.rows, paths[..., -1]))
             self.head.remember(left, positions[:, -tokens.shape[1] :], looks)
         return Drafted(normed, at, paths, used)

@@ -1,4 +1,4 @@
-"""suffix: what followed the last tokens earlier in this text, and, if asked for, in earlier answers and in a store."""
+"""suffix: drafts what followed the last tokens earlier in this text and, if set, in earlier answers and in a store."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 class SuffixOptions:
     shared: int = 0  # tokens of earlier answers, of the same collection, to draft from too; 0: none
     store: Any = ""  # the folder of a store to draft from too, or an open Store
-    learn: bool = False  # append to the store what the model says
+    learn: bool = False  # append the model's answers to the store
     longest: int = 16  # tokens of context that are matched at most
     shortest: int = 1  # and at least
-    matches: int = 512  # continuations looked at; of more, evenly spread ones
+    matches: int = 512  # continuations to use at most; if there are more, evenly spread ones
     length: int = 10  # tokens of each
     nodes: int = 64  # of the tree, as far as the budget allows
     fill: bool = True  # whether shorter matches fill what the longest ones leave
@@ -43,7 +43,7 @@ class SuffixOptions:
 
 
 class Suffix(Drafter):
-    """Continuations of the longest earlier matches of the text's last tokens, in the live text first of all."""
+    """Continuations of the longest earlier matches of the text's last tokens, above all in the same text."""
 
     Options = SuffixOptions
 
@@ -68,7 +68,7 @@ class Suffix(Drafter):
             self.store.append(tokens, LEARNED, request.collection)
 
     def _below(self, collection: str) -> Runs:
-        """Earlier answers and the store, as one thing to search; the same object until either changes."""
+        """The runs of earlier answers and of the store, joined; the same object until either changes."""
         answers = self._answers.runs(collection) if self._answers is not None else NOTHING
         store = self.store.runs(collection) if self.store is not None else NOTHING
         known = self._joined.get(collection)

@@ -1,7 +1,7 @@
 """The only place that touches Hugging Face models and their caches.
 
-`Target` is what the engine sees; `TreeTarget` scores whole trees with its own cache, `ChainTarget` drives the models
-whose state can't branch; `open_target` picks the one that fits.
+`Target` is the interface that the engine uses. `TreeTarget` scores whole trees with a cache of its own, `ChainTarget`
+runs models whose state can't branch, and `open_target` chooses the one that fits.
 """
 
 from slipstream.loading.models import load_model

@@ -1,7 +1,7 @@
-"""Bloom's position bias, by position instead of by place in the cache.
+"""Bloom's position bias, by position instead of by index in the cache.
 
-Bloom adds a bias that grows with a key's index in the cache. In a tree a key's index isn't its position, so for the
-length of one forward the model's own `build_alibi_tensor` method gives the bias of the true positions.
+Bloom adds a bias that grows with a key's index in the cache. In a tree, that index isn't the position. So during a
+forward the model's `build_alibi_tensor` method is replaced by one that uses the true positions.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Grouped-query attention without copying keys: query heads that share a key head become rows of one product.
 
-transformers repeats keys and values once per query head whenever there is a mask, which for long texts costs more than
-the attention itself. Registered as an attention function of transformers, and used only inside our own forwards.
+transformers repeats keys and values for every query head if there is a mask, which takes longer than the attention
+itself on long texts. This is registered as an attention function of transformers, and used only in our own forwards.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ AttentionInterface.register(NAME, grouped_attention)
 
 @contextmanager
 def our_attention(config: Any) -> Iterator[None]:
-    """For one forward: the user's model keeps the attention it came with."""
+    """Use it for one forward; otherwise the user's model keeps its own attention."""
     if config._attn_implementation != "sdpa":
         yield
         return

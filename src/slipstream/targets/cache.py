@@ -1,4 +1,4 @@
-"""The preallocated key/value cache: one pool for all sequences, of which a forward sees a window.
+"""The preallocated key/value cache: one pool for all sequences, of which a forward uses a window.
 
 Every sequence owns a row of the pool. Layers of one shape lie in one tensor (layers, rows, heads, capacity, dim), so
 moving an accepted path into place is one operation for all of them. A forward writes each sequence's new keys after
@@ -23,7 +23,7 @@ FIRST_CAPACITY = 256
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What one layer keeps per token."""
+    """The shape of what one layer stores per token."""
 
     heads: int
     key_dim: int
@@ -34,7 +34,7 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class Window:
-    """Where one forward writes and how far it reads: rows [first, first + len(starts)) of the pool."""
+    """The part of the pool that one forward writes and reads: rows [first, first + len(starts))."""
 
     first: int
     starts: tuple[int, ...]  # where each sequence's new keys begin
@@ -66,7 +66,7 @@ class PoolLayer(CacheLayerMixin):
         return self.keys[rows, :, : w.width], self.values[rows, :, : w.width]
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """The pool is laid out beforehand."""
+        """Nothing to do: the pool exists already."""
 
     def get_seq_length(self) -> int:
         return max(self.pool.window.starts)
@@ -79,11 +79,11 @@ class PoolLayer(CacheLayerMixin):
 
 
 class KeyValuePool(Cache):
-    # Whoever changes the pool does so in inference mode: what a forward made larger can't be changed outside it.
+    # All changes are made in inference mode: tensors that a forward allocated can't be changed outside it.
 
     def __init__(self, shapes: Sequence[LayerShape | None], longest: int) -> None:
-        """shapes: per layer of the model; None for a layer that keeps nothing of its own. longest: what a
-        sequence can come to, beyond which room is not doubled."""
+        """shapes: per layer of the model; None for a layer that stores nothing itself. longest: tokens of a sequence at
+        most, beyond which capacity is not doubled."""
         super().__init__(layers=[PoolLayer(self) for _ in shapes])
         self._longest = longest
         self.rows, self.capacity = 0, 0
@@ -103,11 +103,10 @@ class KeyValuePool(Cache):
 
     @torch.inference_mode()
     def reserve(self, rows: int, length: int) -> None:
-        """Make room, by doubling, and keep what is there."""
+        """Make room by doubling, and keep the contents."""
         if rows <= self.rows and length <= self.capacity:
             return
-        # A power of two, one that captured steps keep for padding and one they are tried on: 64 sequences need no room
-        # for 128.
+        # A power of two plus two rows, so that a slot or two beside 64 sequences don't take room for 128.
         rows = max(self.rows, rows if rows < 3 else 2 + (1 << (rows - 3).bit_length()))
         capacity = max(self.capacity, FIRST_CAPACITY)
         while capacity < length:
@@ -121,12 +120,12 @@ class KeyValuePool(Cache):
         self.rows, self.capacity = rows, capacity
 
     def _larger(self, shape: LayerShape, rows: int, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of that size, with what is there."""
+        """New keys and values of that size, with the old contents."""
         old, pair = self._stores.get(shape), []
         for which, dim in enumerate((shape.key_dim, shape.value_dim)):
             size = (len(self._members[shape]), rows, shape.heads, capacity, dim)
             try:
-                # Zeros, not garbage: a masked key still takes part in 0 × value, and 0 × NaN is NaN.
+                # Zeros, not uninitialised: a masked value is still multiplied by 0, and 0 × NaN is NaN.
                 new = torch.zeros(size, dtype=shape.dtype, device=shape.device)
             except RuntimeError as error:
                 raise ModelError(self._too_large(rows, capacity, shape.device)) from error
@@ -137,7 +136,7 @@ class KeyValuePool(Cache):
 
     @property
     def per_token(self) -> int:
-        """Bytes."""
+        """Bytes of one token's keys and values in all layers."""
         return sum(
             len(members) * s.heads * (s.key_dim + s.value_dim) * s.dtype.itemsize
             for s, members in self._members.items()
@@ -162,7 +161,7 @@ class KeyValuePool(Cache):
         return self._stores.values()
 
     def look(self, window: Window) -> None:
-        """Fix where the next forward writes and reads."""
+        """Set where the next forward writes and reads."""
         self.window = window
         self._places.clear()
 
@@ -177,7 +176,7 @@ class KeyValuePool(Cache):
 
     @torch.inference_mode()
     def move(self, row: int, start: int, path: Sequence[int]) -> None:
-        """Bring the keys at start + path[i] to start + i."""
+        """Move the keys at start + path[i] to start + i."""
         still = 0
         while still < len(path) and path[still] == still:
             still += 1
@@ -197,7 +196,7 @@ class KeyValuePool(Cache):
 
     @torch.inference_mode()
     def pick(self, source: int, to: int, columns: NDArray[np.int64]) -> None:
-        """Bring these keys of one row to the beginning of another."""
+        """Copy these keys of one row to the beginning of another."""
         for pair in self._stores.values():
             for store in pair:
                 chosen = torch.from_numpy(columns).to(store.device)

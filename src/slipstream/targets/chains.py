@@ -1,8 +1,8 @@
 """ChainTarget: models whose state can't branch (linear attention, state spaces) verify single chains.
 
-Each slot owns the model's native cache. A recurrent state can't be rolled back, so a chain is scored on a copy of it:
-if all of the chain is accepted the copy becomes the state, otherwise the accepted tokens ride along in the next
-forward.
+Each slot has the model's native cache. A recurrent state can't be rolled back, so a chain is scored on a copy of it. If
+the whole chain is accepted, the copy becomes the state. Otherwise the accepted tokens are read again with the next
+chain.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from slipstream.targets.states import asked_states
 from slipstream.targets.trees import context_length, input_device, is_exact, unwrapped
 from slipstream.tree import TokenTree
 
-CATCH_UP = 16  # accepted tokens that may ride along before the state is brought up to date
+CATCH_UP = 16  # accepted tokens that may be read again with each chain; more are read into the state first
 
 
 @dataclass(eq=False)
 class ChainSlot(Slot):
-    cache: Any = None  # the model's own
-    read: int = 0  # how many of `tokens` the cache has read
+    cache: Any = None  # the model's native cache
+    read: int = 0  # how many of `tokens` are in the cache
     trial: Any = None  # a cache that has also read the chain scored last
-    reading: bool = False  # inside a forward: if it never came back, the cache can't be trusted
+    reading: bool = False  # set during a forward: if still set, it was interrupted, and the cache is undefined
 
 
 class ChainTarget(Target):
@@ -99,7 +99,7 @@ class ChainTarget(Target):
             part = list(tokens[start : start + self.chunk])
             slot.tokens.extend(part)
             if not self.chains and slot.length - slot.read > 1:
-                slot.cache, slot.read = self._new_cache(), 0  # several tokens need a state that has read nothing
+                slot.cache, slot.read = self._new_cache(), 0  # only an empty state can read several tokens
             scores = self._read_unread(slot, want, keep=len(part))
             yield scores
 
@@ -111,15 +111,15 @@ class ChainTarget(Target):
         assert isinstance(slot, ChainSlot)
         if slot.length - slot.read > CATCH_UP:
             self._read_unread(slot, Want(), keep=1)
-        whole = len(tree) == 1 or self._can_crop(slot.cache)  # nothing to roll back, or easily rolled back
+        whole = len(tree) == 1 or self._can_crop(slot.cache)  # no copy: nothing to roll back, or it can be cropped
         slot.trial = slot.cache if whole else copy.deepcopy(slot.cache)
         slot.tree = tree
         unread = slot.tokens[slot.read :] + tree.tokens.tolist()
         return self._read(slot.trial, unread, want, slot.length, keep=len(tree), logits=len(tree))
 
     def _read_unread(self, slot: ChainSlot, want: Want, keep: int) -> Scores:
-        """Bring the cache up to the committed text; the last `keep` tokens give hidden states. A state that could not
-        be rolled back has the whole text before it again, which may be much longer than a chunk."""
+        """Read the committed text that is not in the cache yet. The last `keep` tokens give hidden states. After
+        `truncate` replaced a state that can't be rolled back, this is the whole text, in several chunks."""
         slot.reading = True
         while (unread := slot.length - slot.read) > self.chunk:
             part = slot.tokens[slot.read : slot.read + min(self.chunk, unread - keep)]
@@ -155,14 +155,14 @@ class ChainTarget(Target):
         return all(type(layer) is DynamicLayer for layer in cache.layers)
 
     def _continues(self) -> bool:
-        """Whether several tokens read onto a state give what one pass over the whole text gives."""
+        """Whether reading several tokens onto a state gives the same as one pass over the whole text."""
         text = [1, 2, 3, 4, 5, 6]
         try:
             whole = self._read(self._new_cache(), text, Want(), 0, keep=1, logits=1).logits(0).float()
             cache = self._new_cache()
             self._read(cache, text[:3], Want(), 0, keep=1, logits=1)
             parts = self._read(copy.deepcopy(cache), text[3:], Want(), 0, keep=1, logits=1).logits(0).float()
-        except Exception:  # some models refuse outright
+        except Exception:  # some models raise
             return False
         allowed = (1e-3 if self.exact else 0.2) * float(whole.std())
         return torch.allclose(whole, parts, rtol=0, atol=allowed)

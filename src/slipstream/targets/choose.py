@@ -1,4 +1,4 @@
-"""Which kind of target fits a model: looked up for the families we prove in tests, tried out for all others."""
+"""Chooses the kind of target for a model: known for the families that tests cover, found by trial for all others."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ log = logging.getLogger("slipstream")
 
 CHUNK = 512  # tokens of a prompt that an ordinary forward reads
 
-# Model types whose trees the test suite compares with one full forward per path.
+# Model types for which the tests compare trees with one full forward per path.
 PROVEN = {
     *("llama", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "mistral", "mixtral", "gemma", "gemma2", "gemma3_text"),
     *("phi", "phi3", "gpt2", "gpt_neox", "opt", "bloom", "falcon", "olmo2", "smollm3", "stablelm", "cohere"),
@@ -36,12 +36,12 @@ PROVEN = {
 def open_target(
     model: Any, *, chunk: int | None = None, graphs: bool = True, compile: bool = False, memory: float = 0.9
 ) -> Target:
-    """A Target for a causal language model of transformers. It is put into evaluation mode and not changed further.
+    """A Target for a causal language model of transformers. The model is put into evaluation mode.
 
-    chunk: tokens of a prompt that are read at a time.
-    graphs: whether steps on a GPU are captured and replayed, where the model allows it.
+    chunk: tokens that one forward reads at most.
+    graphs: whether steps on a GPU are captured and replayed, if the model allows it.
     compile: whether captured steps go through torch.compile first: faster, after some seconds for each shape of step.
-    memory: the share of a GPU's free memory that texts may take.
+    memory: the share of a GPU's free memory that the cache may take.
     """
     config = check_model(model)
     vocabulary, shapes = _probe(model)
@@ -61,7 +61,7 @@ def open_target(
 def _graphs(
     model: Any, shapes: list[LayerShape | None], vocabulary: int, chunk: int | None, compile: bool, memory: float
 ) -> Target | None:
-    """A target whose steps are replayed, if this model's can be captured and say the same."""
+    """A target that replays captured steps, if this model's steps can be captured and give correct logits."""
     name = type(unwrapped(model)).__name__
     layers = [shape for shape in shapes if shape is not None]
     if len(layers) < len(shapes) or len({s.device for s in layers}) > 1:
@@ -70,13 +70,13 @@ def _graphs(
     try:
         from slipstream.targets.captured.graph_target import GraphTarget
 
-        gc.collect()  # an LLM that is gone: its parts refer to each other, and may still hold a cache
+        gc.collect()  # frees the caches of LLMs that are no longer used but have reference cycles
         how: dict[str, Any] = {"chunk": chunk} if chunk else {}
         target = GraphTarget(model, layers, vocabulary, compile="inductor" if compile else "", memory=memory, **how)
         if scores_trees(target):
             return target
         why = "replayed steps gave other logits"
-    except Exception as error:  # a model may resist in any way, and works without
+    except Exception as error:  # a model may fail in any way here, and still works uncaptured
         log.debug("capture failed", exc_info=error)
         why = str(error).splitlines()[0] if str(error) else type(error).__name__
     log.warning("%s: its steps can't be captured as CUDA graphs (%s), so they run as they are", name, why)
@@ -84,7 +84,7 @@ def _graphs(
 
 
 def check_model(model: Any) -> Any:
-    """The text config of a model we can drive; an error that names what is in the way otherwise."""
+    """The text config of a supported model. An error otherwise, which names the reason."""
     name = type(unwrapped(model)).__name__
     if not hasattr(model, "config") or not hasattr(unwrapped(model), "get_output_embeddings"):
         raise ModelError(f"{name} is not a transformers model: pass an AutoModelForCausalLM")
@@ -109,13 +109,13 @@ def check_model(model: Any) -> Any:
 
 @torch.inference_mode()
 def _probe(model: Any) -> tuple[int, list[LayerShape | None] | None]:
-    """One token through the model: how many logits come back, and what each layer keeps of it. No shapes if some
-    layer keeps anything but keys and values."""
+    """Run one token through the model. Returns the number of logits, and what each layer stores per token; None for the
+    latter if some layer stores anything but keys and values."""
     ids = torch.zeros(1, 1, dtype=torch.long, device=input_device(model))
     try:
         cache = DynamicCache(config=model.config)
         out = model(input_ids=ids, past_key_values=cache, use_cache=True)
-    except TypeError:  # takes its cache under another name
+    except TypeError:  # the argument for its cache has another name
         return model(input_ids=ids).logits.shape[-1], None
     shapes: list[LayerShape | None] = []
     for layer in cache.layers:
@@ -133,12 +133,11 @@ def _probe(model: Any) -> tuple[int, list[LayerShape | None] | None]:
 
 @torch.inference_mode()
 def scores_trees(target: TreeTarget | GraphTarget) -> bool:
-    """Whether a small tree gets the logits of its paths: after a short text, and in the same batch after one that is
-    longer than any window the config mentions. Replayed steps must even give a path the same bits alone and in a tree.
-    """
+    """Whether a small tree gets the same logits as its paths alone: after a short text, and in the same batch after one
+    that is longer than any window in the config. Captured steps must even give the same bits."""
     windows = [v for k, v in target.model.config.to_dict().items() if "window" in k and isinstance(v, int)]
     long = min(target.context - 8, 600, max([24, *(w + 8 for w in windows)]))
-    ids = [1 + 389 * i % (target.vocabulary - 1) for i in range(long + 5)]  # varied, so that a wrong mask shows
+    ids = [1 + 389 * i % (target.vocabulary - 1) for i in range(long + 5)]  # varied, so that a wrong mask is noticed
     texts = [[1, 2, 3], ids[5:]]
     tree, want = TokenTree.build(ids[:5], [-1, 0, 0, 1, 2]), Want(rows=8)
     slots = [target.open() for _ in texts]
@@ -148,7 +147,7 @@ def scores_trees(target: TreeTarget | GraphTarget) -> bool:
                 pass
         for node in (3, 4):
             path = tree.path_to(node)
-            # Copies: the next step of this shape writes its logits into the same place.
+            # Copies: the next step of this shape writes its logits into the same memory.
             rows = [s.logits(node).to(torch.float32, copy=True) for s in target.score(slots, [tree] * 2, want)]
             chain = TokenTree.chain(ids[0], tree.tokens[path[1:]])
             alone = [s.logits(len(path) - 1).float() for s in target.score(slots, [chain] * 2, want)]
@@ -157,7 +156,7 @@ def scores_trees(target: TreeTarget | GraphTarget) -> bool:
             for row, text in zip(rows, texts, strict=True):
                 right = _next_logits(target, text + tree.tokens[path].tolist())
                 wrong = _next_logits(target, text + tree.tokens[: node + 1].tolist())  # as if all were one chain
-                # How far half precision wanders depends on the model: not half as far as a wrong mask would.
+                # The error of half precision depends on the model, so the limit is half the effect of a wrong mask.
                 allowed = 1e-3 * right.std() if is_exact(target.model) else 0.5 * (row - wrong).norm()
                 off = (row - right).abs().max() if is_exact(target.model) else (row - right).norm()
                 if not off <= allowed:

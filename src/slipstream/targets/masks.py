@@ -1,7 +1,7 @@
-"""Which keys each row may read, and which kinds of mask a model wants.
+"""Which keys each row may read, and which kinds of mask a model needs.
 
-transformers passes a 4-D mask through unchanged, and a dict of them by layer type to models that mix types, so trees
-need no code per model.
+transformers passes a 4-D mask through unchanged, or for models that mix layer types a dict of masks by type. So trees
+need no code for single models.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from slipstream.tree import TokenTree
 
 @dataclass(frozen=True)
 class MaskKind:
-    """How far back a layer looks: everything, a sliding window, or the chunk the row lies in."""
+    """What a layer attends to: everything, a sliding window, or the row's own chunk."""
 
     window: int | None = None
     chunk: int | None = None
 
 
 def mask_kinds(config: Any) -> dict[str, MaskKind] | None:
-    """By layer type, from a model's text config; None if a layer keeps a state that isn't keys and values."""
+    """Masks by layer type, from a model's text config; None if a layer has a state other than keys and values."""
     window = getattr(config, "sliding_window", None)
     if getattr(config, "use_sliding_window", True) is False:
         window = None
@@ -45,8 +45,7 @@ def mask_kinds(config: Any) -> dict[str, MaskKind] | None:
 
 
 def key_positions(slots: Sequence[Slot], trees: Sequence[TokenTree], width: int) -> NDArray[np.int64]:
-    """(b, width) the absolute position of the token of each key: committed keys stand in order, tree keys by
-    depth."""
+    """(b, width) the absolute position of each key: committed keys are in order, a tree's keys count by depth."""
     positions = np.tile(np.arange(width), (len(slots), 1))
     for i, (slot, tree) in enumerate(zip(slots, trees, strict=True)):
         if isinstance(slot, Part):
@@ -56,13 +55,14 @@ def key_positions(slots: Sequence[Slot], trees: Sequence[TokenTree], width: int)
 
 
 def visible(lengths: Sequence[int], trees: Sequence[TokenTree], known: int, rows: int, width: int) -> NDArray[np.bool_]:
-    """(b, rows, width) the committed text, and each node's own ancestors. Padding rows see the text alone."""
+    """(b, rows, width) which keys each row may read: the committed text, and a node's own ancestors. Padding rows read
+    the text alone."""
     see = np.zeros((len(lengths), rows, width), np.bool_)
     for i, (length, tree) in enumerate(zip(lengths, trees, strict=True)):
         n = len(tree)
         see[i, :, :length] = True
         see[i, : n - known, length : length + n] = tree.mask[known:]
-        see[i, n - known :, length] = True  # something to see even where nothing is committed
+        see[i, n - known :, length] = True  # at least one key for padding, even if nothing is committed
     return see
 
 
@@ -74,7 +74,7 @@ def additive_masks(
     dtype: torch.dtype,
     device: torch.device,
 ) -> torch.Tensor | dict[str, torch.Tensor]:
-    """(b, 1, rows, width) to be added to the attention scores; one per layer type if there are several."""
+    """(b, 1, rows, width) masks to add to the attention scores; a dict by layer type if there are several."""
     masks = {}
     for name, kind in kinds.items():
         allowed = see

@@ -1,7 +1,7 @@
-"""Linear layers whose weights lie as a CPU's products read them, so that a few rows take little more than one.
+"""Linear layers with packed weights on a CPU, so that a few rows take little longer than one.
 
-A product of a few rows, which verifying a draft is, takes BLAS longer to lay out the weights for than to multiply. Here
-they are laid out once, by oneDNN. The price is a second copy of them.
+For a product of a few rows, as in verifying a draft, BLAS spends more time on reordering the weights than on
+multiplying. Here oneDNN reorders (packs) them once. This takes memory for a second copy.
 """
 
 from __future__ import annotations
@@ -23,34 +23,34 @@ from slipstream.targets.timing import cpu_name
 
 log = logging.getLogger("slipstream")
 
-FEWEST, MOST = 4, 32  # rows: fewer BLAS multiplies as quickly as weights can be read, more are worth the laying out
-SMALL = 32 << 20  # bytes of weights that a core's own cache may hold, where laying them out takes next to nothing
-SHARE = 4  # of the memory that is free, the copy takes no more than this part
-SEEN = 32  # weights of a layer by which a change of them is seen: it changes all of them, or nearly
-SAMPLE, TRIED = 8, 4  # rows, and layers of a shape, that are tried: the first start with a model waits for it
-LESS = 0.85  # of BLAS' time that they must take: clocks err by a tenth on a busy machine
+FEWEST, MOST = 4, 32  # rows for packed weights: with fewer, BLAS is limited by memory; with more, reordering is cheap
+SMALL = 32 << 20  # bytes of weights that fit a core's cache, where reordering takes next to no time
+SHARE = 4  # the copy may take 1/SHARE of the free memory
+SEEN = 32  # weights per layer that are compared to notice a change, which changes all of them or nearly all
+SAMPLE, TRIED = 8, 4  # rows, and layers of each shape, in the trial: the first start with a model waits for it
+LESS = 0.85  # packed products must take at most this share of BLAS' time: clocks err by a tenth on a busy machine
 
 _known = WeakValueDictionary[int, "PackedLayers"]()  # by the model's id: several targets may share it
 
 
 class PackedLayers:
-    """A model's linear layers with packed weights, put in their places for the length of a forward."""
+    """A model's linear layers with packed weights, put in place during a forward."""
 
     def __init__(self, model: nn.Module, layers: list[tuple[nn.Module, str, nn.Linear]]) -> None:
         """layers: of the model, each with the module that it is part of, and its name there."""
-        self.model = model  # it lives as long as this does, so its id stays its own
+        self.model = model  # a reference, so that its id is not reused while this exists
         self._places = [(parent, name, layer, Packed(layer)) for parent, name, layer in layers]
 
     @classmethod
     def of(cls, model: nn.Module) -> PackedLayers:
-        """All that are plain; none where that gains nothing."""
+        """The model's plain layers for which packing pays; possibly none."""
         known = _known.get(id(model))
         if known is None:
             known = _known[id(model)] = cls(model, worth_packing(model))
         return known
 
     def follow(self) -> None:
-        """Weights that were changed meanwhile, as training does, or merging an adapter, are packed again."""
+        """Pack weights again that were changed, for instance by training or by merging an adapter."""
         for *_, packed in self._places:
             packed.follow()
 
@@ -59,7 +59,7 @@ class PackedLayers:
 
 
 class Packed(nn.Module):
-    """One layer. Few rows and many are multiplied with its own weights."""
+    """One layer. With fewer or more rows than packing pays for, it uses the ordinary weights."""
 
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class Packed(nn.Module):
         self._seen = self._some().clone()
 
     def _some(self) -> torch.Tensor:
-        """(·,) of its own weights, from all over them."""
+        """(·,) a sample of its weights."""
         weights = self.layer.weight.detach().view(-1)
         return weights[:: 1 + len(weights) // SEEN]
 
@@ -90,7 +90,7 @@ class Packed(nn.Module):
 
 @contextmanager
 def standing_in(places: Sequence[tuple[nn.Module, str, nn.Module, nn.Module]]) -> Iterator[None]:
-    """places: a module, the name of a layer of it, that layer, and what takes its place meanwhile."""
+    """Within this, layers are replaced. places: a module, the name of its layer, that layer, and the replacement."""
     for parent, name, _, other in places:
         parent._modules[name] = other
     try:
@@ -101,7 +101,7 @@ def standing_in(places: Sequence[tuple[nn.Module, str, nn.Module, nn.Module]]) -
 
 
 def is_plain(layer: Any) -> bool:
-    """A linear layer that computes x·Wᵀ + b and nothing else: no adapter, no hook, no quantised weights."""
+    """Whether a layer computes x·Wᵀ + b and nothing else: no adapter, no hook, no quantised weights."""
     return (
         type(layer) is nn.Linear
         and not (layer._forward_hooks or layer._forward_pre_hooks or hasattr(layer, "_hf_hook"))
@@ -111,8 +111,8 @@ def is_plain(layer: Any) -> bool:
 
 
 def worth_packing(model: nn.Module) -> list[tuple[nn.Module, str, nn.Linear]]:
-    """Each with the module that it is part of, and its name there. Where a CPU has no instructions for it, lower
-    precision gains nothing."""
+    """The layers for which packing pays, each with the module that it is part of and its name there. Only float32:
+    lower precision gains nothing on CPUs without instructions for it."""
     layers = [
         (parent, name, layer)
         for parent in model.modules()
@@ -130,7 +130,8 @@ def worth_packing(model: nn.Module) -> list[tuple[nn.Module, str, nn.Linear]]:
 
 
 def known_to_pay(layers: list[nn.Linear]) -> bool:
-    """Tried once on a machine, and kept: the last bits of logits depend on it, and are the same at every start."""
+    """Whether packing layers of this shape pays. Tried once on a machine and remembered: the last bits of logits depend
+    on it, and must be the same at every start."""
     shape = "×".join(map(str, layers[0].weight.shape))
     where = f"{cpu_name()} × {torch.get_num_threads()}, torch {torch.__version__}"
     key = f"{len(layers)} layers {shape} | {where}"
@@ -143,8 +144,8 @@ def known_to_pay(layers: list[nn.Linear]) -> bool:
 
 @torch.inference_mode()
 def pays(layers: list[nn.Linear]) -> bool:
-    """Tried on this machine: whether a few rows take less with packed weights, and come to the same. Layers of one
-    shape, several if there are, so that their weights come from memory as they do in a step."""
+    """Try whether a few rows are faster with packed weights, with the same result. layers: of one shape; several, so
+    that weights come from memory as they do in a step."""
     if not torch.backends.mkldnn.is_available():
         return False
     x = torch.randn(SAMPLE, layers[0].in_features)
@@ -155,8 +156,8 @@ def pays(layers: list[nn.Linear]) -> bool:
         log.debug("weights can't be packed: %s", error)
         return False
     times = [[seconds(each, x) for each in (packed, layers)] for _ in range(3)]
-    least, usual = (min(each) for each in zip(*times, strict=True))
-    return same and least < LESS * usual
+    least, unpacked = (min(each) for each in zip(*times, strict=True))
+    return same and least < LESS * unpacked
 
 
 def seconds(layers: Sequence[nn.Module], x: torch.Tensor) -> float:
@@ -167,7 +168,7 @@ def seconds(layers: Sequence[nn.Module], x: torch.Tensor) -> float:
 
 
 def free_memory() -> int:
-    """Bytes that can be had without swapping, where the system says so."""
+    """Bytes that are available without swapping; 0 if the system does not report it."""
     try:
         with open("/proc/meminfo") as file:
             return 1024 * int(next(line for line in file if line.startswith("MemAvailable")).split()[1])

@@ -1,5 +1,5 @@
-"""The hidden states of a forward that a drafter reads: those that transformers numbers, 0 the embeddings and L the last
-under the final norm, and one more: number L + 1 is the last layer's output before that norm."""
+"""The hidden states that drafters read, by number: as in transformers 0 is the embeddings and L the last layer after
+the final norm; L + 1 is the last layer's output before that norm."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NAMES = ("norm", "ln_f", "norm_f", "final_layernorm", "final_layer_norm")
 
 
 def final_norm(model: Any) -> nn.Module | None:
-    """What stands between the last layer and the output matrix. None: it has another name."""
+    """The norm between the last layer and the output matrix; None if it has no known name."""
     base = model.base_model
     for part in (base, getattr(base, "language_model", None), getattr(base, "decoder", None)):
         for name in _NAMES:
@@ -25,7 +25,7 @@ def final_norm(model: Any) -> nn.Module | None:
 
 
 def layers_name(model: Any) -> str:
-    """What a model calls the list of its layers, with a dot at the end."""
+    """The name of a model's list of layers, with a dot at the end."""
     count = int(model.config.get_text_config().num_hidden_layers)
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
@@ -35,10 +35,10 @@ def layers_name(model: Any) -> str:
 
 @contextmanager
 def asked_states(model: Any, layers: Sequence[int]) -> Iterator[Callable[[Any], dict[int, Tensor]]]:
-    """Around one forward. Gives what picks these states, (b, n, H) each, from what the forward returned."""
+    """Entered around one forward. Yields a function from the forward's output to these states, (b, n, H) each."""
     last = int(model.config.get_text_config().num_hidden_layers)
     before: list[Tensor] = []
-    # What is in the norm's place now: kernels may stand in for it during this forward.
+    # Looked up now: a stand-in may have replaced the norm for this forward.
     norm = final_norm(model) if last + 1 in layers else None
     hook = None if norm is None else norm.register_forward_pre_hook(lambda _, given: before.append(given[0]))
     try:

@@ -1,4 +1,4 @@
-"""What steps of a target take: measured once on a machine, and kept."""
+"""Times of a target's steps, measured once on a machine and remembered."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from slipstream.version import __version__
 
 # Close together where rows are few: on some CPUs four rows take nearly twice as long as three.
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64)
-AT_MOST = 2.0  # seconds to measure for: users wait for it once per model, and steps correct what is off
-REPEATS = 4  # besides the first, which loads code
+AT_MOST = 2.0  # seconds for measuring: users wait for it once per model, and running steps correct errors
+REPEATS = 4  # after a first run, which loads code
 
 
 def measure(target: Target, text: Sequence[int], at_most: float = AT_MOST) -> dict[int, float]:
-    """Seconds of a forward after the text, by rows, the least of interleaved repeats: whatever else the machine does
-    only ever adds to them. A large model may have been timed once, for few numbers of rows."""
+    """Seconds of a forward after the text, by number of rows: the least of interleaved repeats, since other work on the
+    machine only adds to them. A large model may be timed only once, and for few numbers of rows."""
     slot = target.open()
     for _ in target.prefill(slot, text, Want()):
         pass
     sizes = [n for n in target.widths or ROWS if slot.length + n < target.context and (target.chains or n == 1)]
-    sizes.sort(key=lambda n: abs(n - target.default_draft) if n > 1 else -1)  # the most wanted, should time be up
+    sizes.sort(key=lambda n: abs(n - target.default_draft) if n > 1 else -1)  # the most important before time is up
     rng = np.random.default_rng(0)
     trees = {n: _trial(n, target, rng) for n in sizes}
     measuring, times = Stopwatch(), dict[int, float]()
@@ -50,7 +50,7 @@ def measure(target: Target, text: Sequence[int], at_most: float = AT_MOST) -> di
 
 
 def nonsense(target: Target) -> list[int]:
-    """A text to measure after: what it says does not matter."""
+    """A meaningless text to measure after."""
     length = min(ROWS[-1], target.context // 2)
     found: list[int] = np.random.default_rng(0).integers(0, target.vocabulary, length).tolist()
     return found
@@ -63,9 +63,9 @@ def _trial(rows: int, target: Target, rng: np.random.Generator) -> TokenTree:
 
 
 def _seconds(target: Target, slot: Slot, tree: TokenTree) -> float:
-    """Of scoring it once."""
-    trial = slot if target.trees else target.fork(slot)  # a chain can't be taken back
-    scoring = Stopwatch()  # a step is captured, or its code compiled, within its first run
+    """Seconds of scoring a tree once."""
+    trial = slot if target.trees else target.fork(slot)  # a scored chain can't be rolled back
+    scoring = Stopwatch()  # does not count capturing and compiling, which the first run does
     target.score([trial], [tree], Want(samplers=(Sampler(Sampling(), []),)))
     taken = scoring.seconds()
     if trial is not slot:
@@ -74,7 +74,7 @@ def _seconds(target: Target, slot: Slot, tree: TokenTree) -> float:
 
 
 def costs_of(target: Target) -> Costs:
-    """This target's on this machine: measured once, kept in the cache folder."""
+    """The costs of this target on this machine, from the cache folder or measured now."""
     key = described(target)
     known = recall("costs", key)
     if known is None:
@@ -84,7 +84,7 @@ def costs_of(target: Target) -> Costs:
 
 
 def described(target: Target) -> str:
-    """Everything that a step's time depends on: the model's sizes, the machine, and the software."""
+    """A key of everything that a step's time depends on: the model's sizes, the machine, and the software."""
     model = getattr(target, "model", None)
     config = getattr(model, "config", None)
     sizes = {k: v for k, v in config.to_dict().items() if k != "_name_or_path"} if config is not None else {}
@@ -98,7 +98,7 @@ def described(target: Target) -> str:
 
 @cache
 def cpu_name() -> str:
-    """As the system tells it: two CPUs of one architecture may differ by many times."""
+    """The CPU's model name: two CPUs of one architecture may differ in speed by many times."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):

@@ -21,7 +21,7 @@ from slipstream.targets.packed import PackedLayers
 from slipstream.targets.states import asked_states
 from slipstream.tree import TokenTree
 
-TREE = 256  # keys of drafts and padding for which there is room after a full context
+TREE = 256  # room for keys of drafts and padding after a full context
 
 
 class TreeTarget(Target):
@@ -57,7 +57,7 @@ class TreeTarget(Target):
         return slot
 
     def _row(self) -> int:
-        """One that is free."""
+        """A free row of the pool."""
         if None not in self._slots:
             self._slots.append(None)
             self._pool.reserve(len(self._slots), 1)
@@ -68,20 +68,20 @@ class TreeTarget(Target):
             self._slots[slot.row] = None
 
     def fork(self, slot: Slot) -> Slot:
-        self._settle(slot)
+        self._move_pending(slot)
         twin = self.open()
         twin.tokens = list(slot.tokens)
         self._pool.copy(slot.row, twin.row, slot.length)
         return twin
 
     def truncate(self, slot: Slot, length: int) -> None:
-        self._settle(slot)
+        self._move_pending(slot)
         del slot.tokens[length:]
         slot.tree = None
 
     def select(self, slot: Slot, blocks: Sequence[int]) -> Part:
-        """A copy of their keys."""
-        self._settle(slot)
+        """A copy of these blocks' keys."""
+        self._move_pending(slot)
         part = Part.of(slot, blocks, self.block, self._row())
         self._slots[part.row] = part
         self._pool.pick(slot.row, part.row, part.positions(self.block))
@@ -90,7 +90,7 @@ class TreeTarget(Target):
     def commit(self, slot: Slot, path: Sequence[int]) -> None:
         slot.accept(path)
 
-    def _settle(self, slot: Slot) -> None:
+    def _move_pending(self, slot: Slot) -> None:
         if slot.pending is not None:
             self._pool.move(slot.row, slot.length - len(slot.pending), slot.pending)
             slot.pending = None
@@ -109,22 +109,23 @@ class TreeTarget(Target):
     def score(self, slots: Sequence[Slot], trees: Sequence[TokenTree], want: Want, known: int = 0) -> list[Scores]:
         order = self._gather(slots)
         slots, trees = [slots[i] for i in order], [trees[i] for i in order]
-        if known or not any(slot.asks for slot in slots):
+        if known or not any(slot.wants_attention for slot in slots):
             scores = self._forward(slots, trees, want, known)
         else:
             width = max(slot.length for slot in slots) + max(map(len, trees))
             with watching.watching(len(slots), width, watching.ROOTS) as seen:
                 scores = self._forward(slots, trees, want, known)
             for slot, weights in zip(slots, seen.weights, strict=True):
-                if slot.asks:
-                    slot.hear(weights[: slot.length + 1])
+                if slot.wants_attention:
+                    slot.set_attended(weights[: slot.length + 1])
         back = np.argsort(order)
         return [scores[i] for i in back]
 
     def extend(
         self, slots: Sequence[Slot], trees: Sequence[TokenTree], known: Sequence[int], want: Want
     ) -> list[Scores]:
-        """In one forward those of as many known nodes that lie in neighbouring rows: nobody is moved for a draft."""
+        """One forward for each group of slots in neighbouring rows with equally many known nodes. No row is moved for a
+        draft."""
         groups: list[list[int]] = []
         for i in sorted(range(len(slots)), key=lambda i: (known[i], slots[i].row)):
             last = groups[-1][-1] if groups else None
@@ -153,7 +154,7 @@ class TreeTarget(Target):
         known: int,
         last_only: bool = False,
     ) -> list[Scores]:
-        """Slots lie in neighbouring rows, in order."""
+        """One forward. The slots must be in neighbouring rows, in order."""
         lengths = [slot.length for slot in slots]
         rows = max(len(tree) for tree in trees) - known
         width = max(length + known for length in lengths) + rows
@@ -161,7 +162,7 @@ class TreeTarget(Target):
             raise ModelError(f"a draft reaches past the model's {self.context} positions: the engine must cut it")
         self._pool.reserve(len(self._slots), width)
         for slot, tree in zip(slots, trees, strict=True):
-            self._settle(slot)
+            self._move_pending(slot)
             slot.tree = tree
         starts = tuple(length + known for length in lengths)
         self._pool.look(Window(slots[0].row, starts, rows, width))
@@ -186,16 +187,16 @@ class TreeTarget(Target):
             inputs["logits_to_keep"] = 1
         if want.layers:
             inputs["output_hidden_states"] = True
-        told = watching.watched() if self._config._attn_implementation == "eager" else None
-        if told is not None:  # others tell it themselves
+        watched = watching.watched() if self._config._attn_implementation == "eager" else None
+        if watched is not None:  # eager attention does not report weights itself
             inputs["output_attentions"] = True
         asked = asked_states(self.model, want.layers)
         attention, alibi = our_attention(self._config), alibi_by_position(self.model, key)
         with attention, alibi, self._packed.in_place(), asked as states:
             out = self.model(**inputs)
-        if told is not None:
+        if watched is not None:
             for weights in out.attentions or ():
-                told.add(weights)
+                watched.add(weights)
         return self._scores(out.logits, states(out), trees, want, query, known, last_only)
 
     def _scores(
@@ -225,7 +226,7 @@ class TreeTarget(Target):
         return found
 
     def _gather(self, slots: Sequence[Slot]) -> list[int]:
-        """Bring the batch into neighbouring rows, moving as little as possible. Returns its order by row."""
+        """Move the batch into neighbouring rows, moving as few as possible. Returns its order by row."""
         order = sorted(range(len(slots)), key=lambda i: slots[i].row)
         rows = [slots[i].row for i in order]
         if rows == list(range(rows[0], rows[0] + len(rows))):
@@ -236,7 +237,7 @@ class TreeTarget(Target):
             if slot.row >= len(slots):
                 to, other = free.pop(0), slot.row
                 guest = self._slots[to]
-                # Rows of trees not yet committed lie after the length, so whole rows change places.
+                # Whole rows are exchanged, since keys of trees not yet committed lie after the length.
                 if guest is None:
                     self._pool.copy(other, to, self._pool.capacity)
                 else:
@@ -253,7 +254,7 @@ def unwrapped(model: Any) -> Any:
 
 
 def input_device(model: Any) -> torch.device:
-    """Where token ids go: the embedding's device, which a device map may have set apart from the rest."""
+    """The device for token ids: the embedding's, which may differ from the rest by a device map."""
     device = model.get_input_embeddings().weight.device
     hook = getattr(model, "hf_device_map", None)
     if device.type == "meta" and hook:  # offloaded weights: accelerate moves inputs by itself
@@ -266,16 +267,16 @@ def context_length(config: Any) -> int:
     for name in ("max_position_embeddings", "n_positions", "seq_length", "max_seq_len", "n_ctx"):
         if isinstance(length := getattr(text, name, None), int):
             return length
-    return 1 << 20  # Bloom and its kin: position biases without an end
+    return 1 << 20  # Bloom and similar: position biases have no limit
 
 
 def is_exact(model: Any) -> bool:
-    """Full precision throughout. Half precision rounds differently for different numbers of rows."""
+    """Whether everything is computed in full precision. Half precision rounds differently by number of rows."""
     return model.dtype in (torch.float32, torch.float64) and not is_quantised(model)
 
 
 def is_quantised(model: Any) -> bool:
-    """Quantised activations may be scaled over all rows together."""
+    """Whether the model computes with quantised values, which may be scaled over all rows together."""
     method = getattr(getattr(model.config, "quantization_config", None), "quant_method", None)
     if getattr(model, "is_quantized", False) and getattr(method, "value", method) != "gguf":
         return True  # GGUF weights were dequantised on loading

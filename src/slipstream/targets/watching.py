@@ -1,7 +1,7 @@
-"""What a forward attends to: weights by key, summed over layers, heads and rows.
+"""Records what a forward attends to: weights by key, summed over layers, heads and rows.
 
-Attention functions say here what they were given. Nobody listens but within `watching`, since the weights of many rows
-of a long text take as long as the attention itself; those of one row take reading the keys once more.
+Attention functions report their inputs here, only within `watching`: for many rows of a long text, computing the
+weights takes as long as the attention itself; for one row, as long as reading the keys once more.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from contextlib import contextmanager
 
 import torch
 
-EVERY = slice(None)  # row counts
-ROOTS = slice(0, 1)  # of trees, whose first row is the root
+EVERY = slice(None)  # count all rows
+ROOTS = slice(0, 1)  # count a tree's first row, the root
 
 
 class Watched:
     def __init__(self, sequences: int, width: int, rows: slice = EVERY) -> None:
-        """width: keys that there will be."""
-        self.rows = rows  # of each sequence, whose weights count
+        """width: number of keys."""
+        self.rows = rows  # the rows of each sequence whose weights count
         self.weights = torch.zeros(sequences, width)  # by key
-        self.layers = 0  # that told theirs
+        self.layers = 0  # that have reported
 
     def see(
         self,
@@ -31,7 +31,7 @@ class Watched:
         scale: float,
         soft_cap: float | None = None,
     ) -> None:
-        """A layer's queries and keys."""
+        """Add a layer's weights, computed from its queries and keys."""
         query, mask = query[:, :, self.rows], mask[:, :, self.rows]
         b, heads, n, d = query.shape
         rows = query.reshape(b, keys.shape[1], -1, d).float()  # heads that share a key head stand side by side
@@ -41,13 +41,13 @@ class Watched:
         self._add((scores + mask).softmax(-1))
 
     def add(self, weights: torch.Tensor) -> None:
-        """A layer's weights, (b, heads, n, width)."""
+        """Add a layer's weights, (b, heads, n, width)."""
         self._add(weights[:, :, self.rows])
 
     def _add(self, weights: torch.Tensor) -> None:
-        told = weights.float().sum((1, 2))
-        self.weights = self.weights.to(told.device)
-        self.weights[:, : told.shape[1]] += told
+        summed = weights.float().sum((1, 2))
+        self.weights = self.weights.to(summed.device)
+        self.weights[:, : summed.shape[1]] += summed
         self.layers += 1
 
 
@@ -55,13 +55,13 @@ _own = threading.local()  # other models may run in other threads
 
 
 def watched() -> Watched | None:
-    """Who wants to know about the forward under way."""
+    """The record for this thread's current forward, if there is one."""
     return getattr(_own, "watched", None)
 
 
 @contextmanager
 def watching(sequences: int, width: int, rows: slice = EVERY) -> Iterator[Watched]:
-    """Within this, what this thread's forwards attend to is summed up."""
+    """Within this, the weights of this thread's forwards are summed up."""
     _own.watched = seen = Watched(sequences, width, rows)
     try:
         yield seen

@@ -1,8 +1,8 @@
-"""Arena: the keys and values of all sequences, in pages of PAGE positions from one piece of memory.
+"""Arena: the keys and values of all sequences, in pages of PAGE positions in one piece of memory.
 
-It is made once and never moves, so nothing captured has to be captured anew as texts grow. A sequence has a row of the
-table, which says where each of its pages lies. Texts that begin alike may share pages: who writes into a page that is
-not its own alone gets a copy first.
+It is allocated once and never moves, so captured steps stay valid as texts grow. Each sequence has a row of the page
+table, which lists where its pages lie. Texts with a common prefix may share pages; a shared page is copied before it is
+written to.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from slipstream.kernels.sizes import PAGE
 from slipstream.targets.base import Part, Slot
 from slipstream.targets.cache import LayerShape
 
-MEMORY = 0.9  # of what is free on the device, at most: steps and their logits need room too
-SEQUENCES = 64  # and no more than so many whole contexts: a small model leaves the rest to others
-ELSEWHERE = 1 << 16  # tokens where the device is no GPU, as in tests
-ROWS = 1024  # of the table: sequences at a time, kept ones included
+MEMORY = 0.9  # share of the device's free memory at most: steps and their logits need room too
+SEQUENCES = 64  # whole contexts at most: a small model leaves the rest of the memory free
+ELSEWHERE = 1 << 16  # tokens, where the device is no GPU, as in tests
+ROWS = 1024  # rows of the table: sequences at a time, kept texts included
 
 
 def _pages(length: int) -> int:
@@ -31,7 +31,7 @@ def _pages(length: int) -> int:
 
 class Arena:
     def __init__(self, shapes: Sequence[LayerShape], longest: int, share: float = MEMORY) -> None:
-        """shapes: per layer of the model. longest: positions that a sequence can come to. share: of free memory."""
+        """shapes: per layer of the model. longest: positions of a sequence at most. share: of free memory."""
         self._members: dict[LayerShape, list[int]] = {}
         for layer, shape in enumerate(shapes):
             self._members.setdefault(shape, []).append(layer)
@@ -40,16 +40,16 @@ class Arena:
         self.pages = self._fitting(share)
         self.longest = min(self.longest, (self.pages - 1) * PAGE)
         self._stores = {shape: self._store(shape) for shape in self._members}
-        self._free = list(range(self.pages - 1, 0, -1))  # page 0 is nobody's: padding writes there
-        self._held = [0] * self.pages  # by how many sequences
+        self._free = list(range(self.pages - 1, 0, -1))  # page 0 belongs to no sequence: padding writes there
+        self._held = [0] * self.pages  # how many sequences hold each page
         self._rows: list[Slot | None] = []  # by row of the table
         self._host = torch.zeros((ROWS, self.longest // PAGE), dtype=torch.int32, pin_memory=self.device.type == "cuda")
         with torch.inference_mode():
             self.tables = self._host.to(self.device, copy=True)  # (rows, pages)
-        self._changed: set[int] = set()  # rows of it that the device does not know yet
+        self._changed: set[int] = set()  # rows of the table that are not copied to the device yet
 
     def _fitting(self, share: float) -> int:
-        """How many pages there are."""
+        """How many pages fit."""
         most = SEQUENCES * self.longest
         if self.device.type == "cuda":
             free = torch.cuda.mem_get_info(self.device)[0]
@@ -58,7 +58,7 @@ class Arena:
         else:
             most = min(most, max(ELSEWHERE, 2 * self.longest))
         widest = max(max(s.key_dim, s.value_dim) for s in self._members)
-        pages = min(most, (1 << 31) // widest - PAGE) // PAGE  # kernels count numbers with 32 bits
+        pages = min(most, (1 << 31) // widest - PAGE) // PAGE  # kernels index elements with 32 bits
         if pages < 2:
             raise ModelError(
                 f"the cache does not fit on {self.device}: a page of {PAGE} tokens takes "
@@ -81,7 +81,7 @@ class Arena:
 
     @property
     def per_token(self) -> int:
-        """Bytes."""
+        """Bytes of one token's keys and values in all layers."""
         return sum(
             len(members) * s.heads * (s.key_dim + s.value_dim) * s.dtype.itemsize
             for s, members in self._members.items()
@@ -93,17 +93,17 @@ class Arena:
 
     @property
     def free(self) -> int:
-        """Pages that nobody holds."""
+        """How many pages are free."""
         return len(self._free)
 
     @property
     def table(self) -> NDArray[np.int32]:
-        """(rows, pages) as the host knows it."""
+        """(rows, pages) the host's copy of the table."""
         return self._host.numpy()
 
     @property
     def rows(self) -> int:
-        """Of the table, that were ever used at a time."""
+        """How many rows of the table were ever in use at the same time."""
         return len(self._rows)
 
     def tensors(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -119,7 +119,7 @@ class Arena:
         return self._stores.values()
 
     def release(self) -> None:
-        """Give all memory back."""
+        """Free all memory."""
         self._stores.clear()
         self._free.clear()
         self.tables = self.tables[:0].clone()
@@ -132,7 +132,7 @@ class Arena:
         return slot
 
     def _row(self) -> int:
-        """One that is free."""
+        """A free row of the table."""
         if None not in self._rows:
             if len(self._rows) == ROWS:
                 raise ModelError(f"{ROWS} sequences are held already: close some of them")
@@ -140,7 +140,8 @@ class Arena:
         return self._rows.index(None)
 
     def select(self, slot: Slot, blocks: Sequence[int]) -> Part:
-        """Some pages of a text. They stay the text's, which drafts are written behind: it goes on there itself."""
+        """Some pages of a text, as a slot to draft with. They still belong to the text; drafts are written after its
+        end, where its own next step writes too."""
         part = Part.of(slot, blocks, PAGE, self._row())
         self._rows[part.row] = part
         return part
@@ -152,19 +153,20 @@ class Arena:
             self._rows[slot.row] = None
 
     def shorten(self, slot: Slot, length: int) -> None:
-        """Give back the pages that follow the first `length` positions."""
+        """Free the pages after the first `length` positions."""
         while len(slot.pages) > _pages(length):
             self._drop(slot.pages.pop())
 
     def share(self, slot: Slot, twin: Slot) -> None:
-        """The twin has read what the slot has."""
+        """Let another slot, which has read the same text, share this slot's pages."""
         twin.pages = slot.pages[: _pages(slot.length)]
         for page in twin.pages:
             self._held[page] += 1
         self._note(twin)
 
     def reach(self, slot: Slot, end: int) -> None:
-        """From its length to `end` the slot may be written to."""
+        """Make the positions from the slot's length to `end` writable: allocate pages, and copy shared ones. Raises
+        CacheFullError before anything is changed."""
         if isinstance(slot, Part):
             self.reach(slot.whole, slot.whole.length + end - slot.length)
             pages = slot.whole.pages
@@ -187,7 +189,7 @@ class Arena:
         self._note(slot)
 
     def columns(self, slot: Slot, start: int, count: int) -> NDArray[np.int32]:
-        """(count,) where the positions from `start` on lie."""
+        """(count,) the columns of the positions from `start` on."""
         at = np.arange(start, start + count, dtype=np.int32)
         if not count:
             return at
@@ -204,8 +206,8 @@ class Arena:
                 store[:, 0, :, place] = store[:, 0, :, source]
 
     @torch.inference_mode()
-    def tell(self) -> None:
-        """Bring the device's table up to date, before the next step."""
+    def upload_table(self) -> None:
+        """Copy changed rows of the table to the device, before the next step."""
         for row in self._changed:
             self.tables[row].copy_(self._host[row], non_blocking=True)
         self._changed.clear()

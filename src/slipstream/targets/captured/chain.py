@@ -1,4 +1,4 @@
-"""Chains that a model drafts greedily: all their tokens in one launch, each read as soon as it is chosen."""
+"""Greedy chains of a draft model in one launch: each token is chosen and read on the device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from slipstream.targets.captured.recording import capture
 
 
 class FixedChain:
-    """Several steps as one. The first reads what each sequence has not read yet, every later one a token of each."""
+    """Several steps captured as one. The first reads the tokens that each sequence has not read yet; each later step
+    reads one token of each sequence."""
 
     def __init__(self, target: StepTarget, first: Shape, later: Shape, depth: int, vocabulary: int) -> None:
         """depth: tokens of a chain. vocabulary: tokens that may be drafted."""
@@ -26,7 +27,7 @@ class FixedChain:
         shapes = [first, *[later] * (depth - 1)]
         self.steps = [FixedStep(target, shape, (), BEST, captured=False) for shape in shapes]
         cuda = target.device.type == "cuda"
-        self._host = torch.zeros(later.rows, dtype=torch.long, pin_memory=cuda)  # of the first step, each chain's end
+        self._host = torch.zeros(later.rows, dtype=torch.long, pin_memory=cuda)  # each chain's last row in step 1
         self._ends = torch.zeros(later.rows, dtype=torch.long, device=target.device)
         self._answer = torch.zeros((depth, 2, later.rows), dtype=torch.float64, pin_memory=cuda)
         self._graph: Any = None
@@ -46,7 +47,7 @@ class FixedChain:
         self._answer.copy_(torch.stack(found), non_blocking=True)
 
     def __call__(self, ends: Sequence[int]) -> NDArray[np.float64]:
-        """(depth, 2, sequences) tokens and their log-probabilities. ends: rows of the first step."""
+        """(depth, 2, sequences) tokens and their log-probabilities. ends: each chain's last row in the first step."""
         self._host[: len(ends)] = torch.tensor(ends)
         if self._graph is None:
             self.run()

@@ -1,7 +1,7 @@
-"""Decoder layers through torch.compile, for the length of a capture: the user's model stays as it is.
+"""Decoder layers through torch.compile, during a capture only: the user's model stays as it is.
 
-All layers of a kind share one piece of compiled code. What tells them apart is taken away first: each sees a cache of
-one layer, its own, and calls itself number 0.
+All layers of one class share one compiled function. For that they must look the same to the compiler: each gets a cache
+of one layer, its own, and the layer number 0.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from torch._dynamo import config as dynamo
 from torch._inductor import config as inductor
 from transformers.cache_utils import Cache
 
-SHAPES = 1024  # of steps, for all models: each is compiled once, which torch would take for a mistake
+SHAPES = 1024  # limit of recompilations: torch's own is low, and here every shape of step is compiled once
 
 
 @contextmanager
 def compiled_layers(model: Any, whole: Cache, backend: str) -> Iterator[None]:
-    """Within this, every decoder layer runs compiled, on its own part of the cache, unless it is replaced already."""
+    """Within this, decoder layers run compiled, each on its own part of the cache. Fused ones are left alone."""
     own_layers: list[tuple[Any, Any]] = [
         (layer, own)
         for layer, own in zip(decoder_layers(model), whole.layers, strict=True)
@@ -56,7 +56,7 @@ def decoder_layers(model: Any) -> torch.nn.ModuleList:
 
 @cache
 def compiled(kind: Any, backend: str) -> Callable[..., Any]:
-    """A layer's forward, whose kernels overlap as ours do (`kernels/overlap.py`), where torch knows how."""
+    """A compiled forward of a layer class. Its kernels overlap as ours do (`kernels/overlap.py`), if torch can."""
     early: dict[str, Any] = (
         {"triton.enable_pdl": True} if backend == "inductor" and hasattr(inductor.triton, "enable_pdl") else {}
     )

@@ -1,7 +1,7 @@
-"""Steps of one fixed shape: what they read and write, and everything the device does in between.
+"""A step of one fixed shape: its inputs, its outputs, and everything that the device does in between.
 
-On a GPU a step is captured once and replayed: inputs up, accepted keys moved into place, forward, tokens chosen and
-brought down. One launch instead of a thousand.
+On a GPU a step is captured once and replayed, one launch instead of a thousand: copy inputs to the device, move
+accepted keys into place, run the forward, choose tokens, copy them to the host.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ BEST, DRAWN, DRAWN_WITH_HISTORY = "best", "drawn", "drawn with history"  # how a
 
 
 class GraphLayer(CacheLayerMixin):
-    """One layer's keys and values: the whole arena, written where the step's inputs say."""
+    """One layer's keys and values in the whole arena, written to the columns in the step's inputs."""
 
     is_sliding = False
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor, inputs: Inputs) -> None:
         super().__init__()
         self.keys, self.values, self.inputs = keys, values, inputs  # (1, heads, columns, dim)
-        self.rows = torch.zeros(1, dtype=torch.int32, device=keys.device)  # there is one
+        self.rows = torch.zeros(1, dtype=torch.int32, device=keys.device)  # the arena is one row
         self.is_initialized = True
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -51,10 +51,10 @@ class GraphLayer(CacheLayerMixin):
         return self.keys, self.values
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """The arena is laid out beforehand."""
+        """Nothing to do: the arena exists already."""
 
     def get_seq_length(self) -> int:
-        return 0  # positions are given
+        return 0  # unused: positions are passed in
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return query_length, 0
@@ -64,7 +64,7 @@ class GraphLayer(CacheLayerMixin):
 
 
 class StepTarget(Protocol):
-    """What a step needs of its target."""
+    """What a step needs from its target."""
 
     model: Any
     device: torch.device
@@ -72,7 +72,7 @@ class StepTarget(Protocol):
     arena: Arena
     groups: tuple[int, ...]  # query heads per key head, of all layers
     compile: str  # a backend of torch.compile; "": none
-    memory: Any  # what all captures take theirs from
+    memory: Any  # the memory pool of all captures
 
     def fixed(self, step: FixedStep) -> AbstractContextManager[None]: ...
 
@@ -82,7 +82,7 @@ class StepTarget(Protocol):
 
 
 class FixedStep:
-    """A step of one shape. On a GPU it is captured; elsewhere it runs as it is, which is how tests try it."""
+    """A step of one shape. On a GPU it is captured; elsewhere it runs uncaptured, as in tests."""
 
     def __init__(
         self,
@@ -90,29 +90,35 @@ class FixedStep:
         shape: Shape,
         layers: tuple[int, ...],
         choice: str,
-        telling: bool = False,
+        reports_attention: bool = False,
         captured: bool = True,
     ) -> None:
-        """telling: it also says what the roots attend to."""
-        self.target, self.shape, self.layers, self.choice, self.telling = target, shape, layers, choice, telling
+        """choice: BEST, DRAWN or DRAWN_WITH_HISTORY. telling: also report what the roots attend to."""
+        self.target, self.shape, self.layers, self.choice, self.reports_attention = (
+            target,
+            shape,
+            layers,
+            choice,
+            reports_attention,
+        )
         device, cuda, history = target.device, target.device.type == "cuda", choice == DRAWN_WITH_HISTORY
         size = Inputs.size(shape, history)
         self._host = torch.zeros(size, dtype=torch.int32, pin_memory=cuda)
         self._device = torch.zeros(size, dtype=torch.int32, device=device)
         self.host = Inputs.of(self._host.numpy(), shape, history)
         self.inputs = i = Inputs.of(self._device, shape, history)
-        fill(self.host, target.arena.table, target.groups, [], [], [])  # a capture runs too, with padding alone
+        fill(self.host, target.arena.table, target.groups, [], [], [])  # capturing runs the step, on padding alone
         self.tables = target.arena.tables
         self.history: History | None = None
         if history:
             self.history = History(*target.histories(), i.slots[0], i.ids, i.depths[0][:, None], i.ancestors)
         self.answer = torch.zeros((2, 1, shape.ends), dtype=torch.int32, pin_memory=cuda)  # tokens, their logits
         self._cache = Cache(layers=[GraphLayer(k, v, self.inputs) for k, v in target.arena.tensors()])
-        self._mask = torch.zeros((1, 1, shape.rows, 1), dtype=target.dtype, device=device)  # nobody looks at it
-        self._rows = torch.zeros(shape.sequences, dtype=torch.int32, device=device)  # of the arena: it has one
+        self._mask = torch.zeros((1, 1, shape.rows, 1), dtype=target.dtype, device=device)  # not read by our attention
+        self._rows = torch.zeros(shape.sequences, dtype=torch.int32, device=device)  # of the arena, which is one row
         pages = self.tables.shape[1]
-        self.attended = torch.zeros((shape.rows if telling else 0, pages), pin_memory=cuda)  # by row and page
-        self.watched: Watched | None = None  # who wants to know what rows of text attend to, where nothing is captured
+        self.attended = torch.zeros((shape.rows if reports_attention else 0, pages), pin_memory=cuda)  # by row and page
+        self.watched: Watched | None = None  # collects what rows of text attend to, in uncaptured steps
         self._graph: Any = None
         self._ended: Any = torch.cuda.Event() if cuda else None
         self.scratch = target.scratch(shape)
@@ -120,19 +126,19 @@ class FixedStep:
             self._capture()
 
     def run(self, tokens: torch.Tensor | None = None) -> None:
-        """Everything a step does, as the device sees it. tokens: of its first rows, if the device alone knows them."""
+        """Everything the device does in a step. tokens: of its first rows, if they are known on the device alone."""
         self._device.copy_(self._host, non_blocking=True)
         i = self.inputs
         if tokens is not None:
             i.ids[0, : len(tokens)] = tokens
-        ids, positions = self._device[: 2 * i.ids.numel()].long().view(2, *i.ids.shape)  # they come first
+        ids, positions = self._device[: 2 * i.ids.numel()].long().view(2, *i.ids.shape)  # the first two inputs
         for keys, values in self.target.arena.stores():  # all layers of one shape
             move_keys(keys, values, self._rows, i.sources, i.places, i.moves)
-        if self.telling:
+        if self.reports_attention:
             rows, heads = self.shape.rows, self.target.model.config.get_text_config().num_attention_heads
             pages, device = self.tables.shape[1], self._device.device
-            self.told = torch.empty((pages * PAGE // BLOCK, rows, heads), device=device)
-            self.heard = torch.zeros((rows, heads, pages), device=device)
+            self.attention_scratch = torch.empty((pages * PAGE // BLOCK, rows, heads), device=device)
+            self.page_weights = torch.zeros((rows, heads, pages), device=device)
         options: dict[str, Any] = {"output_hidden_states": True} if self.layers else {}
         if self.shape.ends < self.shape.rows:
             options["logits_to_keep"] = i.ends.long()
@@ -149,17 +155,17 @@ class FixedStep:
         self.hidden = {layer: h[0] for layer, h in asked(out).items()}  # (n, H)
         self.chosen = self._choose()
         self.answer.copy_(self.chosen, non_blocking=True)
-        if self.telling:
-            self.attended.copy_(self.heard.sum(1), non_blocking=True)
+        if self.reports_attention:
+            self.attended.copy_(self.page_weights.sum(1), non_blocking=True)
 
     def walk(self, room: int) -> torch.Tensor:
-        """(1, 1 + 2·room) int64, on the device: see `ops.walk`. What the host will accept of a lone sequence's tree, if
-        its rule is to match."""
+        """(1, 1 + 2·room) int64, on the device: see `ops.walk`. For a step of one sequence: the path that the host will
+        accept, if its accept rule is `match`."""
         i = self.inputs
         return walk(i.ids, i.depths, i.parents, self.chosen, room)
 
     def _choose(self) -> torch.Tensor:
-        """(2, 1, e) int32: the token after each end, and the bits of the logit it won with."""
+        """(2, 1, e) int32: the token after each end, and the bits of its logit."""
         if self.choice == BEST:
             return best(self.logits[None])
         if self.history is not None:
@@ -169,16 +175,16 @@ class FixedStep:
 
     @property
     def tokens(self) -> NDArray[np.int64]:
-        """(e,) the tokens of the last run."""
+        """(e,) the tokens chosen in the last run."""
         return self.answer[0, 0].numpy().astype(np.int64)
 
     @property
     def values(self) -> NDArray[np.float32]:
-        """(e,) and the logits they won with."""
+        """(e,) the logits of these tokens."""
         return self.answer[1, 0].view(torch.float32).numpy().copy()
 
     def tiles(self, groups: int) -> torch.Tensor | None:
-        """Where a layer with so many query heads per key head finds its rows; None: they are one sequence's."""
+        """The tiles of rows for a layer with so many query heads per key head; None in steps of one sequence."""
         return self.inputs.tiles[self.target.groups.index(groups)] if self.shape.tiles else None
 
     def _capture(self) -> None:
@@ -192,12 +198,12 @@ class FixedStep:
         return compiled_layers(self.target.model, self._cache, self.target.compile)
 
     def run_within(self, tokens: torch.Tensor | None = None) -> None:
-        """`run`, not captured by itself."""
+        """`run` without a capture of its own: directly, or within another capture."""
         with self.target.fixed(self), self._compiled():
             self.run(tokens)
 
     def __call__(self, during: Callable[[FixedStep], None] | None = None) -> None:
-        """during: called as soon as the device has its work."""
+        """during: called as soon as the device has been given its work."""
         if self._graph is None:
             self.run_within()
             if self._ended is not None:
@@ -212,7 +218,7 @@ class FixedStep:
             self._ended.synchronize()
 
 
-under_way: FixedStep | None = None  # whose inputs the attention of the forward under way reads
+under_way: FixedStep | None = None  # the step whose forward is running: attention reads its inputs
 
 
 def attention_by_path(
@@ -232,17 +238,17 @@ def attention_by_path(
     i = under_way.inputs
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     if under_way.watched is not None:
-        _tell(under_way, under_way.watched, query, key, scale, sliding_window, softcap)
+        _report_text_attention(under_way, under_way.watched, query, key, scale, sliding_window, softcap)
     room = under_way.scratch
     rows = i.slots, i.lengths, i.depths, i.paths, under_way.tables, under_way.tiles(query.shape[1] // key.shape[1])
     how = scale, sliding_window, softcap, under_way.shape.tile
-    if under_way.telling:
-        told = under_way.told, under_way.heard
-        return attend_and_tell(query, key, value, *rows, room.stats, room.sums, *told, *how), None
+    if under_way.reports_attention:
+        attention_scratch = under_way.attention_scratch, under_way.page_weights
+        return attend_and_tell(query, key, value, *rows, room.stats, room.sums, *attention_scratch, *how), None
     return attend(query, key, value, *rows, room.stats, room.sums, *how), None
 
 
-def _tell(
+def _report_text_attention(
     step: FixedStep,
     watched: Watched,
     query: torch.Tensor,
@@ -251,12 +257,12 @@ def _tell(
     window: int | None,
     soft_cap: float | None,
 ) -> None:
-    """What the rows of a lone sequence, which are text, attend to."""
+    """Report what the rows of text of a step of one sequence attend to."""
     i, width = step.inputs, watched.weights.shape[1]
     text = i.depths[0] == TEXT
     at = torch.arange(width, device=key.device)
     table = step.tables[i.slots[0, 0]].long()
-    ends = i.lengths[0, text][:, None]  # (rows, 1) positions that each sees
+    ends = i.lengths[0, text][:, None]  # (rows, 1) how many positions each row sees
     hidden = at >= ends
     if window is not None:
         hidden |= at < ends - window

@@ -1,4 +1,4 @@
-"""Captured: a function of tensors as one launch on a GPU, whose result may come down to the host with it."""
+"""Captured: a function of tensors as one launch on a GPU, which may include copying the result to the host."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from slipstream.targets.captured.recording import capture
 
 log = logging.getLogger("slipstream")
 
-FETCHES = 24  # captures that bring their result down, at most: each belongs to the states of one shape of step
+FETCHES = 24  # captures with a copy to the host, at most: there is one for each shape of step whose states are read
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Pending:
     """A result on its way to the host."""
 
     result: Tensor  # on the host
-    ended: Any = None  # the event after which it is there; None: it is
+    ended: Any = None  # the event after which it has arrived; None: it is there already
 
     def wait(self) -> Tensor:
         if self.ended is not None:
@@ -34,21 +34,21 @@ class Pending:
 
 @dataclass(frozen=True)
 class Fetch:
-    """A capture whose result comes down to the host."""
+    """A capture that includes the copy of its result to the host."""
 
     graph: Any
     table: Tensor  # on the host
-    own: list[Tensor]  # what else the graph reads and nobody may reuse: the table on the device, inputs,
-    still: tuple[Tensor, ...]  # and what is read where it is
+    own: list[Tensor]  # the graph's own inputs on the device: the table, then the others
+    still: tuple[Tensor, ...]  # tensors that the graph reads where they are; kept, so that their memory is not reused
     pending: Pending
 
 
 class Captured:
-    """A function of tensors whose work is set by their shapes alone. On a GPU its first call with certain shapes is
-    captured, and later ones are one launch; elsewhere it is called as it is.
+    """A function of tensors whose work depends on their shapes alone. On a GPU the first call with certain shapes is
+    captured, and later ones are one launch. On other devices it is simply called.
 
-    Inputs may be on the host. What is returned is valid until the next call. The function may write to tensors of its
-    own, but must bear to be run a few times on the same inputs; when those tensors move, `clear`.
+    Inputs may be on the host. The result is valid until the next call. The function may write to tensors of its own,
+    but running it several times on the same inputs must be harmless. Call `clear` when those tensors move.
     """
 
     def __init__(
@@ -57,11 +57,11 @@ class Captured:
         device: torch.device,
         within: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """within: entered while the function is captured."""
+        """within: a context in which the function is captured."""
         self._function, self._device, self._within = function, device, within
         self._graphs: dict[tuple[Any, ...], tuple[Any, list[Tensor], Any]] = {}
         self._fetches: dict[tuple[Any, ...], Fetch] = {}
-        self._memory: Any = None  # what all graphs take theirs from
+        self._memory: Any = None  # the memory pool of its graphs
         self._captures = device.type == "cuda"
 
     @torch.inference_mode()
@@ -84,14 +84,14 @@ class Captured:
 
     @torch.inference_mode()
     def fetch(self, table: Tensor, *inputs: Tensor, still: tuple[Tensor, ...] = ()) -> Tensor:
-        """The result, which must be one tensor, on the host, until the next call. table: on the host, goes up and the
-        result comes down within the launch. still: tensors that are read where they are; others have captures of their
-        own."""
+        """The result, which must be one tensor, on the host; valid until the next call. table: a tensor on the host,
+        copied to the device within the launch, as the result is copied back. still: tensors that are read where they
+        are; each set of them has a capture of its own."""
         return self.start(table, *inputs, still=still).wait()
 
     @torch.inference_mode()
     def start(self, table: Tensor, *inputs: Tensor, still: tuple[Tensor, ...] = ()) -> Pending:
-        """`fetch`, not waited for."""
+        """`fetch` without waiting."""
         if not self._captures:
             result: Tensor = self._function(table.to(self._device), *inputs, *still)
             return Pending(result.cpu())
@@ -127,7 +127,7 @@ class Captured:
         return None if captured is None else Fetch(captured[0], host, own, still, Pending(result, torch.cuda.Event()))
 
     def clear(self) -> None:
-        """Forget what was captured, once it has ended."""
+        """Drop all captures, after those that still run have ended."""
         for fetch in self._fetches.values():
             fetch.pending.wait()
         self._graphs.clear()
@@ -139,7 +139,7 @@ class Captured:
         try:
             with torch.cuda.device(self._device), self._within():
                 graph, result = capture(lambda: function(*own), self._memory)
-        except RuntimeError as error:  # a quantised output matrix, for one, may look at its values
+        except RuntimeError as error:  # for instance a quantised output matrix that reads values on the host
             log.warning("drafting can't be captured and runs piece by piece: %s", str(error).splitlines()[0])
             self._captures = False
             return None

@@ -1,8 +1,8 @@
-"""GraphTarget: on a GPU, steps of fixed shape are captured once and replayed (`fixed_step.py`).
+"""GraphTarget: on a GPU, steps of fixed shape are captured once as CUDA graphs and replayed (`fixed_step.py`).
 
-Attention reads a row's keys in order of absolute position, through a table of its path. Linear layers and norms treat
-every row alike (`modules.py`). So a row's logits depend, bit for bit, on its own tokens alone: a text does not depend
-on what was drafted, or on what else ran with it, in bfloat16 either.
+Attention reads a row's keys in order of absolute position, through a table of the row's path. Linear layers and norms
+compute every row in the same way (`modules.py`). So a row's logits depend, bit for bit, on its own tokens alone. A text
+then does not depend on drafts or on other sequences in its batch, not even in bfloat16.
 """
 
 from __future__ import annotations
@@ -40,19 +40,20 @@ from slipstream.turns import Turns
 
 log = logging.getLogger("slipstream")
 
-ROWS = (1, 8, 16, 32, 64, 128, 256, 512)  # of steps
-LONE = ROWS[:6]  # those that a sequence by itself is likely to need
-READING = (32, 128, 512, 2048)  # of steps that read prompts: few, since each is captured
-SEQUENCES = (1, 64, 512)  # that a step has room for
-BATCHES = (1, 2, 4, 8, 16, 32, 64)  # of sequences that heads draft for together
-HISTORIES = (4, 16, 64, 256, 1024)  # sequences whose penalties there is room for
-DEPTHS = (32, DEEPEST)  # of paths, where some are longer than their step has rows
-SAMPLE = 1, (2, 3, 4)  # the end of the text by which widths of steps are compared: a root, and a chain
-BEYOND = 512  # positions after a full context that a step's padding and drafts may have
+# Sizes that steps are padded to. Few, since each combination is captured by itself.
+ROWS = (1, 8, 16, 32, 64, 128, 256, 512)  # rows of steps
+LONE = ROWS[:6]  # rows of steps of one sequence
+READING = (32, 128, 512, 2048)  # rows of steps that read prompts
+SEQUENCES = (1, 64, 512)  # sequences that a step has room for
+BATCHES = (1, 2, 4, 8, 16, 32, 64)  # sequences that heads draft for together
+HISTORIES = (4, 16, 64, 256, 1024)  # sequences that the tables for penalties have room for
+DEPTHS = (32, DEEPEST)  # nodes of the longest path, in steps that read prompts or where it exceeds the step's rows
+SAMPLE = 1, (2, 3, 4)  # root and chain after the sample text by which steps of different widths are compared
+BEYOND = 512  # positions after a full context, for a step's padding and drafts
 
 
 def bucket(n: int, sizes: Sequence[int]) -> int:
-    """The smallest size that n fits in; beyond them, a multiple of the largest."""
+    """The smallest of the sizes that n fits in; beyond the largest, a multiple of it."""
     for size in sizes:
         if n <= size:
             return size
@@ -60,12 +61,12 @@ def bucket(n: int, sizes: Sequence[int]) -> int:
 
 
 @dataclass
-class Told:
-    """What of a sequence's text the device knows, for its penalties."""
+class HistoryState:
+    """How much of a sequence's output the device's tables for penalties contain."""
 
     slot: Slot
     sampler: Sampler
-    emitted: int = 0  # tokens of the output
+    emitted: int = 0  # tokens of the output that were sent
 
 
 class GraphTarget(Target):
@@ -85,8 +86,8 @@ class GraphTarget(Target):
         compile: str = "",
         memory: float = MEMORY,
     ) -> None:
-        """chunk: tokens of a prompt that are read at a time. compile: a backend of torch.compile for the decoder
-        layers; empty: none. memory: the share of the device's free memory that texts may take."""
+        """chunk: tokens that one forward reads at most. compile: a backend of torch.compile for the decoder layers, or
+        empty for none. memory: the share of the device's free memory that the cache may take."""
         self.model, self.vocabulary, self.chunk, self.compile = model, vocabulary, chunk, compile
         self.context = context_length(model.config)
         self.device, self.dtype = input_device(model), model.dtype
@@ -101,25 +102,25 @@ class GraphTarget(Target):
         with self._stand_ins.in_place():
             self._fused = fusable_layers(model)
         self._stand_ins.reach(self.arena.longest, torch.empty(0, dtype=self.dtype, device=self.device))
-        self.memory: Any = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None  # of all captures
+        self.memory: Any = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None  # shared by captures
         self._steps: dict[tuple[Any, ...], FixedStep] = {}
         self._functions: dict[Callable[..., Any], Captured] = {}
         self._chains: dict[tuple[Any, ...], FixedChain | None] = {}
         self._scratch: Any = None
         self._histories: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
-        self._told: dict[int, Told] = {}  # by row of the arena's table
+        self._history_states: dict[int, HistoryState] = {}  # by row of the arena's table
         self._may_be_wide = same_bits_in_wide_tiles(self.device, self.dtype)
-        self._alike: dict[tuple[int, bool], bool] = {}  # by rows, and whether they are text
-        self._sample: torch.Tensor | None = None  # logits that every shape of step should give its sample text
+        self._alike: dict[tuple[int, bool], bool] = {}  # see `alike`: by number of rows, and whether they read text
+        self._sample: torch.Tensor | None = None  # the logits that steps of every width should give the sample text
 
     @property
     def turns(self) -> Turns:
-        """One for all of them: capturing, and which step is under way, concern the whole process."""
+        """One lock for all GraphTargets: capturing, and the variable `under_way`, concern the whole process."""
         return Turns.of(GraphTarget)
 
     @contextmanager
     def fixed(self, step: FixedStep) -> Iterator[None]:
-        """For one forward: attention by path, and layers that treat every row alike."""
+        """For one forward: attention by path, and layers that compute every row in the same way."""
         kept, steps.under_way = self._config._attn_implementation_internal, step
         self._config._attn_implementation_internal = steps.NAME
         try:
@@ -144,34 +145,34 @@ class GraphTarget(Target):
         self._steps.clear()
         self._functions.clear()
         self._chains.clear()
-        self._told.clear()
+        self._history_states.clear()
         self._histories = self._scratch = self._sample = self.memory = None
         self.arena.release()
 
     def fork(self, slot: Slot) -> Slot:
-        self._settle(slot)
+        self._move_pending(slot)
         twin = self.open()
         twin.tokens = list(slot.tokens)
         self.arena.share(slot, twin)
         return twin
 
     def truncate(self, slot: Slot, length: int) -> None:
-        self._settle(slot)
+        self._move_pending(slot)
         del slot.tokens[length:]
         slot.tree = None
         self.arena.shorten(slot, length)
 
     def select(self, slot: Slot, blocks: Sequence[int]) -> Part:
-        """Its pages, not copied. Layers with a window count by places in the selection, not in the text."""
-        self._settle(slot)
+        """The slot's own pages, not copied. Layers with a window count places in the selection, not in the text."""
+        self._move_pending(slot)
         return self.arena.select(slot, blocks)
 
     def commit(self, slot: Slot, path: Sequence[int]) -> None:
         slot.accept(path)
 
-    def _settle(self, slot: Slot) -> None:
+    def _move_pending(self, slot: Slot) -> None:
         if slot.pending == list(range(len(slot.pending or ()))):
-            slot.pending = None  # a chain's keys are where they belong
+            slot.pending = None  # the accepted nodes are the first ones: their keys are in place already
         if slot.pending is not None:
             count, start = len(slot.pending), slot.length - len(slot.pending)
             columns = self.arena.columns(slot, start, max(slot.pending) + 1)
@@ -185,9 +186,9 @@ class GraphTarget(Target):
             yield from self.read([slot], [tokens[start : start + self.chunk]], want)
 
     def read(self, slots: Sequence[Slot], pieces: Sequence[Sequence[int]], want: Want) -> list[Scores]:
-        """By the same steps, of which the rows are text from the beginning."""
+        """By steps whose rows are text, not nodes."""
         if any(s is not None and needs_history(s.sampling) for s in want.samplers):
-            want = replace(want, samplers=())  # penalties of an output that has not begun: the sampler's own business
+            want = replace(want, samplers=())  # the host chooses the first token: it has no output to penalise yet
         return self.score_and_read([], [], slots, pieces, want)[1]
 
     @torch.inference_mode()
@@ -205,8 +206,8 @@ class GraphTarget(Target):
         chains = [TokenTree.chain(piece[0], piece[1:]) for piece in pieces]
         every, known = [*slots, *readers], [0] * (len(slots) + len(readers))
         step = self._replay(every, [*trees, *chains], rows, want, known, len(pieces))
-        chosen = bool(self._followed(want.samplers, len(every)))
-        # Copies: what lies in these steps' tensors would make a draft wait for them, or be captured for each of them.
+        chosen = bool(self._usable_samplers(want.samplers, len(every)))
+        # Copies: drafts that read a step's own tensors are captured for each such step.
         nodes = sum(map(len, trees))
         hidden = {layer: h[:nodes].clone() for layer, h in step.hidden.items()} if trees else {}
         scored = self._scored(step, trees, known[: len(trees)], chosen, hidden)
@@ -215,14 +216,14 @@ class GraphTarget(Target):
     def _read(
         self, step: FixedStep, slots: Sequence[Slot], pieces: Sequence[Sequence[int]], begin: int, chosen: bool
     ) -> list[Scores]:
-        """What a step says behind each piece. begin: the first one's row, and its number among the ends."""
+        """The scores after each piece. begin: the first piece's row, which equals the number of nodes before it."""
         found, first = [], begin
         for i, (slot, piece) in enumerate(zip(slots, pieces, strict=True)):
             slot.tokens.extend(piece)
             slot.tree = None
             stop = begin + len(piece)
             end = first + i if step.shape.ends < step.shape.rows else stop - 1
-            # Copies: another sequence's prompt may be read before this one's states are looked at.
+            # Copies: another prompt may be read before these states are used.
             hidden = {layer: h[begin:stop].clone() for layer, h in step.hidden.items()}
             scores = Scores(step.logits[end : end + 1], hidden, np.array([slot.length - 1]))
             if chosen:
@@ -233,13 +234,13 @@ class GraphTarget(Target):
 
     @torch.inference_mode()
     def _watched(self, slot: Slot, tokens: Sequence[int]) -> torch.Tensor | None:
-        """By a step that is not captured: it is rare, and as wide as its text."""
+        """By a step that is not captured, since it is rare."""
         shape = self._shape(1, bucket(len(tokens), READING), 1, ends=1)
         step = FixedStep(self, shape, (), BEST, captured=False)
         self.arena.reach(slot, slot.length + len(tokens))
         tree = TokenTree.chain(tokens[0], tokens[1:])
         fill(step.host, self.arena.table, self.groups, [slot], [tree], [0], texts=1)
-        self.arena.tell()
+        self.arena.upload_table()
         step.watched = seen = Watched(1, slot.length + len(tokens))
         step()
         return seen.weights[0]
@@ -254,7 +255,7 @@ class GraphTarget(Target):
         if any(slot.position + tree.depth >= self.context for slot, tree in zip(slots, trees, strict=True)):
             raise ModelError(f"a draft reaches past the model's {self.context} positions: the engine must cut it")
         step = self._replay(slots, trees, self._rows(trees, want, known), want, known)
-        found = self._scored(step, trees, known, bool(self._followed(want.samplers, len(slots))), step.hidden)
+        found = self._scored(step, trees, known, bool(self._usable_samplers(want.samplers, len(slots))), step.hidden)
         for scores in found:
             scores.replayed, scores.captured = True, self.captured
         return found
@@ -266,7 +267,7 @@ class GraphTarget(Target):
         sizes = [len(chain) for chain in chains]
         if any(slot.position + size - 1 + depth > self.context for slot, size in zip(slots, sizes, strict=True)):
             return None
-        # As many rows at least as cost no more than one: then nearly all drafts have one shape.
+        # At least ROWS[1] rows, which take no longer than one: then nearly all drafts have the same shape.
         first = self._shape(len(slots), bucket(max(ROWS[1], sum(sizes)), ROWS), max(sizes))
         later = self._shape(len(slots), bucket(len(slots), ROWS), max(sizes) + depth - 1)
         made = self._chain(first, later, depth, vocabulary)
@@ -275,13 +276,13 @@ class GraphTarget(Target):
         for slot, size in zip(slots, sizes, strict=True):
             self.arena.reach(slot, slot.length + size + depth)
             if slot.pending is not None and len(slot.pending) > first.reach:
-                self._settle(slot)
+                self._move_pending(slot)
         unknown = [[*chain, *[0] * (depth - 1)] for chain in chains]
         for i, step in enumerate(made.steps):
             trees = [TokenTree.chain(c[0], c[1 : size + i]) for c, size in zip(unknown, sizes, strict=True)]
             known = [size + i - 1 if i else 0 for size in sizes]
             fill(step.host, self.arena.table, self.groups, slots, trees, known, 0, step.shape.tile)
-        self.arena.tell()
+        self.arena.upload_table()
         found = made((np.cumsum(sizes) - 1).tolist())  # (depth, 2, sequences)
         drafts = [[(int(token), float(logp)) for token, logp in found[:, :, i]] for i in range(len(slots))]
         for slot, chain, draft in zip(slots, chains, drafts, strict=True):
@@ -298,7 +299,7 @@ class GraphTarget(Target):
         return self._chains[key]
 
     def captured(self, function: Callable[..., Any]) -> Captured:
-        """For what is computed of a step's logits."""
+        """A function of a step's logits, captured."""
         if function not in self._functions:
             self._functions[function] = Captured(function, self.device)
         return self._functions[function]
@@ -311,15 +312,15 @@ class GraphTarget(Target):
         chosen: bool,
         hidden: dict[int, torch.Tensor],
     ) -> list[Scores]:
-        """What a step says about trees, which are its first rows."""
+        """The scores of trees, which are the step's first rows."""
         tokens, values, positions = step.tokens.tolist(), step.values, step.host.positions[0].copy()
-        sound = bool(np.isfinite(values[: sum(map(len, trees)) - sum(known)]).all())
+        finite = bool(np.isfinite(values[: sum(map(len, trees)) - sum(known)]).all())
         found, begin = [], 0
         for tree, before in zip(trees, known, strict=True):
             end = begin + len(tree) - before
             scores = Scores(step.logits, hidden, positions[begin:end], before, begin)
             if chosen:
-                scores.take(tokens[begin:end], None if sound else values[begin:end].tolist())
+                scores.take(tokens[begin:end], None if finite else values[begin:end].tolist())
             found.append(scores)
             begin = end
         return found
@@ -334,63 +335,65 @@ class GraphTarget(Target):
         known: Sequence[int],
         texts: int = 0,
     ) -> FixedStep:
-        """One step for all of them, done. known: nodes of each that were computed before. texts: how many of the last
-        trees are chains that become text."""
-        samplers = self._followed(want.samplers, len(slots))
+        """Run one step for all trees. known: nodes of each tree that were computed before. texts: how many of the last
+        trees are chains that are read as text."""
+        samplers = self._usable_samplers(want.samplers, len(slots))
         drafts = trees[: len(trees) - texts]
         depth = max((tree.depth for tree in drafts), default=0) + 1
         ends = sum(map(len, drafts)) + texts if texts else None
-        telling = not texts and any(slot.asks for slot in slots)
-        step = self.step(self._shape(len(slots), rows, depth, ends), want.layers, choice(samplers), telling)
+        reports_attention = not texts and any(slot.wants_attention for slot in slots)
+        step = self.step(self._shape(len(slots), rows, depth, ends), want.layers, choice(samplers), reports_attention)
         for slot, tree in zip(slots, trees, strict=True):
             self.arena.reach(slot, slot.length + len(tree))
             slot.tree = tree
             if slot.pending is not None and len(slot.pending) > step.shape.reach:
-                self._settle(slot)
+                self._move_pending(slot)
         fill(step.host, self.arena.table, self.groups, slots, trees, known, texts, step.shape.tile)
-        self._tell(step, slots, trees, samplers, texts)
-        self.arena.tell()
-        step(want.during if samplers else None)  # whoever decides on the host knows what follows only then
-        if telling:
-            self._hear(step, slots, trees, known)
+        self._fill_draws(step, slots, trees, samplers, texts)
+        self.arena.upload_table()
+        step(want.during if samplers else None)  # tokens chosen on the host are not known while the step runs
+        if reports_attention:
+            self._report_attention(step, slots, trees, known)
         return step
 
-    def _hear(self, step: FixedStep, slots: Sequence[Slot], trees: Sequence[TokenTree], known: Sequence[int]) -> None:
-        """A sequence's first row is its root."""
+    def _report_attention(
+        self, step: FixedStep, slots: Sequence[Slot], trees: Sequence[TokenTree], known: Sequence[int]
+    ) -> None:
+        """Report attention weights to the slots that asked. A sequence's first row is its root."""
         row = 0
         for slot, tree, before in zip(slots, trees, known, strict=True):
-            if slot.asks and not before:
-                slot.hear(step.attended[row, : slot.length // PAGE + 1].clone())
+            if slot.wants_attention and not before:
+                slot.set_attended(step.attended[row, : slot.length // PAGE + 1].clone())
             row += len(tree) - before
 
     def _shape(self, sequences: int, rows: int, depth: int, ends: int | None = None) -> Shape:
-        """Of a step that is wide enough. ends: of a step that reads text, the rows after which a token is wanted; else
-        all are nodes of trees."""
+        """The shape of a step with enough room. ends: for a step that reads text, the number of rows after which a
+        token is wanted; None for a step of trees, where that is every row."""
         text = ends is not None
         sequences = bucket(sequences, SEQUENCES)
         many = (text or sequences == 1) and rows * min(self.groups) >= 2 * WIDE
         tile = WIDE if many and self._may_be_wide else TILE
         tiles: tuple[int, ...] = ()
-        if sequences > 1:  # at most one of a sequence is not full, and none is without a row
+        if sequences > 1:  # at most: each sequence has at most one tile that is not full, and no tile is empty
             tiles = tuple(min(rows * -(-g // tile), -(-rows * g // tile) + sequences) for g in self.groups)
         ends = min(rows, bucket(ends, SEQUENCES)) if ends is not None and self._keeps_logits else rows
-        usual = min(rows, DEEPEST)
-        if text:  # few shapes: its rows are many, and paths of drafts among them short
+        most = min(rows, DEEPEST)
+        if text:  # coarser sizes, for few shapes: rows are many, and paths of drafts among them short
             depth = bucket(depth, (1, *DEPTHS))
         else:
-            depth = usual if depth <= usual else bucket(depth, DEPTHS)
+            depth = most if depth <= most else bucket(depth, DEPTHS)
         return Shape(sequences, rows, depth, ends, tiles, tile)
 
     def chooses(self, sampler: Sampler | None) -> bool:
         return sampler is not None and drawable(sampler.sampling) and not needs_history(sampler.sampling)
 
-    def _followed(self, samplers: Sequence[Sampler | None], count: int) -> Sequence[Sampler | None]:
-        """The samplers by whose rules a step chooses; nobody's, if one of them can't be followed."""
+    def _usable_samplers(self, samplers: Sequence[Sampler | None], count: int) -> Sequence[Sampler | None]:
+        """The samplers, if a step can choose by the rules of all of them; else none."""
         able = len(samplers) == count and all(s is not None and drawable(s.sampling) for s in samplers)
         return samplers if able else ()
 
     def _rows(self, trees: Sequence[TokenTree], want: Want, known: Sequence[int]) -> int:
-        """How many rows to compute. Fewer than wanted only where that changes no bit."""
+        """How many rows to compute. For one sequence fewer than `want.rows` only if that changes no bit."""
         least, wanted = bucket(sum(map(len, trees)) - sum(known), ROWS), bucket(want.rows, ROWS)
         if len(trees) == 1 and least < wanted and not all(self.alike(n, want.layers) for n in (least, wanted)):
             least = wanted
@@ -399,17 +402,17 @@ class GraphTarget(Target):
         return least
 
     def alike(self, rows: int, layers: tuple[int, ...] = (), *, text: bool = False) -> bool:
-        """Whether steps of so many rows give a text the bits that others give it. Tried once for each, on a sample
-        text; the first sets the example. layers: whose states are wanted, so that the step which is tried is one that
-        will be used. text: of steps that read it."""
+        """Whether steps of so many rows give the same bits as steps of other widths. Tried once for each width, on a
+        sample text; the first width tried is the reference. layers: the wanted states, so that the step which is
+        captured for the trial will be used later. text: whether it is a step that reads text."""
         if (rows, text) not in self._alike:
             with preparing:
                 self._alike[rows, text] = self._read_alike(rows, layers) if text else self._try(rows, layers)
         return self._alike[rows, text]
 
     def _read_alike(self, rows: int, layers: tuple[int, ...]) -> bool:
-        """The end of the sample text, read as text."""
-        self.alike(ROWS[1], layers)  # the example
+        """Try a width of steps that read text."""
+        self.alike(ROWS[1], layers)  # makes the reference
         assert self._sample is not None
         slot, tree = self._sample_text(), TokenTree.chain(SAMPLE[0], SAMPLE[1][: len(self._sample) - 1])
         step = self._replay([slot], [tree], rows, Want(layers), [0], texts=1)
@@ -424,6 +427,7 @@ class GraphTarget(Target):
         return slot
 
     def _try(self, rows: int, layers: tuple[int, ...]) -> bool:
+        """Try a width of steps that score trees."""
         slot, tree = self._sample_text(), TokenTree.chain(SAMPLE[0], SAMPLE[1][: rows - 1])
         step = self._replay([slot], [tree], rows, Want(layers), [0])
         self.close(slot)
@@ -434,18 +438,18 @@ class GraphTarget(Target):
         self._sample = found if same else self._sample
         return same
 
-    def step(self, shape: Shape, layers: tuple[int, ...], chosen: str, telling: bool = False) -> FixedStep:
+    def step(self, shape: Shape, layers: tuple[int, ...], chosen: str, reports_attention: bool = False) -> FixedStep:
         if chosen == DRAWN_WITH_HISTORY and self._histories is not None and self.arena.rows > len(self._histories[0]):
             self._steps = {key: step for key, step in self._steps.items() if key[2] != DRAWN_WITH_HISTORY}
-            self._told.clear()
+            self._history_states.clear()
             self._histories = None
-        key = (shape, layers, chosen, telling)
+        key = (shape, layers, chosen, reports_attention)
         if key not in self._steps:
             self._steps[key] = FixedStep(self, *key)
         return self._steps[key]
 
     def scratch(self, shape: Shape) -> Any:
-        """Room for the attention of such a step. All share it."""
+        """Working memory for the attention of such a step, shared by all steps."""
         if self.device.type != "cuda":
             nothing = torch.empty(0, device=self.device)
             return SimpleNamespace(stats=nothing, sums=nothing)
@@ -461,8 +465,8 @@ class GraphTarget(Target):
         return self._scratch
 
     def histories(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """For every sequence, over the vocabulary: whether the prompt has a token, how often the output has it, its
-        bias. Made when first somebody needs them."""
+        """Tables for penalties, for every sequence and token: whether the prompt has it, how often the output has it,
+        its bias. Made on first use."""
         if self._histories is None:
             shape = (bucket(self.arena.rows, HISTORIES), self.vocabulary)
             kinds = (torch.uint8, torch.int32, torch.float32)
@@ -470,7 +474,7 @@ class GraphTarget(Target):
             self._histories = one, other, third
         return self._histories
 
-    def _tell(
+    def _fill_draws(
         self,
         step: FixedStep,
         slots: Sequence[Slot],
@@ -478,7 +482,7 @@ class GraphTarget(Target):
         samplers: Sequence[Sampler | None],
         texts: int,
     ) -> None:
-        """How each sequence draws, its noise, and what is new in its text."""
+        """Fill in how each sequence draws its tokens, its noise, and its new tokens for the tables for penalties."""
         host, begin, drafts = step.host, 0, len(trees) - texts
         if texts:
             sizes = [len(tree) for tree in trees]
@@ -499,36 +503,37 @@ class GraphTarget(Target):
             begin = end
             if step.history is None:
                 continue
-            told = self._told.get(slot.row)
-            if told is None or told.slot is not slot or told.sampler is not sampler:
+            state = self._history_states.get(slot.row)
+            if state is None or state.slot is not slot or state.sampler is not sampler:
                 step.history.begin(slot.row, sampler.prompt, sampler.sampling.logit_bias)
-                told = self._told[slot.row] = Told(slot, sampler)
-            new = sampler.output[told.emitted : -1]  # the last is the root, which the step reads itself
-            told.emitted += len(new)
+                state = self._history_states[slot.row] = HistoryState(slot, sampler)
+            new = sampler.output[state.emitted : -1]  # the last token is the root, which is a row of the step
+            state.emitted += len(new)
             reach = step.shape.reach
-            late = new[:-reach] if len(new) > reach else []
-            if late:
-                row = torch.full((len(late),), slot.row, device=self.device)
-                ids = torch.tensor(late, device=self.device)
+            overflow = new[:-reach] if len(new) > reach else []
+            if overflow:
+                row = torch.full((len(overflow),), slot.row, device=self.device)
+                ids = torch.tensor(overflow, device=self.device)
                 step.history.emitted.index_put_((row, ids), torch.ones_like(ids, dtype=torch.int32), accumulate=True)
-            host.emitted[i, : len(new) - len(late)] = new[len(late) :]
+            host.emitted[i, : len(new) - len(overflow)] = new[len(overflow) :]
 
 
 def by_row(model: Any) -> bool:
-    """Whether a row's result depends on that row alone, given a fixed number of rows. Experts take rows in groups."""
+    """Whether a row's result depends on that row alone, for a fixed number of rows. Not so with experts, which compute
+    rows in groups."""
     config = model.config.get_text_config()
     experts = any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
     return not experts and not is_quantised(model)
 
 
 def same_bits_in_wide_tiles(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the wide products of this GPU's tensor cores round as its narrow ones do. Tried on a Hopper; before it
-    there is one kind alone."""
+    """Whether wide products on this GPU's tensor cores round as narrow ones do: measured on Hopper (9); Ampere and Ada
+    (8) have only one kind."""
     return device.type == "cuda" and dtype != torch.float32 and torch.cuda.get_device_capability(device)[0] in (8, 9)
 
 
 def choice(samplers: Sequence[Sampler | None]) -> str:
-    """How a step must choose for these sequences; none: nobody will look at what it chose."""
+    """How a step must choose tokens for these sequences. Without samplers its choice is not used."""
     asked = [s.sampling for s in samplers if s is not None]
     if all(s.plain for s in asked):
         return BEST

@@ -1,4 +1,4 @@
-"""What a step reads: its rows, as tables that go up in one copy."""
+"""The inputs of a step: tables of its rows, copied to the device in one piece."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from slipstream.kernels.sizes import PAGE, TILE
 from slipstream.targets.base import Slot
 from slipstream.tree import TokenTree
 
-REACH = 32  # accepted keys of a sequence that a step can move into place, if it has not more rows than that
-DEEPEST = 128  # nodes that a path is likely to have at most
-PADDING, TEXT = -2, -1  # depths of rows that are no node: nobody's, and tokens that are text
+REACH = 32  # accepted keys per sequence that a step can move into place; more in a deeper step of one sequence
+DEEPEST = 128  # nodes of the longest path, usually
+PADDING, TEXT = -2, -1  # "depths" of rows that are no tree nodes: padding, and tokens of text
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a step: a list of rows, which belong to sequences."""
+    """The shape of a step, which is a list of rows that belong to sequences. All are maxima."""
 
-    sequences: int  # at most
+    sequences: int
     rows: int
-    depth: int  # of the deepest path
-    ends: int  # rows after which a token is wanted, at most
-    tiles: tuple[int, ...] = ()  # by layers' number of query heads per key head, the attention's; none: one sequence
-    tile: int = TILE  # how high one of them is
+    depth: int  # nodes of a path
+    ends: int  # rows after which a token is wanted
+    tiles: tuple[int, ...] = ()  # numbers of attention's tiles, by query heads per key head; empty for one sequence
+    tile: int = TILE  # height of a tile: rows × grouped heads
 
     @property
     def reach(self) -> int:
@@ -38,26 +38,26 @@ class Shape:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a step reads, as views of one tensor, so that it goes up in one copy."""
+    """A step's inputs, as views of one tensor, so that one copy brings them to the device."""
 
     flat: Any  # numpy on the host, torch on the device, int32
     ids: Any  # (1, n)
     positions: Any  # (1, n) absolute
     depths: Any  # (1, n) see PADDING and TEXT
-    columns: Any  # (1, n) where each new key goes
+    columns: Any  # (1, n) the column that each new key is written to
     parents: Any  # (1, n) rows, -1 for none
     slots: Any  # (1, n) each row's sequence, as a row of the arena's table
-    lengths: Any  # (1, n) how much text lies before the row's path; for TEXT with the row itself
-    paths: Any  # (1, n, D) the columns of each row's ancestors, by depth
-    ancestors: Any  # (n, 1, D) their rows: for penalties; else (n, 1, 0)
+    lengths: Any  # (1, n) how much text precedes the row's path; for TEXT the row included
+    paths: Any  # (1, n, D) the columns of each row's ancestors and its own, by depth
+    ancestors: Any  # (n, 1, D) the rows of these, if there are penalties; else (n, 1, 0)
     ends: Any  # (e,) rows after which a token is wanted
-    owners: Any  # (s,) of the sequences, rows of the arena's table
-    moves: Any  # (s,) how many keys the last step accepted
-    sources: Any  # (s, R) their columns
-    places: Any  # (s, R) and the columns they belong in
-    emitted: Any  # (s, R) tokens new in the text before the root, -1 for none: for penalties
+    owners: Any  # (s,) the sequences, as rows of the arena's table
+    moves: Any  # (s,) how many keys to move: those that the last step accepted
+    sources: Any  # (s, R) the columns where these are
+    places: Any  # (s, R) the columns that they belong in
+    emitted: Any  # (s, R) new tokens of the text before the root, -1 for none: for penalties
     tiles: tuple[Any, ...]  # (·, 2) each: see `exact_attention`
-    draws: Draws  # by end
+    draws: Draws  # how to draw the token after each end
 
     @classmethod
     def of(cls, flat: Any, shape: Shape, history: bool) -> Inputs:
@@ -91,15 +91,15 @@ NO_NODES = np.empty(0, np.int32)
 
 def fill(
     host: Inputs,
-    table: NDArray[np.int32],  # where the pages of each sequence lie
-    groups: Sequence[int],  # that the host's tables of tiles are for
+    table: NDArray[np.int32],  # the page table
+    groups: Sequence[int],  # query heads per key head, for each of the host's tables of tiles
     slots: Sequence[Slot],
     trees: Sequence[TokenTree],
     known: Sequence[int],  # nodes of each tree that were computed before
-    texts: int = 0,  # how many of the last trees are chains that become text
-    tile: int = TILE,  # how high the attention's tiles are
+    texts: int = 0,  # how many of the last trees are chains that are read as text
+    tile: int = TILE,  # height of attention's tiles
 ) -> None:
-    """The rows of all trees, and padding. What the step before accepted is moved into place by this one."""
+    """Fill in the rows of all trees, padding, and the moves of keys that the step before accepted."""
     h, moved = host, [slot.pending or [] for slot in slots]
     nodes: Any = [NO_NODES] * 3
     if len(trees) == 1:
@@ -128,17 +128,17 @@ def _column(table, slot, position):  # type: ignore[no-untyped-def]
 # fmt: off
 @compiled
 def _put(  # type: ignore[no-untyped-def]
-    table,  # where pages lie
+    table,  # the page table
     ids, positions, depths, columns, parents, slots, lengths, paths, ancestors,  # by row, to fill in
     owners, moves, sources, places, emitted,  # by sequence, to fill in
     tokens, tree_parents, tree_depths, sizes,  # the trees, one after the other
-    of_slots,  # each sequence's row of the table, its length, how many nodes the step before accepted, and are known,
-    # and the position of node 0, which is the length but for part of a text
-    moved,  # those that were accepted: their keys stand in a row from here on
-    first_text,  # from which sequence on trees are text
+    of_slots,  # for each sequence: row of the table, length, number of nodes that the step before accepted, number of
+    # known nodes, and the position of node 0, which equals the length unless the slot is part of a text (`Part`)
+    moved,  # the accepted nodes of all sequences: their keys become neighbours
+    first_text,  # the number of the first tree that is read as text
 ):
     # fmt: on
-    """The rows of a step: each tree after its sequence's text, but for the nodes that are known; then padding."""
+    """Fill in each tree's rows except known nodes, then padding."""
     row = node = move = 0
     for s in range(len(sizes)):
         slot, length, count, known, position = of_slots[s]
@@ -178,7 +178,7 @@ def _put(  # type: ignore[no-untyped-def]
 
 @compiled
 def _put_tiles(tiles, sizes, groups, height):  # type: ignore[no-untyped-def]
-    """See `exact_attention`. sizes: rows of each sequence."""
+    """Fill in tiles, see `exact_attention`. sizes: rows of each sequence."""
     tile = row = 0
     for rows in sizes:
         for number in range((rows * groups + height - 1) // height):

@@ -1,7 +1,7 @@
-"""Decoder layers of the usual form, as fixed steps compute them: in nine launches, whatever a model's own code takes.
+"""Decoder layers of the common form, computed by fused kernels in nine launches.
 
-The usual form: a norm, attention over rotated queries and keys, and what came in added to it; a norm, a gated layer,
-and what came in added to it. Whether a layer has it is found by asking the layer itself, on a few numbers.
+The common form: norm, attention over rotated queries and keys, residual; norm, gated MLP, residual. Whether a layer has
+it is found out by a trial: the layer and the fused form must agree on a small input.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from slipstream.targets.captured.compiled import decoder_layers
 from slipstream.targets.captured.modules import JointPart, Norm, Product
 
 NAME = "slipstream-asked"
-ROWS = 3  # that a layer is asked
-NEAR = 4  # roundings by which two ways of computing a layer may differ, of the largest number
-LEAST = 1e-4  # and of that number where roundings are small
+ROWS = 3  # of the trial's input
+NEAR = 4  # tolerance of the trial, in roundings of the largest number
+LEAST = 1e-4  # tolerance at least, as a share of the largest number, where roundings are smaller
 
 
 @dataclass
-class Heard:
-    """What a layer hands to its attention."""
+class AttentionCall:
+    """The arguments with which a layer called its attention."""
 
     query: Tensor  # (b, heads, n, d)
     keys: Tensor  # (b, key heads, n, d)
@@ -38,7 +38,7 @@ class Heard:
 
 @dataclass
 class FusedLayer:
-    """A layer of the usual form."""
+    """The fused form of a layer."""
 
     input_norm: Norm
     qkv: JointPart
@@ -51,10 +51,10 @@ class FusedLayer:
 
     @classmethod
     def like(cls, layer: Any) -> FusedLayer | None:
-        """What says the same as `layer` of a few numbers, if it has this form. Its products and norms have stand-ins
-        already."""
+        """The fused form of `layer`, if both agree in the trial. The layer's products and norms must have been replaced
+        by stand-ins already."""
         attention, gated = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
-        if attention is None or gated is None or any(map(is_watched, (attention, gated))) or "forward" in vars(layer):
+        if attention is None or gated is None or any(map(has_hooks, (attention, gated))) or "forward" in vars(layer):
             return None
         parts = (
             getattr(layer, "input_layernorm", None),
@@ -69,9 +69,9 @@ class FusedLayer:
             return None
         same = cls(*parts, getattr(attention, "layer_idx", 0))  # type: ignore[arg-type]
         try:
-            return same if same._says_what(layer) else None
+            return same if same._agrees_with(layer) else None
         except (AttributeError, TypeError, ValueError, RuntimeError, NotImplementedError):
-            return None  # it is called otherwise, or does what nobody asked for
+            return None  # it takes other arguments, or computes something else
 
     def __call__(self, hidden: Tensor, *_: Any, position_embeddings: Any, past_key_values: Any, **__: Any) -> Tensor:
         own = past_key_values.layers[self.number]
@@ -89,19 +89,19 @@ class FusedLayer:
         return linear(inner, self.down.weight, self.down.bias, hidden)
 
     @torch.no_grad()
-    def _says_what(self, layer: Any) -> bool:
-        """Whether queries, keys, values and the output are the layer's own. What comes in is small, so that it does
-        not hide what is added to it."""
+    def _agrees_with(self, layer: Any) -> bool:
+        """The trial: whether queries, keys, values and output equal the layer's own. The input is small, so that the
+        residual does not hide what is added to it."""
         attention, weight = layer.self_attn, self.input_norm.weight
         generator = torch.Generator().manual_seed(0)
         x = 1e-2 * torch.randn(1, ROWS, len(weight), generator=generator).to(weight)
         turns = torch.rand(1, ROWS, attention.head_dim // 2, generator=generator).repeat(1, 1, 2)
         angles = turns.cos().to(weight), turns.sin().to(weight)
-        with asked(attention.config) as heard:
+        with recorded_attention(attention.config) as calls:
             expected = layer(
                 x, attention_mask=None, position_ids=None, past_key_values=None, position_embeddings=angles
             )
-        (one,) = heard
+        (one,) = calls
         self.options = one.options
         keys, values = (torch.zeros_like(t, memory_format=torch.contiguous_format) for t in (one.keys, one.values))
         places = torch.arange(ROWS, dtype=torch.int32, device=x.device)
@@ -119,7 +119,7 @@ class FusedLayer:
 
 
 def fusable_layers(model: Any) -> list[tuple[Any, FusedLayer]]:
-    """Those decoder layers that have the usual form, and what computes them."""
+    """The decoder layers that have the common form, with their fused forms."""
     try:
         layers = decoder_layers(model)
     except NotImplementedError:
@@ -131,45 +131,46 @@ def is_near(one: Tensor, other: Tensor) -> bool:
     if one.shape != other.shape:
         return False
     near = max(LEAST, NEAR * torch.finfo(other.dtype).eps) * float(other.abs().max())
-    return bool(((one - other).abs() <= near).all())  # never, if one of them is not a number
+    return bool(((one - other).abs() <= near).all())  # False if there is a NaN
 
 
-def is_watched(module: Any) -> bool:
-    """Whether somebody else wants to know what the module says: hooks, but for those of transformers' own."""
+def has_hooks(module: Any) -> bool:
+    """Whether the module has hooks other than transformers' own: these would not be called."""
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
     return hasattr(module, "_hf_hook") or any(not h.__module__.startswith("transformers.") for h in hooks)
 
 
 @contextmanager
-def in_place(usual: list[tuple[Any, FusedLayer]]) -> Iterator[None]:
-    """The layers' modules stay where they are, since transformers watches them for hidden states."""
-    for layer, same in usual:
+def in_place(fused: list[tuple[Any, FusedLayer]]) -> Iterator[None]:
+    """Within this, these layers compute their fused forms. Only `forward` is replaced: transformers has hooks on the
+    modules, to record hidden states."""
+    for layer, same in fused:
         layer.forward = same
     try:
         yield
     finally:
-        for layer, _ in usual:
+        for layer, _ in fused:
             del layer.forward
 
 
-_heard: list[Heard] = []
+_calls: list[AttentionCall] = []
 
 
 @contextmanager
-def asked(config: Any) -> Iterator[list[Heard]]:
-    """Within this, attention writes down what it is given, and gives back the queries."""
-    global _heard
+def recorded_attention(config: Any) -> Iterator[list[AttentionCall]]:
+    """Within this, attention only records its arguments and returns the queries."""
+    global _calls
     kept, config._attn_implementation_internal = config._attn_implementation_internal, NAME
-    heard: list[Heard] = []
-    _heard = heard
+    calls: list[AttentionCall] = []
+    _calls = calls
     try:
-        yield heard
+        yield calls
     finally:
         config._attn_implementation_internal = kept
-        _heard = []
+        _calls = []
 
 
-def _listen(
+def _record_call(
     module: torch.nn.Module,  # noqa: ARG001
     query: Tensor,
     key: Tensor,
@@ -177,8 +178,8 @@ def _listen(
     attention_mask: Tensor | None,  # noqa: ARG001
     **options: Any,
 ) -> tuple[Tensor, None]:
-    _heard.append(Heard(query, key, value, options))
+    _calls.append(AttentionCall(query, key, value, options))
     return query.transpose(1, 2).contiguous(), None
 
 
-AttentionInterface.register(NAME, _listen)
+AttentionInterface.register(NAME, _record_call)

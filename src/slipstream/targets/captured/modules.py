@@ -1,6 +1,6 @@
-"""A model's linear layers and norms as fixed steps compute them: by kernels that treat every row alike.
+"""Stand-ins for a model's linear layers and norms in fixed steps: kernels that compute every row in the same way.
 
-Layers that read the same input, such as q, k and v, are one product. The angles of positions come from a table.
+Layers with the same input, such as q, k and v, become one product. Rotary angles are read from a table.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from torch import nn
 from slipstream.kernels.ops import linear, norm
 from slipstream.targets.packed import is_plain, standing_in
 
-LASTING = ("default", "linear", "llama3", "yarn")  # ways to turn positions into angles that no text changes
+LASTING = ("default", "linear", "llama3", "yarn")  # kinds of rotary embedding whose angles depend on position alone
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 class StandIns:
-    """For the linear layers, norms and angles of a model, put in their places for the length of a forward."""
+    """Stand-ins for a model's linear layers, norms and rotary embeddings, put in place during a forward."""
 
     def __init__(self, model: nn.Module) -> None:
         self._places: list[tuple[nn.Module, str, nn.Module, nn.Module]] = []  # parent, name, the layer, its stand-in
@@ -36,7 +36,7 @@ class StandIns:
                     self._places.append((parent, name, layer, same))
 
     def reach(self, positions: int, given: torch.Tensor) -> None:
-        """From here on there are so many positions. given: anything of the model's device and dtype."""
+        """Compute the angles of so many positions. given: any tensor of the model's device and dtype."""
         for _, _, _, other in self._places:
             if isinstance(other, Angles):
                 other.reach(positions, given)
@@ -54,7 +54,8 @@ def can_join(layers: list[Any]) -> bool:
 
 @torch.no_grad()
 def join(layers: list[nn.Linear]) -> list[JointPart]:
-    """Lay the weights side by side in memory; each layer goes on with its own part of it, so none is held twice."""
+    """Put the layers' weights next to each other in memory. Each layer keeps a view of its own part, so that none is
+    held twice."""
     sizes = [layer.out_features for layer in layers]
     weight = torch.cat([layer.weight for layer in layers])
     bias = torch.cat([layer.bias for layer in layers]) if layers[0].bias is not None else None
@@ -79,7 +80,7 @@ class Product(nn.Module):
 
 
 class Whole(nn.Module):
-    """Several layers of one input. What it makes is kept until the last part has taken its own."""
+    """Several layers with the same input as one product. The output is kept until the last part has taken its share."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
@@ -97,6 +98,8 @@ class Whole(nn.Module):
 
 
 class JointPart(nn.Module):
+    """One of the layers of a `Whole`."""
+
     def __init__(self, whole: Whole, first: int, end: int, last: bool) -> None:
         super().__init__()
         self.whole, self.first, self.end = whole, first, end
@@ -107,7 +110,7 @@ class JointPart(nn.Module):
 
 
 class Norm(nn.Module):
-    """A norm of one of the usual kinds."""
+    """A norm: with or without subtracting the mean (`centre`), weight applied as it is or plus one (`shift`)."""
 
     def __init__(self, layer: Any, eps: float, centre: bool, shift: bool) -> None:
         super().__init__()
@@ -117,7 +120,7 @@ class Norm(nn.Module):
     @classmethod
     @torch.no_grad()
     def like(cls, layer: Any) -> Norm | None:
-        """What says the same as `layer` of a few numbers, if anything does: models write their norms themselves."""
+        """A norm that agrees with `layer` on a few numbers, if there is one: models have norm classes of their own."""
         weight = getattr(layer, "weight", None)
         if "Norm" not in type(layer).__name__ or not isinstance(weight, nn.Parameter) or weight.dim() != 1:
             return None
@@ -138,7 +141,7 @@ class Norm(nn.Module):
 
 
 class Angles(nn.Module):
-    """Cosines and sines of positions, computed beforehand by the model's own code as far as `reach` expected."""
+    """A table of rotary cosines and sines, computed in advance by the model's own code (`reach`)."""
 
     def __init__(self, layer: Any) -> None:
         super().__init__()
@@ -157,7 +160,7 @@ class Angles(nn.Module):
             found.reach(7, frequencies)
             one, other = layer(frequencies, some)
         except (TypeError, ValueError):
-            return None  # it is called otherwise
+            return None  # it takes other arguments
         cosines, sines = found(frequencies, some)
         found.table = found.table[:0]
         return found if torch.equal(cosines, one) and torch.equal(sines, other) else None

@@ -12,11 +12,12 @@ import torch
 
 
 def capture(run: Callable[[], Any], memory: Any) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """What `run` does, to be replayed, and what it returned while it was recorded. memory: a pool to allocate from."""
+    """Capture what `run` does as a graph. Returns the graph and the result of the captured run, whose tensors each
+    replay writes. memory: the pool to allocate from."""
     stream = _warming(torch.cuda.current_device())
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        for _ in range(2):  # what is set up at the first call must not be recorded
+        for _ in range(2):  # warm-up: what the first call sets up must not be captured
             run()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
@@ -27,14 +28,14 @@ def capture(run: Callable[[], Any], memory: Any) -> tuple[torch.cuda.CUDAGraph, 
 
 @cache
 def _warming(device: int) -> torch.cuda.Stream:
-    """Where work runs before it is recorded. One for all: cuBLAS keeps tens of megabytes for every stream it was used
-    on, which nobody gives back."""
+    """The stream for warm-up runs. One for all captures: cuBLAS keeps tens of megabytes for every stream that it was
+    used on, and never frees them."""
     return torch.cuda.Stream(device)
 
 
 @contextmanager
 def _nothing_collected() -> Iterator[None]:
-    """Python's collector could end an old graph in the middle of the recording, which CUDA forbids."""
+    """No garbage collection during a capture: it could destroy an old graph, which CUDA forbids while capturing."""
     collects = gc.isenabled()
     gc.disable()
     try:

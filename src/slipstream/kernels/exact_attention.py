@@ -16,9 +16,9 @@ splits, then the splits, with the same function that the first launch uses.
 
 Text may lie in pages of PAGE positions, anywhere in the cache: a table says where each page of a sequence is.
 
-`told` and `heard` are given to measure what the roots attend to. Then the first launch also stores the weight of each
-text block for each root, and a third launch turns these into shares per page. Without them the first two launches run
-exactly the same instructions.
+`block_weights` and `page_shares` are given to measure what the roots attend to. Then the first launch also stores the
+weight of each text block for each root, and a third launch turns these into shares per page. Without them the first two
+launches run exactly the same instructions.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ COMBINING = 1  # warps of the second launch
 STAGES = 3  # blocks that a program loads ahead
 SHARED = 512  # about how many programs read text blocks: more than fill a GPU, few where capacity is unused
 CHUNK = 8  # splits that the second launch loads at a time
-TOLD = 32  # pages that the third launch reads at a time
+PAGES_AT_ONCE = 32  # pages that the third launch reads at a time
 OWN = 512  # about how many programs read tail blocks: above that, a program handles several key heads
 
 LOG2_E = 1.4426950408889634
@@ -68,11 +68,11 @@ class Launch:
     tiles: int
     turns: int  # programs that share a tile's splits
     splits: int  # slots for partials of text: one for each split; two where one program merges them all
-    late: int  # slots for tail blocks
+    tail: int  # slots for tail blocks
 
     @property
     def slots(self) -> int:
-        return self.splits + self.late
+        return self.splits + self.tail
 
     @classmethod
     def of(
@@ -82,8 +82,8 @@ class Launch:
         tiles = tiles or -(-n * groups // tile)
         splits = split_of(-(-capacity // PAGE) - 1) + 1
         turns = min(splits, -(-SHARED // (tiles * kv_heads * b)))
-        late = (BLOCK - 2 + depth) // BLOCK + 1  # as many as `depth` positions can touch, from anywhere in a block
-        return cls(tiles, turns, splits if turns > 1 or splits < 2 else 2, late)
+        tail = (BLOCK - 2 + depth) // BLOCK + 1  # as many as `depth` positions can touch, from anywhere in a block
+        return cls(tiles, turns, splits if turns > 1 or splits < 2 else 2, tail)
 
     @property
     def merged(self) -> bool:
@@ -144,9 +144,9 @@ def exact_attention(
     # tile's number within that sequence. A negative row: an unused entry
     tiles: torch.Tensor | None = None,
     tile: int = TILE,  # rows × grouped heads of a tile: TILE or WIDE
-    told: torch.Tensor | None = None,  # (blocks, n, heads) float32, scratch: log2 of a root's weight on each text block
+    block_weights: torch.Tensor | None = None,  # (blocks, n, heads) float32, scratch: log2 of each root's weights
     # (n, heads, pages) float32: each root (a row of depth 0) adds the share of its attention weight on each page
-    heard: torch.Tensor | None = None,
+    page_shares: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """(b, n, heads, dv). Launches depend on shapes alone, so a captured CUDA graph can be replayed with other data."""
     b, heads, n, d = query.shape
@@ -169,9 +169,13 @@ def exact_attention(
     assert capacity * max(keys.stride(2), values.stride(2)) < 1 << 31, "a row's keys lie within 2³¹ numbers"
     assert scratch.sums.numel() >= b * launch.slots * n * heads * dv, "the scratch was made for a smaller shape"
     assert scratch.stats.numel() >= b * launch.slots * n * heads * 2, "the scratch was made for a smaller shape"
-    assert heard is None or (b == 1 and heard.shape[:2] == (n, heads) and heard.is_contiguous()), "one list of rows"
-    assert (heard is None) == (told is None), "what is told is heard"
-    assert told is None or told.numel() >= -(-longest // BLOCK) * n * heads, "there is room for every block"
+    assert page_shares is None or (b == 1 and page_shares.shape[:2] == (n, heads) and page_shares.is_contiguous()), (
+        "one list of rows"
+    )
+    assert (page_shares is None) == (block_weights is None), "block_weights and page_shares go together"
+    assert block_weights is None or block_weights.numel() >= -(-longest // BLOCK) * n * heads, (
+        "there is room for every block"
+    )
 
     out = torch.empty((b, n, heads, dv), dtype=query.dtype, device=query.device)
     span = min(tile, groups * max(1, b * n * kv_heads // OWN))
@@ -190,7 +194,7 @@ def exact_attention(
     }
     # fmt: off
     _partials[(launch.tiles * kv_heads * launch.turns + n * -(-heads // span), b)](
-        query, keys, values, rows, lengths, depths, paths, tables, tiles, scratch.stats, scratch.sums, told,
+        query, keys, values, rows, lengths, depths, paths, tables, tiles, scratch.stats, scratch.sums, block_weights,
         *query.stride()[:3], *keys.stride()[:3], *values.stride()[:3],
         *rows.stride(), depths.stride(0), *paths.stride()[:2], 0 if tables is None else tables.stride(0),
         n, launch.slots, launch.splits, launch.tiles, launch.turns, span,
@@ -203,13 +207,13 @@ def exact_attention(
     _combine[(heads, n, b)](
         lengths, depths, scratch.stats, scratch.sums, out, *lengths.stride(), depths.stride(0),
         n, launch.slots, launch.splits, window or 0,
-        LATE=launch.late, CHUNK=CHUNK, num_warps=COMBINING, **constants,
+        TAIL=launch.tail, CHUNK=CHUNK, num_warps=COMBINING, **constants,
     )
-    if heard is not None:
+    if page_shares is not None:
         _share[(heads, n)](
-            lengths, depths, scratch.stats, told, heard, lengths.stride(1), n, launch.splits, window or 0,
-            heard.shape[2], HEADS=heads, BLOCK=BLOCK, PAGE=PAGE, WINDOW=window is not None, PAGES=TOLD,
-            num_warps=COMBINING, **overlap(),
+            lengths, depths, scratch.stats, block_weights, page_shares, lengths.stride(1), n, launch.splits,
+            window or 0, page_shares.shape[2], HEADS=heads, BLOCK=BLOCK, PAGE=PAGE, WINDOW=window is not None,
+            PAGES=PAGES_AT_ONCE, num_warps=COMBINING, **overlap(),
         )
     # fmt: on
     return out
@@ -293,7 +297,7 @@ def _first_seen(length, depth, window, BLOCK: tl.constexpr, WINDOW: tl.constexpr
 @triton.jit(do_not_specialize=["row_sequence", "row_row", "depth_sequence", "path_sequence", "path_row", "table_row",
                                "n", "slots", "splits", "tiles", "turns", "span", "window"])
 def _partials(  # type: ignore[no-untyped-def]
-    query, keys, values, rows, lengths, depths, paths, tables, tile_table, stats, sums, told,
+    query, keys, values, rows, lengths, depths, paths, tables, tile_table, stats, sums, block_weights,
     q_sequence, q_head, q_row, k_row, k_head, k_column, v_row, v_head, v_column,  # strides
     row_sequence, row_row, depth_sequence, path_sequence, path_row, table_row,  # strides
     n, slots, splits, tiles, turns, span, scale, cap, window,
@@ -386,9 +390,9 @@ def _partials(  # type: ignore[no-untyped-def]
         # A split is complete if no tail block belongs to it.
         complete = -1
         if MERGED:
-            late = tl.max(tl.where(valid, depth, -1), 0) >= 0
+            tail = tl.max(tl.where(valid, depth, -1), 0) >= 0
             ended = _split_of((whole - 1) // PER, NARROW, MIDDLE) + 1
-            complete = tl.where(late, _split_of(whole // PER, NARROW, MIDDLE), ended)
+            complete = tl.where(tail, _split_of(whole // PER, NARROW, MIDDLE), ended)
         all_top, all_total, all_acc = top, total, acc
         split = _split_of(begin_block // PER, NARROW, MIDDLE)
         here = begin_block // PER  # where the page lies
@@ -409,8 +413,12 @@ def _partials(  # type: ignore[no-untyped-def]
             top, total, acc, block_top, block_total = _take(
                 q, k, v, see, top, total, acc, scale, cap, TILE, BLOCK, CAP
             )
-            if told is not None:  # -inf, the logarithm of 0, if the row attends to nothing in the block
-                tl.store(told + (block * pitch + inner), block_top + tl.log2(block_total), mask=valid & (depth == 0))
+            if block_weights is not None:  # -inf, the logarithm of 0, if the row attends to nothing in the block
+                tl.store(
+                    block_weights + (block * pitch + inner),
+                    block_top + tl.log2(block_total),
+                    mask=valid & (depth == 0),
+                )
             next_page = tl.minimum(block + 1, end_block - 1) // PER
             here = next_page
             if tables is not None:  # loaded a block ahead, to hide its latency
@@ -469,7 +477,7 @@ def _partials(  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=["row_sequence", "row_row", "depth_sequence", "n", "slots", "splits", "window"])
 def _combine(  # type: ignore[no-untyped-def]
     lengths, depths, stats, sums, out, row_sequence, row_row, depth_sequence, n, slots, splits, window,
-    LATE: tl.constexpr, CHUNK: tl.constexpr, HEADS: tl.constexpr, DV: tl.constexpr, PAD_V: tl.constexpr,
+    TAIL: tl.constexpr, CHUNK: tl.constexpr, HEADS: tl.constexpr, DV: tl.constexpr, PAD_V: tl.constexpr,
     BLOCK: tl.constexpr, PAGE: tl.constexpr, NARROW: tl.constexpr, MIDDLE: tl.constexpr,
     WINDOW: tl.constexpr, MERGED: tl.constexpr, EARLY: tl.constexpr,
 ):
@@ -525,14 +533,14 @@ def _combine(  # type: ignore[no-untyped-def]
         part_top = tl.load(stats + slot * 2 + one, mask=there, other=float("-inf"))
         part_total = tl.load(stats + slot * 2 + 1 + one, mask=there, other=0.0)
         part_acc = tl.load(sums + slot * DV + dv, mask=there[:, None] & inside, other=0.0)
-        for number in tl.static_range(LATE):
+        for number in tl.static_range(TAIL):
             block = whole + number + one  # (1,)
             mine = (block * BLOCK <= position) & (_split_of(block // PER, NARROW, MIDDLE) == split)
             slot = (splits + number) * pitch
-            late_top = tl.load(stats + slot * 2 + one, mask=mine, other=float("-inf"))
-            late_total = tl.load(stats + slot * 2 + 1 + one, mask=mine, other=0.0)
-            late_acc = tl.load(sums + slot * DV + dv, mask=mine[:, None] & inside, other=0.0)
-            part_top, part_total, part_acc = _merge(part_top, part_total, part_acc, late_top, late_total, late_acc)
+            tail_top = tl.load(stats + slot * 2 + one, mask=mine, other=float("-inf"))
+            tail_total = tl.load(stats + slot * 2 + 1 + one, mask=mine, other=0.0)
+            tail_acc = tl.load(sums + slot * DV + dv, mask=mine[:, None] & inside, other=0.0)
+            part_top, part_total, part_acc = _merge(part_top, part_total, part_acc, tail_top, tail_total, tail_acc)
         top, total, acc = _merge(top, total, acc, part_top, part_total, part_acc)
     # Merging a masked block turns -0 into 0, skipping it does not. Adding 0 makes both 0.
     result = acc / tl.where(total == 0.0, 1.0, total)[:, None] + 0.0
@@ -543,14 +551,14 @@ def _combine(  # type: ignore[no-untyped-def]
 # fmt: off
 @triton.jit(do_not_specialize=["row_row", "n", "splits", "window", "pages"])
 def _share(  # type: ignore[no-untyped-def]
-    lengths, depths, stats, told, heard, row_row, n, splits, window, pages,
+    lengths, depths, stats, block_weights, page_shares, row_row, n, splits, window, pages,
     HEADS: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, PAGES: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     # fmt: on
     """One head of one row, if that row is a root: add its share of attention weight on each page to that of the other
     layers. The shares of a layer sum to 1. A root has exactly one tail block, the one where the text ends; the weights
-    of its text blocks are in `told`."""
+    of its text blocks are in `block_weights`."""
     PER: tl.constexpr = PAGE // BLOCK
     head, row = tl.program_id(0), tl.program_id(1)
     wait_turn(EARLY)
@@ -562,25 +570,25 @@ def _share(  # type: ignore[no-untyped-def]
     seen = _first_seen(length, depth, window, BLOCK, WINDOW)
     pitch = n.to(tl.int64) * HEADS
     inner = row * HEADS + head
-    late = stats + (splits * pitch + inner) * 2
-    late = tl.load(late) + tl.log2(tl.load(late + 1))  # log2 of its weight, like all weights here
+    tail = stats + (splits * pitch + inner) * 2
+    tail = tl.load(tail) + tl.log2(tl.load(tail + 1))  # log2 of its weight, like all weights here
     within = tl.arange(0, PAGES)[:, None] * PER + tl.arange(0, PER)[None, :]  # (PAGES, PER) blocks
 
-    top, total = late, late * 0 + 1.0
+    top, total = tail, tail * 0 + 1.0
     for first in range(seen // PER, whole // PER + 1, PAGES):
         block = first * PER + within
         there = (block >= seen) & (block < whole)
-        weight = tl.load(told + (block * pitch + inner), mask=there, other=float("-inf"))
+        weight = tl.load(block_weights + (block * pitch + inner), mask=there, other=float("-inf"))
         new = tl.maximum(top, tl.max(tl.max(weight, 1), 0))
         total = total * tl.exp2(top - new) + tl.sum(tl.sum(tl.exp2(weight - new), 1), 0)
         top = new
-    heard += inner.to(tl.int64) * pages
+    page_shares += inner.to(tl.int64) * pages
     for first in range(seen // PER, whole // PER + 1, PAGES):
         block = first * PER + within
         there = (block >= seen) & (block < whole)
-        weight = tl.load(told + (block * pitch + inner), mask=there, other=float("-inf"))
-        weight = tl.where(block == whole, late, weight)
+        weight = tl.load(block_weights + (block * pitch + inner), mask=there, other=float("-inf"))
+        weight = tl.where(block == whole, tail, weight)
         share = tl.sum(tl.exp2(weight - top), 1) / total  # (PAGES,)
         page = first + tl.arange(0, PAGES)
         mine = page <= whole // PER
-        tl.store(heard + page, tl.load(heard + page, mask=mine, other=0.0) + share, mask=mine)
+        tl.store(page_shares + page, tl.load(page_shares + page, mask=mine, other=0.0) + share, mask=mine)

@@ -239,7 +239,7 @@ def _attended(query: torch.Tensor, _keys: torch.Tensor, values: torch.Tensor, *_
     return query.new_empty(b, n, heads, values.shape[3])
 
 
-@torch.library.custom_op("slipstream::attend_and_tell", mutates_args=("stats", "sums", "told", "heard"))
+@torch.library.custom_op("slipstream::attend_and_tell", mutates_args=("stats", "sums", "block_weights", "page_shares"))
 def attend_and_tell(
     query: torch.Tensor,  # (1, heads, n, d)
     keys: torch.Tensor,
@@ -252,22 +252,23 @@ def attend_and_tell(
     tiles: torch.Tensor | None,
     stats: torch.Tensor,
     sums: torch.Tensor,
-    told: torch.Tensor,  # scratch
-    heard: torch.Tensor,  # (n, heads, pages)
+    block_weights: torch.Tensor,  # scratch
+    page_shares: torch.Tensor,  # (n, heads, pages)
     scale: float,
     window: int | None,
     soft_cap: float | None,
     tile: int = TILE,
 ) -> torch.Tensor:
-    """Like `attend`; also adds to `heard` the share of each root's attention weight on each page. A root is a row of
-    depth 0."""
+    """Like `attend`; also adds to `page_shares` the share of each root's attention weight on each page. A root is a row
+    of depth 0."""
     options = {"scale": scale, "window": window, "soft_cap": soft_cap, "tables": tables}
     if query.device.type == "cuda":
         from slipstream.kernels.exact_attention import Scratch, exact_attention
 
-        room, cut = Scratch(stats, sums), {"tiles": tiles, "tile": tile, "told": told, "heard": heard}
-        return exact_attention(query, keys, values, rows, lengths, depths, paths, room, **cut, **options)  # type: ignore[arg-type]
-    return gathered_attention(query, keys, values, rows, lengths, depths, paths, heard=heard, **options)  # type: ignore[arg-type]
+        room, cut = Scratch(stats, sums), {"tiles": tiles, "tile": tile}
+        weigh = {"block_weights": block_weights, "page_shares": page_shares}
+        return exact_attention(query, keys, values, rows, lengths, depths, paths, room, **cut, **weigh, **options)  # type: ignore[arg-type]
+    return gathered_attention(query, keys, values, rows, lengths, depths, paths, page_shares=page_shares, **options)  # type: ignore[arg-type]
 
 
 attend_and_tell.register_fake(_attended)
@@ -286,7 +287,7 @@ def gathered_attention(
     window: int | None = None,
     soft_cap: float | None = None,
     tables: torch.Tensor | None = None,
-    heard: torch.Tensor | None = None,
+    page_shares: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention along paths in plain torch: every row gathers its own keys. Rows of depth -2 are padding."""
     b, heads, n, d = query.shape
@@ -312,10 +313,10 @@ def gathered_attention(
     if soft_cap is not None:
         scores = soft_cap * torch.tanh(scores / soft_cap)
     weights = scores.masked_fill(~see[:, None, None], -torch.inf).softmax(-1)
-    if heard is not None:
+    if page_shares is not None:
         roots = (depths == 0)[:, 0]
         by_page = torch.nn.functional.pad(weights[roots], (0, -weights.shape[3] % PAGE)).unflatten(3, (-1, PAGE)).sum(4)
-        heard[here[roots], :, : by_page.shape[3]] += by_page.flatten(1, 2)
+        page_shares[here[roots], :, : by_page.shape[3]] += by_page.flatten(1, 2)
     v = v.masked_fill(~see[:, None, :, None], 0.0)  # masked columns may hold NaN, and 0 × NaN is NaN
     out[here] = (weights @ v).to(query.dtype)
     return out.reshape(b, n, heads, dv)

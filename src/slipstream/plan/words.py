@@ -1,4 +1,4 @@
-"""A plan in words, for the terminal and the page: what to consider and why, a table, and bars."""
+"""A plan in sentences, a table and bars, for the terminal and the page."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ BAR = 32  # letters of the longest bar
 
 
 def advice(document: Document) -> list[str]:
-    """What to do, the best first, and why."""
+    """All sentences of the plan, the best drafter first."""
     first, *others = best_first(document)
     return [*_step(document), _about(first), *map(_about, others), *_when(document, first), *_caveats(document)]
 
 
 def summary(document: Document) -> list[str]:
-    """The same of the best drafter alone."""
+    """The sentences about plain decoding and the best drafter only."""
     first, *_ = best_first(document)
     return [*_step(document), _about(first), *_when(document, first), *_caveats(document)]
 
 
 def of_others(document: Document) -> list[str]:
-    """What `summary` leaves out."""
+    """The sentences that `summary` leaves out: about the other drafters."""
     return [_about(row) for row in best_first(document)[1:]]
 
 
 def best_first(document: Document) -> list[dict[str, Any]]:
-    """Its drafters, the fastest first."""
+    """The plan's drafters, the fastest first."""
     return sorted(document["drafters"], key=lambda row: -_speedup(row)["value"])
 
 
@@ -77,7 +77,7 @@ def _why(row: dict[str, Any], alpha: float, c: float) -> str:
 
 
 def _when(document: Document, best: dict[str, Any]) -> list[str]:
-    """From how many sequences on it no longer pays."""
+    """From which batch size on the drafter no longer pays."""
     batches, name = document.get("batches") or [], best["drafter"]
     if not batches:
         return []
@@ -127,7 +127,7 @@ def table(document: Document) -> Table:
 
 
 def bar(value: float, low: float, high: float, longest: float) -> str:
-    """From nothing to the value, the interval as a line around its end, plain decoding as |."""
+    """A bar from 0 to the value, with the interval around its end, and | at 1, plain decoding."""
     at = [min(BAR - 1, math.floor(BAR * each / longest)) for each in (low, value, high, 1.0)]
     letters = ["█" if i <= at[1] else "─" if i <= at[2] else " " for i in range(BAR)]
     letters = ["▓" if at[0] < i <= at[1] else letter for i, letter in enumerate(letters)]

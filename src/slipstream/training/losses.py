@@ -1,4 +1,7 @@
-"""Losses, and their gradients in pieces: logits exist only at positions that count, for few positions at a time."""
+"""Losses and their gradients, in pieces: logits are computed for few positions at a time, and only where tokens count.
+
+In this file `said` is the target's distribution, which a prediction is compared with.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +16,17 @@ from slipstream.training.data import Batch
 from slipstream.training.recipes import Guess, Recipe
 from slipstream.training.teacher import Speaker, Teacher
 
-_LOGITS = 1 << 27  # computed at once, at most
+_LOGITS = 1 << 27  # logits computed at a time, at most
 
 
 @dataclass(frozen=True)
 class Labels:
-    """What a guess is compared with."""
+    """What a prediction is compared with."""
 
-    soft: bool = True  # the cross-entropy is against the target's distribution; else against the tokens of the data
-    entropy: float = 1.0  # its weight
-    # Weight of the L1 distance from the target's distribution: twice the total variation, which is how often a drawn
-    # token is rejected.
+    soft: bool = True  # cross-entropy against the target's distribution; else against the tokens of the data
+    entropy: float = 1.0  # weight of the cross-entropy
+    # Weight of the L1 distance from the target's distribution. It is twice the total variation, which is the
+    # probability that a sampled draft token is rejected.
     apart: float = 0.0
 
 
@@ -31,14 +34,14 @@ LABELS = {
     "distill": Labels(),
     "hard": Labels(soft=False),
     "tv": Labels(soft=False, entropy=0.1, apart=0.9),  # DSpark's
-    "overlap": Labels(entropy=0.5, apart=0.25),  # SPIRe's: half of the former, half of what is rejected
+    "overlap": Labels(entropy=0.5, apart=0.25),  # SPIRe's: half cross-entropy, half total variation
 }
 
 
 @dataclass(frozen=True)
 class Weights:
     recipe: Recipe
-    decay: float = 0.8  # each depth counts so much of the one before
+    decay: float = 0.8  # the weight of a depth, relative to the depth before
     labels: Labels = Labels()
 
 
@@ -47,8 +50,8 @@ def backward(
 ) -> Tensor:
     """Add the gradient of a batch's loss, divided `by`, to the head's parameters, and return the loss (a scalar).
 
-    Each piece is differentiated at once, down to the states that the guesses are read from. What has gathered there
-    goes through the rest of the head in the end.
+    Each piece is backpropagated at once, down to the inputs of the output matrix. The gradients summed up there are
+    backpropagated through the rest of the head at the end.
     """
     roots, leaves = [], []
     for guess in guesses:
@@ -102,15 +105,15 @@ def token_loss(logits: Tensor, labels: Tensor, said: Tensor | None, weights: Wei
 
 
 def accepted_loss(sure: Tensor, logits: Tensor, said: Tensor) -> Tensor:
-    """(n,), (n, V'), (n, V') -> (n,): what a guess of being accepted is off by. A token that is drawn from one of two
-    distributions is accepted as often as they have in common."""
+    """(n,), (n, V'), (n, V') -> (n,): the loss of the predicted probability of acceptance, whose logit is `sure`. A
+    token drawn from the head is accepted with the probability that is the overlap of both distributions."""
     common = torch.minimum(logits.detach().softmax(-1), said).sum(-1)
     return functional.binary_cross_entropy_with_logits(sure, common, reduction="none")
 
 
 @torch.no_grad()
 def hits(guesses: Iterable[Guess], batch: Batch, teacher: Teacher, depths: int) -> Tensor:
-    """(depths, 2) how many guesses were the data's own token, and how many were made."""
+    """(depths, 2): how many predictions equal the token of the data, and how many there are."""
     found = torch.zeros(depths, 2, device=batch.tokens.device, dtype=torch.long)
     for k, guess in enumerate(guesses):
         for piece in pieces(batch, teacher):

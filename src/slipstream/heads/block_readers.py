@@ -1,4 +1,4 @@
-"""Readers of heads that guess in blocks: DFlash and DSpark as z-lab, DeepSpec and `speculators` write them; Falcon."""
+"""Readers of heads that predict blocks: DFlash and DSpark as z-lab, DeepSpec and `speculators` write them; Falcon."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from slipstream.heads.published import (
     verifier,
 )
 
-OF_TRAINING = ("verifier_norm.weight", "verifier_lm_head.weight")  # of `speculators`: the target's own, not used again
+OF_TRAINING = ("verifier_norm.weight", "verifier_lm_head.weight")  # `speculators` saves the target's
 
 
 def read_dflash(config: Json, tensors: Tensors) -> Published:
@@ -59,7 +59,7 @@ def read_speculators_dflash(config: Json, tensors: Tensors) -> Published:
     kind, version = config["speculators_model_type"], config.get("speculators_version")
     layout = f"{'DSpark' if kind == 'dspark' else 'DFlash'} (speculators{f' {version}' if version else ''})"
     own = {key: tensor for key, tensor in tensors.items() if key not in OF_TRAINING}
-    if kind == "dspark":  # its defaults
+    if kind == "dspark":  # defaults of `speculators`
         config = {"markov_rank": 256, "enable_confidence_head": True, "confidence_head_with_markov": True, **config}
     return _dflash(config, layer, own, states, kind == "dspark", layout, target=verifier(config))
 
@@ -96,7 +96,7 @@ def _dflash(
 
 
 def _spread(target: int, layers: int) -> list[int]:
-    """z-lab's rule for the layers whose outputs are read."""
+    """z-lab's rule for which layers' outputs are read."""
     if layers == 1:
         return [target // 2]
     return [round(1 + i * (target - 4) / (layers - 1)) for i in range(layers)]

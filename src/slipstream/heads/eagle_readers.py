@@ -78,7 +78,7 @@ def read_eagle3(config: Json, tensors: Tensors) -> Published:
 
 
 def read_speculators(config: Json, tensors: Tensors) -> Published:
-    """The layer's sizes stand apart."""
+    """Like `read_eagle3`, with the layer's sizes in a config of their own."""
     layer = config["transformer_layer_config"]
     version = config.get("speculators_version")
     found = _eagle3(config, layer, tensors, "EAGLE-3 (speculators" + (f" {version})" if version else ")"))
@@ -122,7 +122,7 @@ def _eagle3(config: Json, layer: Json, tensors: Tensors, layout: str) -> Publish
 
 
 def _refuse(config: Json, nested: Json, tensors: Tensors) -> None:
-    """What looks like EAGLE-3 and computes something else."""
+    """Raise for heads that look like EAGLE-3 and compute something else."""
     if nested.get("use_aux_hidden_state", True) is False:
         raise ValueError("it reads the target's last state alone (`use_aux_hidden_state: false`): that is no EAGLE-3")
     if "mask_hidden" in tensors or config.get("parallel_drafting"):
@@ -130,7 +130,7 @@ def _refuse(config: Json, nested: Json, tensors: Tensors) -> None:
 
 
 def _eagle3_names(tensors: Tensors) -> tuple[Tensors, dict[str, str]]:
-    """By the head's own names, and those of the file for each."""
+    """The tensors by the head's own names, and the file's name for each."""
 
     def own(name: str) -> str:
         name = re.sub(r"^layers\.0\.", "midlayer.", name)
@@ -144,7 +144,7 @@ def _eagle3_names(tensors: Tensors) -> tuple[Tensors, dict[str, str]]:
 
 
 def _aux_layers(config: Json, nested: Json, fc: Tensor | None, hidden: int) -> tuple[int, ...] | None:
-    """Transformers' numbers. Inside `eagle_config` layers are counted by their outputs, from 0: one less."""
+    """The states by transformers' numbers. Inside `eagle_config`, layers' outputs are counted from 0: one less."""
     ids = config.get(AUX) or [state_number(AUX, number) + 1 for number in nested.get(AUX) or ()]
     if ids:
         return tuple(state_number(AUX, number) for number in ids)
@@ -155,7 +155,7 @@ def _aux_layers(config: Json, nested: Json, fc: Tensor | None, hidden: int) -> t
 
 
 def _agreed(name: str, said: Any, tensor: str, tensors: Tensors) -> bool:
-    """Whether there is this norm: config.json may leave it to the tensors to say so, but not say the opposite."""
+    """Whether the head has this norm. config.json may be silent, but must not contradict the tensors."""
     if said is False and tensor in tensors:
         raise ValueError(f"config.json says {name}: false, but the file has {tensor}")
     return bool(said) or tensor in tensors

@@ -218,8 +218,7 @@ class Markov(nn.Module):
             self.joint_proj = nn.Linear(config.hidden_size + 2 * rank, 3 * rank)
 
     def forward(self, hidden: Tensor, before: Tensor, memory: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """(…, H), (…), and (…, r) the state of an rnn, None at the beginning of a block -> (…, r), and the next state.
-        """
+        """(…, H), (…), and (…, r) an rnn's state, None at the beginning of a block -> (…, r), and the next state."""
         token = self.markov_w1(before)
         if self.form == "vanilla":
             return token, None

@@ -88,14 +88,14 @@ async def offer(
     server: Server,
     bodies: Iterator[Body],
     times: Sequence[float],
-    told: Callable[[int, int], None],
+    report: Callable[[int, int], None],
 ) -> tuple[list[Outcome], float]:
     """Send a request at each of these times, and wait for the last answer. Returns the outcomes and the seconds."""
     outcomes: list[Outcome] = []
 
     async def one(body: Body, due: float) -> None:
         outcomes.append(await ask(server, body, due))
-        told(len(outcomes), len(times))
+        report(len(outcomes), len(times))
 
     start = perf_counter()
     async with asyncio.TaskGroup() as group:

@@ -75,14 +75,16 @@ def table(rows: Sequence[Row]) -> Table:
 
 def remarks(rows: Sequence[Row]) -> list[str]:
     """Remarks on failures and on requests that were sent late."""
-    said = []
+    sentences = []
     for row in rows:
         if row["failures"]:
             why = ", ".join(f"{times} × {reason}" for reason, times in list(row["failures"].items())[:3])
-            said.append(f"{row['rate']:g} requests/s: {row['failed']} of {row['sent']} failed: {why}")
+            sentences.append(f"{row['rate']:g} requests/s: {row['failed']} of {row['sent']} failed: {why}")
         if (late := known(row["late_ms"]["p99"])) is not None and late > LATE:
-            said.append(f"{row['rate']:g} requests/s: sent up to {late:.0f} ms late; this machine is too busy to tell")
-    return said
+            sentences.append(
+                f"{row['rate']:g} requests/s: sent up to {late:.0f} ms late; this machine is too busy to tell"
+            )
+    return sentences
 
 
 # ---- the page

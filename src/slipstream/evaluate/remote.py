@@ -73,7 +73,7 @@ async def ask(server: Server, body: Body, due: float, clock: Clock = perf_counte
             if status == 429:
                 found.ended = "refused"
             elif status != 200:
-                found.why = f"status {status}{told(b''.join([piece async for piece in pieces]))}"
+                found.why = f"status {status}{message_of(b''.join([piece async for piece in pieces]))}"
             else:
                 await listen(found, pieces, clock)
     except (OSError, EOFError, ValueError, RecursionError) as error:
@@ -112,7 +112,7 @@ async def listen(found: Outcome, pieces: AsyncIterator[bytes], clock: Clock) -> 
     found.steps = found.tokens / per_step if per_step else None
 
 
-def told(body: bytes) -> str:
+def message_of(body: bytes) -> str:
     """The message in the body of a refusal."""
     try:
         match json.loads(body):
@@ -239,7 +239,7 @@ async def _find(server: Server, model: str | None) -> Server:
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise OptionError(f"{no_api}: /v1/models gives no list of models") from error
     if not owners:
-        raise OptionError(f"{no_api}, or it serves no model: /v1/models has status {status}{told(body)}")
+        raise OptionError(f"{no_api}, or it serves no model: /v1/models has status {status}{message_of(body)}")
     if model is not None and model not in owners:
         raise OptionError(f"--model {model!r} is not served at {server.url}: there are {', '.join(map(str, owners))}")
     chosen = model or next(iter(owners))

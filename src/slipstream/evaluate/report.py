@@ -121,12 +121,12 @@ def table(rows: Sequence[Row]) -> Table:
 
 def stages(rows: Sequence[Row]) -> list[str]:
     """The time of a step by stage, for each contestant that measures it."""
-    said = []
+    sentences = []
     for row in rows:
         if row.category == ALL and row.unaccounted is not None:
             parts = ", ".join(f"{name} {ms:.2f}" for name, ms in row.ms_per_step.items())
-            said.append(f"{row.contestant}: ms per step: {parts} ({row.unaccounted:.1%})")
-    return said
+            sentences.append(f"{row.contestant}: ms per step: {parts} ({row.unaccounted:.1%})")
+    return sentences
 
 
 def _times(ratio: Ratio | None) -> str:

@@ -74,7 +74,7 @@ def _dflash(
         raise ValueError("some of its layers see a sliding window, which we don't run in a DFlash head")
     if config.get("mask_token_id") is None:
         raise ValueError("config.json does not say which token a mask is (mask_token_id)")
-    said, vocabulary = config.get("sample_from_anchor"), count(layer, "vocab_size")
+    anchor, vocabulary = config.get("sample_from_anchor"), count(layer, "vocab_size")
     rank, sure = config.get("markov_rank") or None, bool(config.get("enable_confidence_head"))
     sizes = DFlashConfig(
         vocab_size=vocabulary,
@@ -83,7 +83,7 @@ def _dflash(
         mask_token_id=state_number("mask_token_id", config["mask_token_id"]),
         aux_layers=states,
         draft_vocab_size=count(config, "draft_vocab_size", count_drafts(own, vocabulary)),
-        from_anchor=from_anchor if said is None else bool(said),
+        from_anchor=from_anchor if anchor is None else bool(anchor),
         markov_rank=None if rank is None else count(config, "markov_rank"),
         markov_type="vanilla" if rank is None else str(config.get("markov_head_type") or "vanilla").lower(),
         confidence=sure,

@@ -66,21 +66,21 @@ def check_head(source: str | Path, model: Any = None) -> HeadReport:
 
 def _reads(head: Head) -> str:
     """Which states the head reads, and how far back it attends."""
-    said = "the last hidden state"
+    text = "the last hidden state"
     if isinstance(head, Eagle3):
-        said = f"hidden states {_states(head)}"
+        text = f"hidden states {_states(head)}"
     elif isinstance(head, DFlash | Spire):
-        said = f"hidden states {', '.join(map(str, head.config.aux_layers))}"
+        text = f"hidden states {', '.join(map(str, head.config.aux_layers))}"
     config = head.config
     if isinstance(config, LayerConfig):
         count = config.num_hidden_layers
-        said += f", through {count} layer{'s' if count > 1 else ''}"
+        text += f", through {count} layer{'s' if count > 1 else ''}"
         seen = sorted({window for window in config.windows if window is not None})
         if isinstance(head, Spire) and head.config.recent is not None:
-            said += f", of the first {head.config.sinks:,} and the latest {head.config.recent:,} tokens"
+            text += f", of the first {head.config.sinks:,} and the latest {head.config.recent:,} tokens"
         if seen:
-            said += f" that see{'s' if count == 1 else ''} the last {seen[0]:,} positions"
-    return said
+            text += f" that see{'s' if count == 1 else ''} the last {seen[0]:,} positions"
+    return text
 
 
 def _states(head: Eagle3) -> str:
@@ -103,9 +103,9 @@ def _odd(config: Mapping[str, Any], found: Published, head: Head) -> list[str]:
     """Possible mistakes, as sentences."""
     odd = []
     if isinstance(head, Medusa) and "slipstream" not in config:
-        said = config.get("medusa_num_heads", config.get("num_heads"))
-        if said is not None and said != head.config.heads:
-            odd.append(f"config.json says {said} heads, the file holds {head.config.heads}: these count")
+        stated = config.get("medusa_num_heads", config.get("num_heads"))
+        if stated is not None and stated != head.config.heads:
+            odd.append(f"config.json says {stated} heads, the file holds {head.config.heads}: these count")
     nothing = [found.spell(n) for n, t in found.tensors.items() if t.ndim == 2 and not bool(t.any())]
     if nothing:
         odd.append(f"all numbers of {', '.join(sorted(nothing)[:4])} are 0: is it untrained?")

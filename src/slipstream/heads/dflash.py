@@ -225,9 +225,9 @@ class Markov(nn.Module):
         if self.form == "gated":
             return torch.sigmoid(self.gate_proj(torch.cat((hidden, token), dim=-1))) * token, None
         memory = torch.zeros_like(token) if memory is None else memory
-        keep, new, said = self.joint_proj(torch.cat((memory, token, hidden), dim=-1)).chunk(3, dim=-1)
+        keep, new, result = self.joint_proj(torch.cat((memory, token, hidden), dim=-1)).chunk(3, dim=-1)
         keep = torch.sigmoid(keep)
-        return torch.tanh(said), keep * memory + (1 - keep) * torch.tanh(new)
+        return torch.tanh(result), keep * memory + (1 - keep) * torch.tanh(new)
 
 
 def spread_layers(count: int, states: int) -> tuple[int, ...]:

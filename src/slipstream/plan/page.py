@@ -34,10 +34,10 @@ def page(document: Document) -> str:
     return sheet(document, "plan", escape(measured), _figures(document), _notes(summary(document)), *main)
 
 
-def _notes(said: Sequence[str]) -> str:
+def _notes(sentences: Sequence[str]) -> str:
     """A list, in which words in backticks become code."""
-    told = [re.sub("`([^`]+)`", r"<code>\1</code>", escape(each)) for each in said]
-    return f'<ul class="notes">{"".join(f"<li>{each}</li>" for each in told)}</ul>' if told else ""
+    items = [re.sub("`([^`]+)`", r"<code>\1</code>", escape(each)) for each in sentences]
+    return f'<ul class="notes">{"".join(f"<li>{each}</li>" for each in items)}</ul>' if items else ""
 
 
 def _figures(document: Document) -> str:
@@ -140,8 +140,8 @@ def _table(document: Document) -> str:
         speed, tokens, alpha = best["speedup"], best["tokens"], row["alpha"]
         cells = [_within(speed), _within(tokens), str(best["depth"]), number(best["rows"], 1), _within(alpha)]
         cells += [number(row["c"], 3), number(row["operations"], 1)]
-        told = "".join(f"<td>{cell}</td>" for cell in cells)
-        body.append(f'<tr class="row"><th scope="row">{escape(row["drafter"])}</th>{told}</tr>')
+        items = "".join(f"<td>{cell}</td>" for cell in cells)
+        body.append(f'<tr class="row"><th scope="row">{escape(row["drafter"])}</th>{items}</tr>')
     return numbers(heads, f"<tbody>{''.join(body)}</tbody>")
 
 

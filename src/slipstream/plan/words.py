@@ -34,19 +34,21 @@ def best_first(document: Document) -> list[dict[str, Any]]:
 
 
 def _step(document: Document) -> list[str]:
-    plain, said = document["plain"], []
+    plain, sentences = document["plain"], []
     parts = plain.get("parts_ms")
     if parts:
         shares = ", ".join(f"{name} {ms:.2f}" for name, ms in parts.items())
-        said.append(f"A plain step takes about {plain['ms']:.2f} ms, bound by {plain['bound']} (ms: {shares}).")
+        sentences.append(f"A plain step takes about {plain['ms']:.2f} ms, bound by {plain['bound']} (ms: {shares}).")
     else:
-        said.append(f"A plain step takes {plain['ms']:.2f} ms here, one of 16 rows {_wide(plain):.1f} times as long.")
+        sentences.append(
+            f"A plain step takes {plain['ms']:.2f} ms here, one of 16 rows {_wide(plain):.1f} times as long."
+        )
     if plain.get("fits") is False:
-        said.append(
+        sentences.append(
             f"Weights and keys take {plain['memory'] / 1e9:.0f} GB: they do not fit. Take another chip, several of "
             "them, a smaller --dtype, --batch or --context."
         )
-    return said
+    return sentences
 
 
 def _wide(plain: dict[str, Any]) -> float:
@@ -88,15 +90,17 @@ def _when(document: Document, best: dict[str, Any]) -> list[str]:
 
 
 def _caveats(document: Document) -> list[str]:
-    said = []
+    sentences = []
     if any(not row["answers"] for row in document["drafters"]):
-        said.append("α is a guess. Record your own prompts: slipstream bench --record FOLDER, then --survival FOLDER.")
+        sentences.append(
+            "α is a guess. Record your own prompts: slipstream bench --record FOLDER, then --survival FOLDER."
+        )
     if document["plain"].get("parts_ms"):
-        said.append(
+        sentences.append(
             "The roofline knows neither the host nor the tiles of kernels: small models and large batches are slower "
             "than this. --device here measures."
         )
-    return said
+    return sentences
 
 
 def _speedup(row: dict[str, Any]) -> dict[str, float]:

@@ -36,8 +36,10 @@ def load(folder: Path, setup: dict[str, Any]) -> dict[str, Any]:
     state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     different = {name: (old, setup.get(name)) for name, old in state["setup"].items() if setup.get(name) != old}
     if different:
-        said = "; ".join(f"{name} was {old}, now {new}" for name, (old, new) in different.items())
-        raise OptionError(f"the run in {folder} was started otherwise: {said}. Go on with the same, or start a new one")
+        changes = "; ".join(f"{name} was {old}, now {new}" for name, (old, new) in different.items())
+        raise OptionError(
+            f"the run in {folder} was started otherwise: {changes}. Go on with the same, or start a new one"
+        )
     torch.set_rng_state(state["random"])
     if "cuda_random" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda_random"])

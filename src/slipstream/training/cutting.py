@@ -54,9 +54,9 @@ def cut_out(model: Any, cut: str, layers: int) -> Any:
         draft = type(whole)(config).to(torch.float32)
         draft.load_state_dict(tensors)
     except (RuntimeError, ValueError, IndexError, KeyError) as error:
-        said = str(error).splitlines()[-1].strip()
+        reason = str(error).splitlines()[-1].strip()
         raise ModelError(
-            f"layers can't be cut out of {type(whole).__name__} ({said}): give a smaller model with --draft"
+            f"layers can't be cut out of {type(whole).__name__} ({reason}): give a smaller model with --draft"
         ) from error
     if (generation := getattr(whole, "generation_config", None)) is not None:
         draft.generation_config = copy.deepcopy(generation)

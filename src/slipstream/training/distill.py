@@ -197,14 +197,14 @@ def prompts(held_out: Texts) -> list[list[int]]:
     return found
 
 
-def attempt(model: Any, tokenizer: Any, drafts: dict[str, tuple[Any, int]], asked: Sequence[list[int]]) -> list[Trial]:
+def attempt(model: Any, tokenizer: Any, drafts: dict[str, tuple[Any, int]], inputs: Sequence[list[int]]) -> list[Trial]:
     """The trial: plain decoding and the drafts, each with its depth, in turns on every prompt."""
     llms = {"plain": LLM(model, tokenizer, "none")}
     for name, (draft, depth) in drafts.items():
         llms[name] = LLM(model, tokenizer, "model", draft_model=draft, depth=depth)
     try:
-        compare(llms, "warm", asked[0])  # warm-up: code is loaded, steps are captured
-        trials = [compare(llms, "held out", tokens) for tokens in asked]
+        compare(llms, "warm", inputs[0])  # warm-up: code is loaded, steps are captured
+        trials = [compare(llms, "held out", tokens) for tokens in inputs]
     finally:
         for llm in llms.values():
             llm.close()

@@ -101,13 +101,13 @@ class DistillLoop(Steps):
         leaf = states.detach().requires_grad_()
         total = torch.zeros((), device=self.device)
         for piece in pieces(batch, self.target):
-            loss = self.divergence(*self.said(piece, last, leaf)).sum() / by
+            loss = self.divergence(*self.log_probs(piece, last, leaf)).sum() / by
             loss.backward()
             total += loss.detach()
         states.backward(leaf.grad)
         return total
 
-    def said(self, piece: Batch, last: torch.Tensor, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def log_probs(self, piece: Batch, last: torch.Tensor, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(n, V) twice: log-probabilities of the target and of the draft for the counted tokens."""
         rows = piece.places - 1
         with torch.no_grad():
@@ -124,7 +124,7 @@ class DistillLoop(Steps):
             with self.precision():
                 last, states = self.target.last(batch.tokens), self.draft.last(batch.tokens)
                 for piece in pieces(batch, self.target):
-                    p, q = self.said(piece, last, states)
+                    p, q = self.log_probs(piece, last, states)
                     same = (p.argmax(-1) == q.argmax(-1)).sum()
                     found += torch.stack((same, (1 - total_variation(p, q)).sum(), same.new_tensor(len(p))))
         same, overlap, count = self.processes.sum(found).tolist()

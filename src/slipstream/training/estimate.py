@@ -39,7 +39,7 @@ ENOUGH_ANSWERS, ENOUGH_STEPS = 64, 200  # below these, shorter answers or smalle
 LEAST_ANSWERS, LEAST_STEPS, LEAST_TRIALS = 16, 50, 4
 
 PROBE = 32  # tokens of some answers, generated to measure how often they end
-ENDING, BELIEF = 0.0025, 200  # prior: the probability that an answer ends at a token, and its weight in tokens
+ENDING, PRIOR_TOKENS = 0.0025, 200  # prior: the probability that an answer ends at a token, and its weight in tokens
 PROMPT = 96  # tokens of a prompt in its template
 WRITTEN = 96  # tokens that the model writes per prompt of its own; about half of the prompts are dropped
 TRIED = 3 * 64  # tokens generated per prompt of the trial, by three contestants
@@ -166,7 +166,7 @@ def ending(llm: LLM, questions: Sequence[Question]) -> float:
     first = [Question(question.turns[:1], question.system) for question in questions]
     written = [talk.written for talk in converse(llm, first, CollectSettings(PROBE))]
     ended = sum(0 < tokens < PROBE for tokens in written)
-    return (ended + ENDING * BELIEF) / (sum(written) + BELIEF)
+    return (ended + ENDING * PRIOR_TOKENS) / (sum(written) + PRIOR_TOKENS)
 
 
 def measure(llm: LLM, model: Any, kind: str, start: str | None, batch: int, own: dict[str, Any] | None = None) -> Costs:

@@ -33,8 +33,8 @@ class Question:
     @property
     def id(self) -> str:
         """A hash of the content, so a question has the same id in every file."""
-        said = json.dumps([self.system, *self.turns])
-        return hashlib.sha256(said.encode()).hexdigest()[:16]
+        content = json.dumps([self.system, *self.turns])
+        return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
 def read_questions(

@@ -39,11 +39,11 @@ class Speaker:
     def _check(self) -> None:
         """Raise unless logits computed from the last states equal the model's own."""
         ids = torch.arange(8, device=self.device)[None] % self.vocabulary
-        said, derived = (
+        expected, derived = (
             self.model(input_ids=ids, use_cache=False).logits.float(),
             self.logits(self.last(ids)).float(),
         )
-        if said.shape != derived.shape or not (said - derived).norm() <= 0.05 * said.norm():
+        if expected.shape != derived.shape or not (expected - derived).norm() <= 0.05 * expected.norm():
             raise ModelError(
                 f"{type(self.model).__name__} has more to its logits than an output matrix, a scale and a cap: "
                 "heads and drafts for it can't be trained here"

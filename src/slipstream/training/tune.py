@@ -77,9 +77,9 @@ def tune(
         if settings.start is not None:
             start_from(settings.start, model, Lesson(settings.head), settings.sizes)
         if settings.store is not None:
-            take(model, tokenizer, folder, run, tell)
+            take_from_store(model, tokenizer, folder, run, tell)
         if run.plan is None:
-            run.plan = foresee(model, tokenizer, folder, run, given, tell, costs)
+            run.plan = make_estimate(model, tokenizer, folder, run, given, tell, costs)
     try:
         if not run.accuracy:
             # Once training has begun, no texts are added, even if more minutes were given.
@@ -88,15 +88,15 @@ def tune(
                     answer(llm, folder, run, given, tell)
             learn(model, folder, run, tell, watch)
         if run.registered is None:
-            attempt(model, tokenizer, folder, run, tell)
-            decide(model, folder, run)
+            run_trial(model, tokenizer, folder, run, tell)
+            register_if_faster(model, folder, run)
     finally:  # also if interrupted, to show how far it came
         run.save(folder)
         write_page(run, model, folder)
     return run
 
 
-def decide(model: Any, folder: Path, run: Tuned) -> None:
+def register_if_faster(model: Any, folder: Path, run: Tuned) -> None:
     """Register the head if it is faster beyond noise. It replaces the head that training started from."""
     run.registered = run.at_least("without") > 1 and run.gain("plain") > 1
     if not run.registered:
@@ -132,7 +132,7 @@ def batch_of(model: Any) -> int:
     return 8 if model.device.type == "cpu" else 32
 
 
-def foresee(
+def make_estimate(
     model: Any, tokenizer: Any, folder: Path, run: Tuned, given: Sequence[Question], tell: Tell, costs: Costs | None
 ) -> Estimate:
     """Estimate what fits into the time, and report it; raise if that is too little for a useful head."""
@@ -158,7 +158,7 @@ def foresee(
 # ---- prompts and answers
 
 
-def take(model: Any, tokenizer: Any, folder: Path, run: Tuned, tell: Tell) -> None:
+def take_from_store(model: Any, tokenizer: Any, folder: Path, run: Tuned, tell: Tell) -> None:
     """Take the answers that a datastore holds when the run begins."""
     if (folder / ANSWERS).exists():
         return
@@ -231,7 +231,7 @@ def learn(model: Any, folder: Path, run: Tuned, tell: Tell, watch: Watch | None)
     run.save(folder)
 
 
-def attempt(model: Any, tokenizer: Any, folder: Path, run: Tuned, tell: Tell) -> None:
+def run_trial(model: Any, tokenizer: Any, folder: Path, run: Tuned, tell: Tell) -> None:
     """The trial: plain decoding, `auto` as it was and `auto` with the head, in turns, on held-out prompts."""
     llms = {name: LLM(model, tokenizer, **options) for name, options in contestants(model, folder, run).items()}
     asked = trial_prompts(folder, run, has_template(llms["plain"]))

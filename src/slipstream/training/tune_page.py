@@ -40,9 +40,9 @@ def page(run: Tuned, about: dict[str, Any], lines: Sequence[dict[str, Any]]) -> 
     document = {"provenance": {**about, **expected, "options": asdict(run.settings)}}
     kind = run.settings.head
     texts = "prompts" if run.settings.store is None else "answers of a datastore"
-    said = f"A{'n' * (kind[0] in 'ae')} {kind} head from {run.prompts:,} {texts}, "
-    said += f"tried on {len(run.trials)} prompts that it had not seen."
-    return sheet(document, "tune", escape(said), _figures(run), _notes(run), _charts(run, lines), _table(run))
+    subtitle = f"A{'n' * (kind[0] in 'ae')} {kind} head from {run.prompts:,} {texts}, "
+    subtitle += f"tried on {len(run.trials)} prompts that it had not seen."
+    return sheet(document, "tune", escape(subtitle), _figures(run), _notes(run), _charts(run, lines), _table(run))
 
 
 # ---- the head of the page

@@ -95,11 +95,11 @@ class Mapped:
     def expect(self, **arrays: tuple[DTypeLike, tuple[int | None, ...]]) -> None:
         """Raise unless there are arrays of these types and shapes; None: of any length."""
         for name, (dtype, shape) in arrays.items():
-            _, told, found = self._arrays.get(name, (0, "", []))
+            _, stored, found = self._arrays.get(name, (0, "", []))
             fits = len(found) == len(shape) and all(n in (None, m) for n, m in zip(shape, found, strict=True))
-            if not fits or np.dtype(told or "V1") != np.dtype(dtype):
+            if not fits or np.dtype(stored or "V1") != np.dtype(dtype):
                 raise DamagedError(
-                    f"{self.path}: its {name} are {told} {found}, not {np.dtype(dtype)} {shape}: {AGAIN}"
+                    f"{self.path}: its {name} are {stored} {found}, not {np.dtype(dtype)} {shape}: {AGAIN}"
                 )
 
     def doubt(self) -> None:

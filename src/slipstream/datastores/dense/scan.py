@@ -141,7 +141,7 @@ def _scan(  # type: ignore[no-untyped-def]
     # K slots, each with a different number for no row. The padding to a power of two is never the worst.
     best = tl.where(slot < K, slot.to(tl.int64) + LOWEST, HIGHEST)
     worst = tl.min(best, 0)
-    told = worst * 0 + NOTHING
+    published = worst * 0 + NOTHING
     vectors += first * D
     at = program * BLOCK + tl.arange(0, BLOCK)
     block = tl.load(vectors + _places(at, d, D), mask=(at < size)[:, None] & (d < D)[None, :], other=0.0)
@@ -165,9 +165,9 @@ def _scan(  # type: ignore[no-untyped-def]
             best = tl.where(best == worst, top, best)
             worst = tl.min(best, 0)
             top = tl.max(key, 0)
-        if worst > told:
+        if worst > published:
             tl.atomic_max(bar + sequence, worst, sem="relaxed")
-            told = worst
+            published = worst
     tl.store(kept + (sequence * programs + program) * K + slot, best, mask=slot < K)
 
 

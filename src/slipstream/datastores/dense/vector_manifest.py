@@ -110,8 +110,8 @@ def read_manifest(folder: Path, data: bytes | None = None) -> VectorManifest:
     """data: the file's bytes, if they were read already."""
     try:
         body = json.loads(manifest_bytes(folder) if data is None else data)
-        told = body.pop("checksum")
-        if told != _sum(body):
+        stored = body.pop("checksum")
+        if stored != _sum(body):
             raise ValueError("its checksum is wrong")
         found = body.pop("format")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

@@ -106,10 +106,10 @@ class Compaction:
             with contents.changing():
                 # Documents that were removed during the merge are still in the new segment.
                 now = {e.name: e.removed for e in contents.manifest.segments}
-                late = {s for e in group for s in now[e.name] if s not in e.removed}
+                removed_since = {s for e in group for s in now[e.name] if s not in e.removed}
                 names = {e.name for e in group}
                 kept = tuple(e for e in contents.manifest.segments if e.name not in names)
-                made = [(replace(entry, removed=tuple(sorted(late))), segment) for entry, segment in made]
+                made = [(replace(entry, removed=tuple(sorted(removed_since))), segment) for entry, segment in made]
                 contents.switch(replace(contents.manifest, segments=kept), made, origin)
                 contents.publish()
 

@@ -110,14 +110,14 @@ class Contents:
             self.place = read.place
 
     def _trust_again(self) -> None:
-        late = time.monotonic() - self._checked > RECHECK
+        due = time.monotonic() - self._checked > RECHECK
         for segment in self.segments.values():
             try:
-                segment.trust_again(always=late)
+                segment.trust_again(always=due)
             except FileNotFoundError:  # probably merged: the manifest must be read again
                 self.segments = {n: s for n, s in self.segments.items() if s is not segment}
                 self._manifest_bytes = b""
-        if late:
+        if due:
             self._checked = time.monotonic()
 
     def begin_writing(self) -> None:

@@ -72,7 +72,7 @@ def _possible(header: dict[str, Any]) -> None:
         raise ValueError("its tokens have no width")
     expected = {"documents": 8 * header["documents"], "positions": 4 * count, "keys": 8 * -(-count // EVERY)}
     expected |= {n + "_sums": 8 * -(-size[n] // PAGE) for n in PAGED}
-    if wrong := [name for name, told in expected.items() if size[name] != told]:
+    if wrong := [name for name, needed in expected.items() if size[name] != needed]:
         raise ValueError(f"its {wrong[0]} have {size[wrong[0]]} bytes")
 
 

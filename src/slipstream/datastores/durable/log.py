@@ -69,8 +69,8 @@ class LogHead:
             return cls()
         if len(page) < HEADER.size:
             return None
-        magic, store, log, generation, told = HEADER.unpack_from(page)
-        whole = magic == MAGIC and checksum(page[: HEADER.size - 8]) == told and generation < 1 << 62
+        magic, store, log, generation, stored = HEADER.unpack_from(page)
+        whole = magic == MAGIC and checksum(page[: HEADER.size - 8]) == stored and generation < 1 << 62
         return cls(store.hex(), log.hex(), generation) if whole else None
 
 
@@ -110,9 +110,9 @@ class LogWriter:
         start, place, pieces = self.place.length, self.place, []
         for record in records:
             payload = record.payload()
-            told = checksum(payload, int(_seed(self.head, place.length)))
-            pieces += [RECORD.pack(MARK, len(payload), told), payload]
-            place = place.after(place.length + RECORD.size + len(payload), told)
+            record_sum = checksum(payload, int(_seed(self.head, place.length)))
+            pieces += [RECORD.pack(MARK, len(payload), record_sum), payload]
+            place = place.after(place.length + RECORD.size + len(payload), record_sum)
         data = b"".join(pieces)
         try:
             written = 0
@@ -252,18 +252,18 @@ def _whole_records(data, offset, seed, total):  # type: ignore[no-untyped-def]
     `Place`. data[0] is byte `offset` of the file."""
     spans, count, at, address = np.empty((16, 2), np.int64), 0, np.int64(0), np.int64(data.ctypes.data)
     while at + 16 <= len(data):
-        length, told = np.int64(0), np.uint64(0)
+        length, stored = np.int64(0), np.uint64(0)
         for i in range(4):
             length |= np.int64(data[at + 4 + i]) << np.int64(8 * i)
         for i in range(8):
-            told |= np.uint64(data[at + 8 + i]) << np.uint64(8 * i)
+            stored |= np.uint64(data[at + 8 + i]) << np.uint64(8 * i)
         mark = data[at] == 0xA5 and data[at + 1] == 0x53 and data[at + 2] == 0x4C and data[at + 3] == 0x52
         start, end = at + 16, at + 16 + length
         if not mark or length < 5 or end > len(data):
             break
         names = np.int64(data[start + 1]) + 256 * np.int64(data[start + 2])
         names += np.int64(data[start + 3]) + 256 * np.int64(data[start + 4])
-        if names + 5 > length or xxh64(address + start, length, np.uint64(offset + at) + seed) != told:
+        if names + 5 > length or xxh64(address + start, length, np.uint64(offset + at) + seed) != stored:
             break
         if count == len(spans):
             more = np.empty((2 * count, 2), np.int64)
@@ -271,7 +271,7 @@ def _whole_records(data, offset, seed, total):  # type: ignore[no-untyped-def]
                 more[i, 0], more[i, 1] = spans[i, 0], spans[i, 1]
             spans = more
         spans[count, 0], spans[count, 1] = start, end
-        total = total * np.uint64(ODD) + told
+        total = total * np.uint64(ODD) + stored
         count += 1
         at = end
     return spans[:count], total
@@ -291,6 +291,6 @@ def _read_slots(page: bytes) -> list[int]:
     """The acknowledged lengths in a log's first page; 0 for a damaged one."""
     found = []
     for at in SLOTS:
-        number, told = page[at : at + 8], page[at + 8 : at + 16]
-        found.append(struct.unpack("<Q", number)[0] if told == struct.pack("<Q", checksum(number)) else 0)
+        number, stored = page[at : at + 8], page[at + 8 : at + 16]
+        found.append(struct.unpack("<Q", number)[0] if stored == struct.pack("<Q", checksum(number)) else 0)
     return found

@@ -123,8 +123,8 @@ def read_manifest(folder: Path, name: str = NAME) -> Manifest:
 def parse_manifest(path: object, data: bytes) -> Manifest:
     try:
         body = json.loads(data)
-        told = body.pop("checksum")
-        if told != _sum(body):
+        stored = body.pop("checksum")
+        if stored != _sum(body):
             raise ValueError("its checksum is wrong")
         if body["format"] not in READABLE:
             raise StoreError(f"{path} has format {body['format']}, this version reads {FORMAT}: update slipstream")

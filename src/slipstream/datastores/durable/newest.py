@@ -106,7 +106,7 @@ def _complete(state: Findings) -> None:
     if not newer:
         return
     there = {n: f for n, f in files.items() if n in newer or n in named}
-    kept, logs = _weigh(state.folder, there)
+    kept, logs = _without_duplicates(state.folder, there)
     superseded = {name for n in kept for name, _ in there[n].header["made_from"]}
     entries = [e for e in m.segments if e.name in kept or (e.name not in there and e.name not in superseded)]
     entries += [SegmentEntry.of(n, files[n].header, files[n].id) for n in kept if n not in named]
@@ -157,7 +157,7 @@ def _from_headers(folder: Path) -> Findings:
     logs = {n: f for n, f in files.items() if not f.header and f.store in ("", id)}
     if any(f.generation for f in logs.values()):  # generation 0: made by an interrupted repair, from the other logs
         logs = {n: f for n, f in logs.items() if f.generation}
-    kept, kept_logs = _weigh(folder, segments | logs)
+    kept, kept_logs = _without_duplicates(folder, segments | logs)
     entries = tuple(SegmentEntry.of(n, files[n].header, files[n].id) for n in kept)
     log = min(kept_logs, default="00000000.log")
     log_id = files[log].id if log in files and id else new_id() if id else ""
@@ -175,7 +175,7 @@ def kind_of(file: StoreFile) -> tuple[int, str]:
     return file.header["vocabulary"], file.header["tokenizer"]
 
 
-def _weigh(folder: Path, files: dict[str, StoreFile]) -> tuple[list[str], dict[str, set[str]]]:
+def _without_duplicates(folder: Path, files: dict[str, StoreFile]) -> tuple[list[str], dict[str, set[str]]]:
     """Which segments and logs to keep, and which collections to leave out of each log: after a crash, some documents
     may be in several files."""
     logs = {n: set[str]() for n, f in files.items() if not f.header}

@@ -122,9 +122,9 @@ class _File:
             last = np.zeros(PAGE, np.uint8)
             last[: size % PAGE] = self.section("tokens")[-(size % PAGE) :]
             found[-1:] = page_sums(last)
-        told = self.section("tokens_sums")
+        stored = self.section("tokens_sums")
         sums = np.zeros(pages, np.uint64)
-        sums[: len(told) // 8] = told[: len(told) // 8 * 8].view(np.uint64)
+        sums[: len(stored) // 8] = stored[: len(stored) // 8 * 8].view(np.uint64)
         good = np.zeros(pages, np.bool_)
         good[:there] = found == sums[:there]
         if there == pages and self.is_whole("tokens_sums", found):

@@ -23,9 +23,9 @@ class Place:
     length: int = PAGE
     sum: int = 0
 
-    def after(self, length: int, told: int) -> Place:
-        """told: the checksum of the record that ends there."""
-        return Place(length, (self.sum * ODD + told) % (1 << 64))
+    def after(self, length: int, record_sum: int) -> Place:
+        """record_sum: the checksum of the record that ends there."""
+        return Place(length, (self.sum * ODD + record_sum) % (1 << 64))
 
 
 class Witnessed(NamedTuple):

@@ -141,8 +141,8 @@ def ingest_sharded(
     build.folder.mkdir(exist_ok=True)
     counts = Ingested()
     read = results(workers, read_shard, shards(build, sources, shard_bytes))
-    told = _telling(read, sum(s.size for s in sources), counts, progress)
-    made = list(results(workers, write_planned, plans(build, told, counts)))
+    reported = _with_progress(read, sum(s.size for s in sources), counts, progress)
+    made = list(results(workers, write_planned, plans(build, reported, counts)))
     store.contents.adopt(made)
     shutil.rmtree(build.folder)
     return counts
@@ -260,7 +260,9 @@ def _opened(path: Path) -> Iterator[Any]:
         raise StoreError(f"{path} is damaged or gone ({error}): delete it, and build again") from error
 
 
-def _telling(read: Iterable[Tokenised], total: int, counts: Ingested, progress: Progress | None) -> Iterator[Tokenised]:
+def _with_progress(
+    read: Iterable[Tokenised], total: int, counts: Ingested, progress: Progress | None
+) -> Iterator[Tokenised]:
     done = 0
     for tokenised in read:
         yield tokenised

@@ -100,7 +100,7 @@ def draft(runs: Runs, text: NDArray[np.int32], shape: SearchShape, source: str =
 
 
 @compiled
-def _fine(sums, seen, data, page):  # type: ignore[no-untyped-def]
+def _check_page(sums, seen, data, page):  # type: ignore[no-untyped-def]
     """Verify the checksum of a page, and mark it as checked."""
     if xxh64(data + page * PAGE, np.int64(PAGE), np.uint64(0)) != carray(pointer(sums), (page + 1,), np.uint64)[page]:
         return False
@@ -114,7 +114,7 @@ def _position(t, r, i, failed):  # type: ignore[no-untyped-def]
     seen = t[r, POSITION_SEEN]
     if seen != 0:
         page = i * 4 // PAGE
-        if carray(pointer(seen), (page + 1,), np.uint8)[page] == 0 and not _fine(
+        if carray(pointer(seen), (page + 1,), np.uint8)[page] == 0 and not _check_page(
             t[r, POSITION_SUMS], seen, t[r, POSITIONS], page
         ):
             failed[0], failed[1], failed[2] = r + 1, 1, page
@@ -134,7 +134,7 @@ def _readable(t, r, first, last, size, failed):  # type: ignore[no-untyped-def]
         end = last * size // PAGE
         pages = carray(pointer(seen), (end + 1,), np.uint8)
         for page in range(first * size // PAGE, end + 1):
-            if pages[page] == 0 and not _fine(t[r, TOKEN_SUMS], seen, t[r, TOKENS], page):
+            if pages[page] == 0 and not _check_page(t[r, TOKEN_SUMS], seen, t[r, TOKENS], page):
                 failed[0], failed[1], failed[2] = r + 1, 0, page
                 return False
     return True
@@ -175,7 +175,7 @@ def _first_key(t, r, key, beyond, lo, hi, failed):  # type: ignore[no-untyped-de
         middle = (lo + hi) // 2
         if seen != 0:
             page = middle * 8 // PAGE
-            if carray(pointer(seen), (page + 1,), np.uint8)[page] == 0 and not _fine(
+            if carray(pointer(seen), (page + 1,), np.uint8)[page] == 0 and not _check_page(
                 t[r, KEY_SUMS], seen, t[r, KEYS], page
             ):
                 failed[0], failed[1], failed[2] = r + 1, 2, page
@@ -364,13 +364,13 @@ def _draft(t, width, text, longest, shortest, most, length, nodes, fill, random,
         _shuffle(matches)
         fit = min(taken, max(1, nodes // length))
         matches = owner[:fit], found[:fit], agreed[:fit]
-    _touch(t, width, matches, length, failed)
+    _prefetch(t, width, matches, length, failed)
     tokens, parents, raw, score = _tree(t, width, text[-1], matches, length, nodes, failed)
     return tokens, parents, raw, score, lengths[:levels], counts[:levels]
 
 
 @inlined
-def _touch(t, width, matches, length, failed):  # type: ignore[no-untyped-def]
+def _prefetch(t, width, matches, length, failed):  # type: ignore[no-untyped-def]
     """Check the pages of every continuation, and read its first token. These reads are independent, so their memory
     latencies overlap; building the tree would read them one after the other."""
     total = 0

@@ -52,8 +52,8 @@ def check_kind(name: str, kind: str, invoked: bool = False) -> None:
 def base_of(folder: Path, config: dict[str, Any]) -> str:
     """The base model that an adapter names: a folder or file if there is one, a hub id otherwise.
 
-    PEFT keeps the path as training was given it, so a relative one is looked for below the working directory, where
-    PEFT looks for it, and then beside the adapter, for folders that moved together.
+    PEFT saves the path that was given to training. A relative one is searched for in the working directory, as PEFT
+    does, and then next to the adapter, for folders that were moved together.
     """
     base = config.get("base_model_name_or_path")
     if not base:

@@ -53,13 +53,13 @@ def take_answers(store: Path, collection: str, model: Any, tokenizer: Any, folde
 
 
 def count_tokens(folder: Path) -> int:
-    """Of the answers to learn from."""
+    """Number of tokens of the answers to train on."""
     with (folder / ANSWERS).open(encoding="utf-8") as lines:
         return sum(len(json.loads(line)["tokens"]) for line in lines)
 
 
 def openings(folder: Path) -> list[list[int]]:
-    """What the trial goes on from: the first halves of the answers that were held out."""
+    """The prompts of the trial: the first halves of the held-out answers."""
     lines = (folder / HELD).read_text(encoding="utf-8").splitlines()
     return [tokens[: min(len(tokens) // 2, OPENING)] for tokens in map(json.loads, lines)]
 
@@ -70,7 +70,7 @@ def different(documents: Any) -> dict[str, list[int]]:
     for tokens in documents:
         if len(tokens) >= SHORTEST:
             name = _name(tokens)
-            found.pop(name, None)  # said again, it is new again
+            found.pop(name, None)  # a repeated answer counts as new
             found[name] = tokens.tolist()
             if len(found) > MOST:
                 del found[next(iter(found))]
@@ -78,7 +78,7 @@ def different(documents: Any) -> dict[str, list[int]]:
 
 
 def check_vocabulary(store: Store, vocabulary: int) -> None:
-    """Stores that were made without a tokenizer know no more than how many ids it has."""
+    """Raise if the store has token ids that the model doesn't have: its tokenizer may be unknown."""
     if store.manifest.vocabulary > vocabulary:
         raise StoreError(
             f"{store.folder} holds ids up to {store.manifest.vocabulary - 1}, the model knows {vocabulary} ids: the "

@@ -227,7 +227,7 @@ class Head(nn.Module, ABC):
 
     @property
     def trained_depths(self) -> int | None:
-        """How many depths it is trained on if the recipe names no number. None: the recipe must."""
+        """How many depths it is trained on if the recipe names no number. None: the default of recipes."""
         return self.reach
 
     def layers(self, count: int) -> tuple[int, ...]:

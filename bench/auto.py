@@ -1,23 +1,23 @@
-"""What `auto` adds to a step, and what it makes of real prompts: python bench/auto.py [PART…] --prompts FILE…
+"""The overhead of `auto`, and its speed on real prompts: python bench/auto.py [PART…] --prompts FILE…
 
-overhead  microseconds of the budget per step for a tree of 64 nodes that two sources drafted: settling the last step,
-          labelling its draft, fusing and choosing; the same and judging, which can wait until the step runs
-settings  how many nodes each single drafter should draft at most here, by replay: drafts are made and timed, steps take
-          what the target takes for so many rows
-live      `none`, `auto` and single drafters take turns on the same prompts, within an answer too with --piece; for each
-          category the ratio of seconds per token to plain decoding's, a mean over each prompt's repeats, with a
-          bootstrapped 95% interval over both. Answers during which something was captured, as happens once for a
-          process, are given again. Interrupted, it tells what it has
+overhead  microseconds of the budget per step, for a tree of 64 nodes from two drafters: finishing the last step,
+          labelling its draft, fusing and choosing; and the same with judging, which can be done while the step runs
+settings  the best node limit of each single drafter on this machine, by replay: drafts are made and timed, steps take
+          the target's time for so many rows
+live      `none`, `auto` and single drafters answer the same prompts in turns, with --piece also within an answer. For
+          each category the ratio of seconds per token to plain decoding's, a mean over each prompt's repeats, with a
+          bootstrapped 95% interval over both. Answers during which something was captured, as happens once per process,
+          are repeated. After an interruption it reports what it has
 
-fresh     as the command line is used: for each prompt and repeat a new process, in which `auto` answers first, then
-          `none` and the first of the singles; beside it, for each repeat, a process that answers all of them after
-          eight other prompts, so that `auto` is compared with itself when it is warm
+fresh     like use on the command line: for each prompt and repeat a new process, in which `auto` answers first, then
+          `none` and the first single drafter. For comparison, for each repeat a process that answers all of them after
+          eight other prompts, so that `auto` is warm
 
-batches   what `auto` decides with 1, 4, 16 and 64 sequences, beside plain decoding: whom it asked, whether it verified
-          anything, how many tokens per sequence it expected and got, what proposing and steps took
+batches   what `auto` decides with 1, 4, 16 and 64 sequences, next to plain decoding: which drafters it asked, whether
+          it verified anything, expected and actual tokens per sequence, the time of proposing and of steps
 
-A single drafter is a name, or NAME:NODES for at most so many nodes a step. Behind `settings`, `live` takes the two that
-did best there. Tables go to stderr, one JSON line last.
+A single drafter is a name, or NAME:NODES for at most so many nodes a step. After `settings`, `live` takes the two that
+were best there. Tables go to stderr, one JSON line last.
 """
 
 from __future__ import annotations

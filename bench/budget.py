@@ -1,16 +1,16 @@
-"""`auto` on recorded texts, by the clock of several machines: python bench/budget.py PARTS --work FILE
+"""`auto` on recorded texts, with the simulated clocks of several machines: python bench/budget.py PARTS --work FILE
 
 PARTS: some of
 
-record  plain decoding answers the prompts, and at every position of its answers each shipped head drafts
-priors  what drafters were right about there becomes what they are believed at first: budget/priors.json
-play    `auto` and single drafters go through these texts. What they draft is what they would draft anywhere; steps and
-        drafts take what they take on a machine of MACHINES, captures left out
+record  plain decoding answers the prompts, and each shipped head drafts at every position of its answers
+priors  acceptance in these recordings becomes the prior: budget/priors.json
+play    `auto` and single drafters go through these texts. Drafts are real; steps and drafts take the times of a machine
+        in MACHINES, without captures
 
-So it can be seen within seconds whom `auto` asks, and what a change of the budget is worth, where measuring takes an
-hour or a GPU. A head is taken to know its text without gaps, and a machine's times are not those of another day.
+This shows within seconds which drafters `auto` asks and what a change of the budget gains, where a measurement takes an
+hour or a GPU. Simplifications: heads have read all of their text, and a machine's times don't vary.
 
-For each machine a line per contestant goes to stderr, and of `auto` what it knows of its sources; one JSON line last.
+For each machine, a line per contestant and the state of `auto`'s sources go to stderr; one JSON line last.
 """
 
 from __future__ import annotations

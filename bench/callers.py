@@ -1,6 +1,6 @@
-"""Callers of a server, in a process of their own, so that what they compute is not the server's: see `Callers`.
+"""Callers of a server, in a separate process, so that their computation is not counted as the server's: see `Callers`.
 
-It knows HTTP only, and imports neither torch nor a client library: many callers should cost little.
+They use plain HTTP, without torch or a client library, so that many callers cost little.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Stores built by Ray's workers, and stores that follow others: python bench/cluster.py FOLDER… [--part PART]
 
 speed    a build by one machine alone, and by Ray with one and with two workers: seconds, and equal bytes
-kills    a build on a cluster of several nodes, while workers are killed at random and a node goes
-follow   a follower that is killed at random instants beside a writer: what it opens then, and how far it lags
+kills    a build on a cluster of several nodes, while workers are killed at random and a node goes down
+follow   a follower that is killed at random while there is a writer: what it opens then, and how far it lags
 
 Sources are the Python files in the folders, up to --megabytes; or, with --corpus, those of the packages that
 `bench/corpus.py` lists, about 100M tokens, which are fetched once. Each part prints one JSON line. Needs Ray (see

@@ -1,11 +1,11 @@
-"""A corpus for benchmarks: about 100M tokens of Python code, and whole packages held out of it to ask queries from.
+"""A corpus for benchmarks: about 100M tokens of Python code, and whole held-out packages for queries.
 
 python bench/corpus.py
 
-corpus.json lists the wheels. They are fetched with pip, freed of near-duplicates, tokenised with the embedded model's
-tokenizer and kept as arrays in the user's cache folder: minutes once, nothing after that. Wheels only, because asking
-pip for an sdist runs its build. The standard library is that of the Python that runs, so another version gives another
-corpus, and the fingerprint, a digest of the arrays, tells them apart.
+corpus.json lists the wheels. They are fetched with pip, deduplicated, tokenised with the embedded model's tokenizer and
+cached as arrays in the user's cache folder, which takes minutes the first time. Only wheels are used, since fetching an
+sdist with pip runs its build. The standard library is that of the running Python, so another version gives another
+corpus; the fingerprint is a digest of the arrays.
 """
 
 from __future__ import annotations

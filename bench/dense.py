@@ -1,18 +1,18 @@
-"""What dense retrieval keeps, costs and gives: python bench/dense.py [PART…] --answers … --ood … --prompts … --work …
+"""Quality, cost and speed of dense retrieval: python bench/dense.py [PART…] --answers … --ood … --prompts … --work …
 
-stores    three stores, built and read by the model: what it answered itself, what others answered to the same prompts,
-          and its own answers to code prompts alone
-quality   how well short vectors stand for states: by dimensions, and with each normalisation left out
-search    time within groups on the device, and over all vectors; how often the paper's way finds too few drafts
-shapes    the same times for other ways to cut up the work, on a GPU
+stores    three stores, built and read by the model: its own answers, other models' answers to the same prompts, and its
+          own answers to code prompts only
+quality   how well short vectors represent states: by dimensions, and without each normalisation
+search    time within groups on the device, and over all vectors; how often the paper's method finds too few drafts
+shapes    the same times for other divisions of the work, on a GPU
 drafting  rest against dresd: stores, shapes of draft, greedy and sampled texts
 speed     tokens per second without and with drafts
 host      one CPU thread: time and recall within groups, exactly and through graphs; building those
 
---answers is what `slipstream collect` wrote; one in --hold of its conversations is in no store, to be asked about.
+--answers is a file of `slipstream collect`; one in --hold of its conversations is held out of the stores for queries.
 --ood has lines of id, kind (code or chat), prompt and answer, with the ids of the same prompts there; or it is a .json
-file of code tasks in Alpaca's layout, which those answers were collected from. What the parts share is kept in --work
-and made once. Each part prints a table to stderr and one JSON line.
+file of code tasks in Alpaca's layout, from which those answers were collected. Files that parts share are in --work and
+made once. Each part prints a table to stderr and one JSON line.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """rest against dresd, replayed over recorded texts: the part `drafting` of bench/dense.py.
 
-What is nearest at a position of a text does not depend on what was drafted before, so it is found once, on the device;
-then every drafter and shape is tried in processes of its own. Under `match` a text does not depend on drafts either, so
-what is accepted here is what would have been accepted.
+The nearest positions do not depend on earlier drafts, so they are searched once, on the device; then every drafter and
+shape is replayed in its own processes. Under `match` texts do not depend on drafts either, so a replay accepts exactly
+what decoding would accept.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How well short vectors stand for states: the part `quality` of bench/dense.py."""
+"""How well short vectors represent states: the part `quality` of bench/dense.py."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Searching all vectors of a store, whatever followed, on one CPU thread: python bench/dense_whole.py STORE
 
-For comparison with search within the root's group (`dense.py host`): one graph over everything, which the paper's way
-needs. Some of the vectors are held out and asked about; recall@10 is against an exact search, and a hit as near as the
-tenth counts. A table goes to stderr, one JSON line last.
+For comparison with search within the root's group (`dense.py host`): one graph over all vectors, as in the paper. Some
+vectors are held out as queries; recall@10 is against an exact search, where hits as near as the tenth count. A table
+goes to stderr, one JSON line last.
 """
 
 from __future__ import annotations

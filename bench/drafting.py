@@ -1,8 +1,8 @@
 """Tokens per step of the retrieving drafters: python bench/drafting.py HumanEval.jsonl --alpaca new_codealpaca.json
 
-pld, suffix, rest with a store of other people's code, rest with a store of what the model itself answered to prompts of
-the same kind, and suffix with both stores. The model answers each prompt once; drafters are then tried against the
-recorded text, which gives exactly the tokens per step that decoding would. Prints one JSON line.
+pld, suffix, rest with a store of other people's code, rest with a store of the model's own answers to similar prompts,
+and suffix with both stores. The model answers each prompt once; drafters are then replayed against the recorded text,
+which gives exactly the tokens per step of decoding. Prints one JSON line.
 """
 
 from __future__ import annotations

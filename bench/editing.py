@@ -1,12 +1,11 @@
-"""Editing with a prediction: a document comes back with some edits. python bench/editing.py --tokens 2000 --seeds 0 1 2
+"""Editing with a prediction, of a document with some edits: python bench/editing.py --tokens 2000 --seeds 0 1 2
 
-What the model says is forced to be the edited document, by an accept rule: every step costs what it costs on the real
-model, and everybody says the same. The document is source code of the standard library and stands in the prompt, as it
-would. Edits are insertions, deletions and replacements at random places; what is new comes from elsewhere in the
-library.
+An accept rule forces the model's output to be the edited document: steps have their real costs, and all contestants
+write the same text. The document is source code of the standard library, and is in the prompt. Edits are insertions,
+deletions and replacements at random places, with new text from elsewhere in the library.
 
 Plain decoding, `auto` without the prediction and `auto` with it take turns. A text during which something was
-captured, as happens once for a process, is written again. A table goes to stderr, one JSON line last.
+captured, as happens once per process, is repeated. A table goes to stderr, one JSON line last.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Does a text depend on anything but its prompt? python bench/exact.py [PART…] --prompts FILE [--model …]
 
-prompts  each prompt is answered alone by plain decoding, greedy and sampled. Then again, and every text must be the
-         same: by each of the --drafters, alone and in batches of --batches; with prompts that are read in pieces of
-         64 and of 512 tokens; and with so few pages that answers are put back and read again
-long     the same of --contexts tokens of a --text: alone, read in pieces of 64 and 512, and beside others
+prompts  each prompt is answered alone by plain decoding, greedy and sampled. Every text must be the same again: with
+         each of the --drafters, alone and in batches of --batches; with prompts that are read in pieces of 64 and of
+         512 tokens; and with so few pages that answers are preempted and read again
+long     the same with --contexts tokens of a --text: alone, read in pieces of 64 and 512, and in a batch with others
 
 On a GPU in bfloat16, unless something else is asked for. A line for each to stderr, one JSON line last.
 """

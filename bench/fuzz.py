@@ -1,10 +1,10 @@
 """Random requests against plain decoding and `transformers`: python bench/fuzz.py --seed 1 --cases 5000
 
-Every case is drawn from a seed of its own: a tiny model of one of the families that the tests have, one of the
-drafters with options, requests with options, and a way to make them. Its texts must be those that a fresh LLM with
-drafter `none` gives to one request at a time and, where a request is greedy and `transformers` can express it, those of
-`generate` there. Nothing may stay open behind it. A case that fails is printed, with both texts, and tried again on
-objects that nobody else has used; `--only SEED` does that too. What was found goes to stdout, one JSON line last.
+Every case has its own seed, which decides: a tiny model of one of the tests' families, a drafter with options, requests
+with options, and a way to make them. Its texts must equal those of a new LLM with drafter `none`, one request at a time
+and, if a request is greedy and `transformers` supports its options, those of `generate` there. Nothing may stay open
+afterwards. A case that fails is printed, with both texts, and repeated on new objects; `--only SEED` does the same.
+Results go to stdout, one JSON line last.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What bench/fuzz.py asks: one case per seed, which says the model, the drafter, the requests and how they are made."""
+"""The cases of bench/fuzz.py: one per seed, with the model, the drafter, the requests and how they are made."""
 
 from __future__ import annotations
 

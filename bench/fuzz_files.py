@@ -1,9 +1,9 @@
-"""Files that nobody wrote: python bench/fuzz_files.py [--seconds S] [--seed N]
+"""Damaged and crafted files of stores: python bench/fuzz_files.py [--seconds S] [--seed N]
 
-Every file of a small store, sparse and dense, is changed at random, cut, spliced, or crafted: changed with all its
-checksums made right again. Then everything that reads files is called. Each call must answer or raise a
-SlipstreamError; nothing may crash, hang or raise anything else. Runs in forked processes, so a crash is counted and
-the file is kept. The last line is JSON.
+Every file of a small store, sparse and dense, is changed at random, truncated, spliced, or crafted: changed with all
+checksums recomputed. Then everything that reads files is called. Each call must succeed or raise a SlipstreamError;
+nothing may crash, hang or raise anything else. Runs in forked processes, so a crash is counted and the file is kept.
+The last line is JSON.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What bench/fuzz.py tries: tiny models of every family, a tokenizer for them, and every drafter with options drawn.
+"""The objects of bench/fuzz.py: tiny models of every family, a tokenizer, and every drafter with random options.
 
-All of it is made once. LLMs of one model share its target, so that what one of them leaves behind the next one meets.
+They are made once. LLMs of one model share its target, so that state left by one LLM would affect the next.
 """
 
 from __future__ import annotations

@@ -3,12 +3,12 @@
 drafts        drafts that are right with a known probability, on a model of random weights or the embedded one: plain
               decoding, drafts of each fixed length, and `auto`, which decides how much of them is verified, take turns.
               `auto` should be near the best of them for every number of sequences and every quality
-transformers  the same requests, greedy, to `generate_batch` of transformers (continuous batching) and to `none` and
-              `auto`, by turns: tokens per second, milliseconds until a request is answered and until its first token,
+transformers  the same greedy requests to `generate_batch` of transformers (continuous batching) and to `none` and
+              `auto`, in turns: tokens per second, milliseconds until a request is answered and until its first token,
               and how many texts are the same
 
-What is compiled and captured is left out: everybody goes once unmeasured. Tables go to stderr, one JSON line for each
-part last. On an H200, some minutes each: --device cuda --dtype bfloat16 --shape 7b.
+Each contestant runs once unmeasured, for compilation and captures. Tables go to stderr, one JSON line for each part
+last. On an H200, some minutes each: --device cuda --dtype bfloat16 --shape 7b.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The part of bench/goodput.py that asks transformers beside us."""
+"""The part `transformers` of bench/goodput.py."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What a step costs on a GPU, and what speculation makes of it: python bench/gpu.py [PART…] --model … --prompts …
+"""The cost of steps on a GPU, and the speed of speculation there: python bench/gpu.py [PART…] --model … --prompts …
 
-steps     a Llama of 7B shape with random weights, bfloat16, 512 tokens of context: ms per step by rows, as the model
-          runs by itself, captured, and compiled and captured, against reading the weights once; of captured steps
-          also what the device does alone
+steps     a Llama of 7B shape with random weights, bfloat16, 512 tokens of context: ms per step by rows, for the plain
+          model, captured, and compiled and captured, against reading the weights once; for captured steps also the
+          device's time alone
 texts     the embedded model in bfloat16: tokens per second and texts that differ, plain and with each drafter
 peers     transformers' own generate and prompt lookup on some of the prompts: tokens per second, and how many texts its
           prompt lookup changes
@@ -11,8 +11,7 @@ batch     tokens per second of 1, 4, 16 and 64 sequences, drafters in turn, with
 long      a step at 8,192 tokens of context against one at 512, and the memory of the cache
 full      64 sequences of some 2,048 tokens, 7B shape: a step of all of them, against reading the weights and their keys
 read      tokens per second of reading a prompt of 8,000 and of 31,000 tokens, by pieces, beside transformers
-draft     a draft model of every other layer: ms per drafted token, against its own plain step, and what it makes of
-          prompts
+draft     a draft model of every other layer: ms per drafted token, against its own plain step, and its speed on prompts
 rejection tokens per second with `redrafter` at temperature 0.7 by rule, against plain decoding
 
 Each part prints a table to stderr and one JSON line.

@@ -1,10 +1,10 @@
-"""What trained heads give: python bench/heads.py [PART…] --heads eagle3=FOLDER redrafter=FOLDER … --prompts FILE…
+"""Speed of trained heads: python bench/heads.py [PART…] --heads eagle3=FOLDER redrafter=FOLDER … --prompts FILE…
 
 sizes    tokens per step and per second against plain decoding, for several sizes of tree, greedy and at 0.7
 trees    EAGLE's static tree against the dynamic one, of equal size
 beams    ReDrafter: tokens per step by beam width; nodes with and without merging what beams share
 batch    ReDrafter: tokens per second by batch and beam width, with and without merging
-typical  rejection sampling against typical acceptance by temperature: tokens per second alone
+typical  rejection sampling against typical acceptance by temperature: only tokens per second
 
 A head's name is its kind, or KIND:NAME=FOLDER where there are several of a kind. Each part prints a table to stderr and
 one JSON line. Plain decoding is measured before the others, and again after them.

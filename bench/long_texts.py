@@ -1,13 +1,13 @@
-"""What drafts on few keys give in long texts: python bench/long_texts.py [PART…] --text FILE --contexts N… --batches N…
+"""Drafts with few keys in long texts: python bench/long_texts.py [PART…] --text FILE --contexts N… --batches N…
 
-accepted  along a real text: tokens that a draft of each kind gets accepted behind every one of its next tokens, as a
-          greedy target would; magicdec by selection and number of keys, and the heads that are given
-speed     tokens per step and per second of the same, of plain decoding and of suffix, by turns, greedy
+accepted  along a real text: how many tokens of each kind of draft a greedy target accepts after every token of the
+          text; magicdec by selection and number of keys, and the given heads
+speed     tokens per step and per second of these, of plain decoding and of suffix, in turns, greedy
 shape     a Llama of 8B shape with random weights: ms of a plain step, of a verification, of a drafting step on part of
-          the keys and of a draft by a spire head, by context and batch; and what these make of 3 and 4 tokens per step
+          the keys and of a draft by a spire head, by context and batch; and the speed-up at 3 and 4 tokens per step
 
-On a CPU `shape` is a small one, so that the script can be tried. A text is a file of plain text, or .jsonl with a field
-`text`. Prints tables; with --json one JSON line for each part as well.
+On a CPU `shape` is a small model, to try the script. A text is a file of plain text, or .jsonl with a field `text`.
+Prints tables; with --json also one JSON line for each part.
 """
 
 from __future__ import annotations

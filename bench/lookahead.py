@@ -1,16 +1,16 @@
-"""What lookahead finds and costs, here and by the clock of another model: python bench/lookahead.py --prompts FILE…
+"""Acceptance and cost of lookahead, here and with another model's step times: python bench/lookahead.py --prompts FILE…
 
 All contestants take turns on the same prompts: plain decoding, `pld`, `suffix`, `lookahead` of each of the --shapes
-(N,W,G), each of these fused with `suffix`, `auto`, and `auto` with everybody but `lookahead`. For each: tokens and rows
-per step, how many times as fast as plain decoding, and how many texts are plain decoding's.
+(N,W,G), each of these fused with `suffix`, `auto`, and `auto` without `lookahead`. For each: tokens and rows per step,
+speed-up over plain decoding, and how many texts equal plain decoding's.
 
-The same by the clock of a larger model, with what the target accepts left as it is: what drafting and the host take is
-measured here, and a step takes what one of so many rows takes there. `auto` answers once more by that clock, without
-heads, with `suffix` alone and with `lookahead` beside it.
+The same with the clock of a larger model and the same acceptance: the time of drafting and of the host is measured
+here, and a step takes the larger model's time for so many rows. `auto` answers once more with that clock, without
+heads, with `suffix` alone and with `suffix` and `lookahead`.
 
 --clock 7b       a Llama of 7B shape with random weights, measured here first: on a GPU, one command does it all
---clock small    the same of a shape that a CPU can measure, to try it
---clock 1:4,8:5  milliseconds by rows, measured elsewhere; rows in between cost as many as the next larger number
+--clock small    the same with a shape that a CPU can measure, to try it
+--clock 1:4,8:5  milliseconds by rows, measured elsewhere; rows in between cost as much as the next larger number
 
 A table goes to stderr, one JSON line last.
 """

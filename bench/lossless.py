@@ -1,9 +1,9 @@
-"""Is every drafter's greedy text the one `transformers` writes? Counts them on real prompts: one JSON line last.
+"""Does every drafter's greedy text equal `transformers`' text? Counts on real prompts: one JSON line last.
 
 python bench/lossless.py --prompts question.jsonl [--limit 30] [--tokens 128]
 
 The prompts are lines of JSON with `category` and `turns` (Spec-Bench, MT-Bench): the first turns, spread evenly over
-the file. The draft model is the target itself in bfloat16: nearly always right, now and then not.
+the file. The draft model is the target itself in bfloat16, so nearly all of its tokens are right.
 """
 
 from __future__ import annotations

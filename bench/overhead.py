@@ -1,4 +1,4 @@
-"""What the engine adds to the model's own forward, and plain decoding against transformers: one JSON line last.
+"""The engine's overhead over the model's own forward, and plain decoding against transformers: one JSON line last.
 
 python bench/overhead.py [--dtype float32] [--tokens 96] [--repeats 5]
 """

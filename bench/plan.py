@@ -1,16 +1,17 @@
-r"""A plan against reality: python bench/plan.py --prompts FILE [--store STORE] [--device cuda]
+r"""Forecasts against measurements: python bench/plan.py --prompts FILE [--store STORE] [--device cuda]
 
-Half of the prompts are answered plainly and recorded. Each drafter is replayed on them, which tells its survival and
-what its drafts take. From that and from the costs of steps, tokens per step and the speed-up on the other half are
-forecast, with intervals. Then all answer the other half, in turn. Speed-ups are of decoding alone: the prompts, which
-take everybody as long, are left out.
+Half of the prompts are answered plainly and recorded. Each drafter is replayed on them, which gives its survival and
+the time of its drafts. From these and the costs of steps, tokens per step and the speed-up on the other half are
+forecast, with intervals. Then all contestants answer the other half, in turns. Speed-ups are of decoding only, without
+the prompts, which take the same time for all.
 
-Drafters that ask the target itself (magicdec) are run on the first half instead, in turn with plain decoding. On a GPU
-all are, since drafts there begin behind the steps they follow, which a replay has none of; --live does so anywhere.
+Drafters that use the target itself (magicdec) are run on the first half instead, in turns with plain decoding. On a GPU
+all are, since drafts there are queued after the steps that they follow, and a replay has no steps; --live does so
+anywhere.
 
-`model` drafts with the target's own layers but for those that its answers miss least. `rest` needs --store.
+`model` drafts with the target's own layers, without those that matter least for its answers. `rest` needs --store.
 
-For two quiet CPU cores, by estimate ten minutes each; on a GPU with --device cuda, and rather without --nodes:
+For two idle CPU cores, about ten minutes each; on a GPU with --device cuda, and better without --nodes:
 
     python bench/plan.py --prompts HUMANEVAL --store STORE --drafters suffix,rest,eagle3,redrafter,model \
         --limit 20 --nodes 2 --tokens 32

@@ -1,9 +1,9 @@
-"""What retrieval adds to a generating drafter: python bench/rasd.py --head eagle3=FOLDER --store STORE --prompts FILE
+"""Retrieval beside a generating drafter: python bench/rasd.py --head eagle3=FOLDER --store STORE --prompts FILE
 
-The same greedy answers by plain decoding, the generator alone, each retriever alone, rasd, rasd with one of its parts
-left out (pruning, fusion, overlap) and with other numbers of first tokens. All drive one target, prompt by prompt in
-turn, so that a busy machine meets all of them alike; plain decoding and the variants of rasd answer every so many-th
-prompt only. Ratios are of tokens per second on the prompts that both answered.
+The same greedy answers by plain decoding, the generator alone, each retriever alone, rasd, rasd without one of its
+parts (pruning, fusion, overlap) and with other numbers of first tokens. All use one target and take turns prompt by
+prompt, so that noise affects all alike; plain decoding and the variants of rasd answer only some of the prompts. Ratios
+are of tokens per second on the prompts that both answered.
 
 Prints a table to stderr and one JSON line.
 """

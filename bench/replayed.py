@@ -1,5 +1,5 @@
-"""A drafter of known quality: it has heard all answers before, and each of its tokens is right with a given
-probability. It is added as any drafter of another package is."""
+"""A drafter of known quality: it has all answers, and each of its tokens is right with a given probability. It is added
+like a drafter of another package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the datastore costs and gives, on 100M tokens of code: python bench/retrieval.py [PART…]
+"""Cost and quality of the datastore, on 100M tokens of code: python bench/retrieval.py [PART…]
 
 build     tokens per second from tokenised documents, memory, bytes on disk
 search    time per query, warm, with one segment and with eight, and of the first query after a cold start

@@ -1,20 +1,19 @@
 """How fast a server is: python bench/serving.py PART …
 
-beside   servers beside each other, NAME=URL…: OpenAI's client asks one prompt after the other, greedy, streamed; the
-         same prompts of every server, and no prompt twice. Servers take turns, one number of callers after the other,
-         repeated. Told: tokens per second, time to the first token and per token (medians), and whether texts are
-         those of the first server. A server is asked for its model's name, unless that follows the URL after a #.
-offline  the server against the same model object without one, by turns: `generate` on a list, the service in an event
-         loop, HTTP streamed, and HTTP as a whole. Callers ask again as soon as they are answered, from a process of
-         their own; as many answers are written at a time as there are callers. Told: tokens per second, as a share of
-         the list's with a 95% interval over repeats, and CPU time of the serving process per token. A run in which
-         steps were captured, as happens once for a process, is made again.
-editing  a file of about 2,000 tokens of code comes back with a class renamed, through /v1/chat/completions: plain (no
-         drafts), without a prediction, with the file as the prediction, and with the plain answer as the prediction,
-         of which some words are changed. Small models edit badly: the last is what the prediction would be worth if
-         the model did what it was told, the one before is what it is worth. Told: tokens per second while the answer
-         is written as a multiple of plain's, with the prompt's reading too, and prediction tokens that were accepted
-         and not.
+beside   compare servers, NAME=URL…: OpenAI's client asks one prompt after the other, greedy, streamed; every server
+         gets the same prompts, each once. Servers take turns, for each number of callers, repeated. Reported: tokens
+         per second, time to the first token and per token (medians), and whether texts equal the first server's. A
+         server is asked for its model's name, unless that follows the URL after a #.
+offline  the server against the same model object without one, in turns: `generate` on a list, the service in an event
+         loop, HTTP streamed, and HTTP not streamed. Callers, in a separate process, send the next request as soon as
+         one is answered; the batch is as large as the number of callers. Reported: tokens per second, as a share of the
+         list's with a 95% interval over repeats, and CPU time of the serving process per token. A run in which steps
+         were captured, as happens once per process, is repeated.
+editing  rename a class in a file of about 2,000 tokens of code, through /v1/chat/completions: plain (no drafts),
+         without a prediction, with the file as the prediction, and with the plain answer, some words changed, as the
+         prediction. Small models edit badly: the last shows the gain if the model followed the instruction, the one
+         before the actual gain. Reported: tokens per second of decoding as a multiple of plain's, the same with the
+         prompt's reading, and accepted and rejected prediction tokens.
 
 Tables go to stderr, one JSON line last.
 """

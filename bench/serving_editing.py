@@ -1,4 +1,4 @@
-"""The part `editing` of bench/serving.py: a file is edited through the API, with a prediction and without."""
+"""The part `editing` of bench/serving.py: edit a file through the API, with and without a prediction."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the parts of bench/serving.py stand on: a model that is served in this process, and callers in another one."""
+"""Shared by the parts of bench/serving.py: a model that is served in this process, and callers in another one."""
 
 from __future__ import annotations
 

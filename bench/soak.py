@@ -1,13 +1,13 @@
-"""Whether a service and a server hold out: python bench/soak.py PART… [--seed N] [--prompts FILE…] [--scale 0.1]
+"""Long runs of a service and a server: python bench/soak.py PART… [--seed N] [--prompts FILE…] [--scale 0.1]
 
-texts    200 requests to a service on the embedded model: every text is the one of plain decoding, alone
-many     10,000 requests from 64 threads to a tiny model: memory stays what it was
-streams  500 streams in one event loop, a third of them dropped: the others get what they get alone
-server   a server under 500 streams, slow and cut ones among them, then 10,000 short requests: memory, statuses
-hits     questions about one long document, which was read before or not: tokens per step and time to the first token
+texts    200 requests to a service on the embedded model: every text equals plain decoding's, alone
+many     10,000 requests from 64 threads to a tiny model: memory does not grow
+streams  500 streams in one event loop, a third of them dropped: the others get the same text as alone
+server   a server under 500 streams, some slow or cut, then 10,000 short requests: memory, statuses
+hits     questions about one long document, cached or not: tokens per step and time to the first token
 learn    a server that learns is killed again and again, then its disk is full: nothing acknowledged is lost
 
-Each part prints a line of JSON. --scale: a share of the requests, to try it out.
+Each part prints a line of JSON. --scale: share of the requests, to try it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The part of bench/soak.py about beginnings that were read before: what they save, and what drafters make of them."""
+"""The part `hits` of bench/soak.py: what cached beginnings of prompts save, and how drafters do with them."""
 
 from __future__ import annotations
 

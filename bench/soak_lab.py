@@ -1,4 +1,4 @@
-"""What the parts of bench/soak.py stand on: a tiny model, its prompts, and servers."""
+"""Shared by the parts of bench/soak.py: a tiny model, its prompts, and servers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The parts of bench/soak.py that ask a server: whether it holds out, and what it keeps when killed."""
+"""The parts of bench/soak.py with a server: long runs, and what is durable when it is killed."""
 
 from __future__ import annotations
 

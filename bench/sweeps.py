@@ -1,13 +1,13 @@
-"""What the budget makes of retrieval: python bench/sweeps.py --prompts HumanEval.jsonl --stores 1M=FOLDER 10M=FOLDER …
+"""Retrieval under the budget: python bench/sweeps.py --prompts HumanEval.jsonl --stores 1M=FOLDER 10M=FOLDER …
 
-stores   `auto` without a store and with each of them, as it is by default
+stores   `auto` without a store and with each of them, with default options
 lengths  `auto` with the last store, whose retrieved continuations have at most 4, 8, 16 and 32 tokens; and `suffix`,
          the same retrieval without a budget, which verifies as much as a step may hold
 
-`none` and all of these take turns prompt by prompt on one model. For each: tokens per step, nodes retrieved and nodes
-verified per step, how deep those go, the share of steps without any, whose tokens were accepted, and how many times as
-fast as plain decoding it was, with a bootstrapped 95% interval. Without --stores, the first 1, 10 and 100 million
-tokens of corpus.py are made into some, each a part of the next.
+`none` and all of these take turns prompt by prompt on one model. For each: tokens per step, retrieved and verified
+nodes per step, their depth, the share of steps without any, which drafters' tokens were accepted, and the speed-up over
+plain decoding, with a bootstrapped 95% interval. Without --stores, stores are made of the first 1, 10 and 100 million
+tokens of corpus.py.
 
 A table goes to stderr, one JSON line last.
 """

@@ -2,9 +2,9 @@
 
     python bench/topic_change.py --html topic.html
 
-First general questions, then one kind of request that the head does not know well. From the first answers to those it
-learns on, and is swapped in amid an answer while the stream goes on. Every text is compared with plain decoding. Prints
-a table, then one JSON line.
+First general questions, then one kind of request that the head was hardly trained on. Training continues on the first
+answers to those, and the new head is swapped in during an answer while the stream goes on. Every text is compared with
+plain decoding. Prints a table, then one JSON line.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""Whether a store keeps what it promised, whatever happens to it:
+"""Whether a store keeps everything that it acknowledged, under kills and faults:
 
     python bench/torture.py [PART…] [--count N] [--seconds S] [--seed N]
 
 kills       a writer that is killed at any moment
-interrupts  a writer whose calls are interrupted by Ctrl-C, and which goes on
-power       a power failure: of each file what was synced, or some of what was written since
-faults      bytes and whole files that change: flipped, cut, gone, older, another store's
-full        a disk that refuses to write, now and then
-live        files that are cut off or overwritten under a reader
-crafted     files with right checksums and impossible content
+interrupts  a writer whose calls are interrupted by Ctrl-C, and which continues
+power       a power failure: each file keeps what was synced, and some of what was written since
+faults      bytes and whole files that change: flipped, truncated, deleted, out of date, another store's
+full        a disk that sometimes refuses to write
+live        files that are truncated or overwritten while they are read
+crafted     files with correct checksums and impossible contents
 
-What must be there is kept in a model beside the store. Everything happens in forked processes, so that a crash is seen.
+The expected contents are tracked in a model next to the store. Everything runs in forked processes, to notice crashes.
 Each part prints a line of JSON; the last line is JSON of all.
 """
 

@@ -1,18 +1,18 @@
-"""slipstream's proposer inside vLLM, beside none and vLLM's own: python bench/vllm_plugin.py --prompts FILE…
+"""slipstream's proposer inside vLLM, against none and vLLM's own: python bench/vllm_plugin.py --prompts FILE…
 
-Greedy answers, by batches of each size. Every way of drafting has a process of its own, and all of them answer each
-batch of prompts in turn, so what the machine does at the moment is the same for all. A repetition, or another batch
-size, begins with new processes: nobody drafts from an answer to the same prompt. Told: how many texts are those of vLLM
-without speculation, tokens per step and text, tokens per second, and these against none, with an interval of 95% over
-batches (a bootstrap). `store` drafts from a store of the model's own answers to other prompts of the same files as
-well. vLLM writes those first, or they are read from --answers.
+Greedy answers, in batches of each size. Every drafter has its own process, and all answer each batch of prompts in
+turns, so that noise affects all alike. Each repetition and batch size has new processes, so that no drafter has seen an
+answer to the same prompt. Reported: how many texts equal those of vLLM without speculation, tokens per step and text,
+tokens per second, and its ratio to none, with a bootstrapped 95% interval over batches. `store` also drafts from a
+store of the model's own answers to other prompts of the same files, which vLLM writes first, or which are read from
+--answers.
 
 --head FOLDER: an EAGLE-3 head that `slipstream export --layout speculators` wrote; its chains there and here.
 
-A step of a text is one in which vLLM gave it tokens; those beyond an answer's end don't count. What is measured comes
-after some answers that are not, in which everybody compiles and slipstream measures what steps take. Runs in a Python
-that has vLLM and gguf (make test-vllm makes one); `suffix` needs more (tests/vllm/environment.py). Tables go to stderr,
-one JSON line last.
+A step of a text is one in which vLLM gave it tokens; tokens beyond an answer's end don't count. Some answers before the
+measurement are a warm-up, for compilation and for slipstream's measurement of steps. Runs in a Python that has vLLM and
+gguf (make test-vllm makes one); `suffix` needs more (tests/vllm/environment.py). Tables go to stderr, one JSON line
+last.
 """
 
 from __future__ import annotations

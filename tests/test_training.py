@@ -230,7 +230,7 @@ def defined_loss(head, model, texts, weights, depths, first, stride):
                     label[columns[text[at]]] = 1
                     labels = weights.labels
                     loss = -labels.entropy * ((p if labels.soft else label) * log_q).sum()
-                    loss = recipe.tokens * (loss + labels.apart * (log_q.exp() - p).abs().sum())
+                    loss = recipe.tokens * (loss + labels.distance * (log_q.exp() - p).abs().sum())
                     if recipe.top:
                         best = p.argsort(descending=True)[: recipe.top]
                         loss = loss - (p[best] * log_q[best]).sum()

@@ -132,7 +132,7 @@ def test_heads_that_guess_in_blocks(kind, sizes, target, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("short")
-@pytest.mark.parametrize("phase", ["collect", "train", "attempt"])
+@pytest.mark.parametrize("phase", ["collect", "train", "run_trial"])
 def test_an_interrupted_run_goes_on(phase, target, tmp_path, monkeypatch):
     monkeypatch.setattr(Tuned, "at_least", lambda *_: 0.5)
     whole = getattr(module, phase)

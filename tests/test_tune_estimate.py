@@ -59,7 +59,7 @@ def clock(monkeypatch, tmp_path):
 
     monkeypatch.setattr(module, "collect", collected)
     monkeypatch.setattr(loop.Loop, "train_step", stepped)
-    monkeypatch.setattr(module, "attempt", lambda *_: None)
+    monkeypatch.setattr(module, "run_trial", lambda *_: None)
     return passes
 
 

@@ -297,17 +297,17 @@ def shares(text, position, *, window=None, soft_cap=None):
     return torch.nn.functional.pad(weights, (0, -weights.shape[1] % PAGE)).unflatten(1, (-1, PAGE)).sum(2)
 
 
-TOLD = [*product([PAIR], OPTIONS), (GROUPED, FULL)]
+MEASURED = [*product([PAIR], OPTIONS), (GROUPED, FULL)]
 if CUDA:
-    TOLD += [(MANY, WINDOW), (LLAMA_3, FULL), (SMOL, FULL), (GEMMA, {"window": 100, "soft_cap": 50.0})]
+    MEASURED += [(MANY, WINDOW), (LLAMA_3, FULL), (SMOL, FULL), (GEMMA, {"window": 100, "soft_cap": 50.0})]
 
 
 @pytest.mark.parametrize("dtype", DTYPES if CUDA else [torch.float32], ids=str)
-@pytest.mark.parametrize(("heads", "options"), TOLD, ids=str)
+@pytest.mark.parametrize(("heads", "options"), MEASURED, ids=str)
 @pytest.mark.parametrize(("shared", "tile"), [(1, TILE), (512, TILE)] + ([(512, WIDE)] if CUDA else []))
-def test_roots_tell_what_they_attend_to(shared, tile, heads, options, dtype, monkeypatch):
+def test_shares_of_the_weight_that_roots_have_on_pages(shared, tile, heads, options, dtype, monkeypatch):
     """Three texts, whose roots stand within a block, at the end of a page, and at the beginning of the text; by many
-    programs and by one, which merges splits. What is told of two layers adds up; asked or not, the bits are the same.
+    programs and by one, which merges splits. Shares of two layers add up. Measured or not, the bits are the same.
     """
     monkeypatch.setattr(exact, "SHARED", shared)
     roots = (9000 if CUDA else 170, 127, 0)  # on a GPU, beyond splits of one page
@@ -316,20 +316,22 @@ def test_roots_tell_what_they_attend_to(shared, tile, heads, options, dtype, mon
     rows = [(s, root, p) for s, root in enumerate(roots) for p in (root, root + 1)]
     n, groups = 7, heads.query // heads.key
     quiet = of_list(keys, values, table, texts, rows, n, groups, tile=tile, **options)
-    told = torch.full((table.shape[1] * PAGE // exact.BLOCK, n, heads.query), torch.nan, device=DEVICE)
-    heard = torch.zeros((n, heads.query, table.shape[1]), device=DEVICE)
+    block_weights = torch.full((table.shape[1] * PAGE // exact.BLOCK, n, heads.query), torch.nan, device=DEVICE)
+    page_shares = torch.zeros((n, heads.query, table.shape[1]), device=DEVICE)
     for layers in (1, 2):
-        asked = {"told": told, "heard": heard}
-        same_bits(of_list(keys, values, table, texts, rows, n, groups, tile=tile, **asked, **options), quiet)
-        expected = torch.zeros_like(heard)
+        measure = {"block_weights": block_weights, "page_shares": page_shares}
+        same_bits(of_list(keys, values, table, texts, rows, n, groups, tile=tile, **measure, **options), quiet)
+        expected = torch.zeros_like(page_shares)
         for i, (s, root, position) in enumerate(rows):
             if position == root:
                 found = layers * shares(texts[s], position, **options)
                 expected[i, :, : found.shape[1]] = found
-        torch.testing.assert_close(heard, expected, atol=CLOSE[dtype] / 4, rtol=CLOSE[dtype] / 4)
-    lone = torch.zeros_like(heard)  # one sequence has no table of tiles
-    of_list(keys, values, table, texts, rows[:2], n, tile=tile, told=told, heard=lone, **options)
-    torch.testing.assert_close(2 * lone[0], heard[0], atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(page_shares, expected, atol=CLOSE[dtype] / 4, rtol=CLOSE[dtype] / 4)
+    lone = torch.zeros_like(page_shares)  # one sequence has no table of tiles
+    of_list(
+        keys, values, table, texts, rows[:2], n, tile=tile, block_weights=block_weights, page_shares=lone, **options
+    )
+    torch.testing.assert_close(2 * lone[0], page_shares[0], atol=1e-6, rtol=1e-6)
     assert not lone[1:].any()
 
 
@@ -465,7 +467,7 @@ def microseconds(calls):
 
 def case(heads, context, n, dtype=torch.bfloat16):
     """Calls of ours, in narrow and in wide tiles, and of sdpa with a mask, one per layer."""
-    length, deepest = context - 13, 16  # a late block that is more than half full
+    length, deepest = context - 13, 16  # a tail block that is more than half full
     capacity, h = context + n + 64, heads
     size = capacity * h.key * (h.d + h.dv) * 2
     layers = max(2, min(32, 400_000_000 // size))  # more than the L2 cache holds

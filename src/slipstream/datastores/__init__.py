@@ -1,1 +1,1 @@
-"""Datastores: token sequences on disk that a drafter looks continuations up in."""
+"""Datastores: token sequences on disk, in which drafters search for continuations."""

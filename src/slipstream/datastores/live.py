@@ -1,6 +1,6 @@
-"""Live text: what is being written now, searchable up to its last token, and earlier answers.
+"""The text of a running request, searchable up to its last token, and earlier answers.
 
-A position's place in the order depends only on the tokens before it, so a growing text is never sorted again: a new
+A position's place in the order depends only on the tokens before it. So a growing text is never sorted again: a new
 token is one insertion.
 """
 
@@ -17,14 +17,14 @@ from slipstream.datastores.sparse.runs import COUNT, LENGTH, Run, Runs
 from slipstream.datastores.sparse.sort import DEPTH, Positions, precedes, separator, sort_positions
 
 SHORT = 1024  # positions that are inserted one by one before they are merged
-COLLECTIONS = 1024  # that are known at a time: clients name them, perhaps one for each request
+COLLECTIONS = 1024  # kept at a time: clients name them, perhaps one for each request
 
 
 class LiveText:
-    """One text that grows at its end, on top of runs that stay.
+    """A text that grows at its end, searched together with other runs.
 
-    Its positions are two runs over the same tokens: a short one, into which the newest are inserted, and a long one,
-    into which the short one is merged when it is full. So a token's cost does not grow with the text.
+    Its positions are two runs over the same tokens: a short one, into which new positions are inserted, and a long one,
+    into which the short one is merged when it is full. So the cost of a token does not grow with the text.
     """
 
     def __init__(self, dtype: Any = np.uint16) -> None:
@@ -70,8 +70,8 @@ class LiveText:
 
 
 class EarlierAnswers:
-    """What earlier requests were answered, by collection. The engine owns it and writes it, from emitted tokens only,
-    when a request ends. The oldest answers leave first, and so do collections that had none for the longest time."""
+    """Answers to earlier requests, by collection. The engine owns them, and adds a request's emitted tokens when it
+    ends. The oldest answers are dropped first, and so are the least recently used collections."""
 
     def __init__(self, dtype: Any, limit: int) -> None:
         self.dtype, self.limit = np.dtype(dtype), limit  # tokens of a collection
@@ -88,7 +88,7 @@ class EarlierAnswers:
             oldest = next(iter(self._memory))
             del self._memory[oldest], self._views[oldest]
         memory.append(np.asarray(tokens, self.dtype)[-self.limit :], "")
-        if memory.size > self.limit + self.limit // 4:  # not at every answer: what stays is sorted anew
+        if memory.size > self.limit + self.limit // 4:  # not at every answer, since the rest must be sorted again
             memory.keep_latest(self.limit)
         self._views[collection] = Runs(memory.runs(), self.dtype)
 

@@ -1,1 +1,1 @@
-"""One honest benchmark: the same prompts, with and without speculation, compared in one run."""
+"""Benchmarks: the same prompts with and without speculation, compared in one run."""

@@ -1,4 +1,4 @@
-"""The report's charts as static SVG. Each is drawn for a width in pixels, so that its text is never scaled."""
+"""The report's charts as static SVG. Each is drawn for a width in pixels, so that text is not scaled."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from slipstream.evaluate.drawing import (
 )
 from slipstream.evaluate.metrics import ALL
 
-PLAIN = "none"  # plain decoding, the contestant the charts compare with
+PLAIN = "none"  # plain decoding, the baseline of the charts
 STAGES = ("draft", "verify", "host", "unaccounted")
-CROWD = 60  # points of a scatter beyond which only the large ones are labelled
+CROWD = 60  # with more points in a scatter plot, only the large ones are labelled
 SHAPES = (
     "M-4.5 0a4.5 4.5 0 1 0 9 0a4.5 4.5 0 1 0-9 0z",
     "M-4-4H4V4H-4z",
@@ -39,12 +39,12 @@ SHAPES = (
     "M-4.5-4.5V4.5L4.5-4.5V4.5z",
 )
 
-Row = dict[str, Any]  # a metrics.Row on its way through JSON
+Row = dict[str, Any]  # a metrics.Row as JSON
 
 
 @dataclass(frozen=True)
 class Mark:
-    """How a contestant is told apart: by its drafter's colour, and by shape."""
+    """How a contestant is drawn: the colour of its drafter, and a shape."""
 
     colour: str  # a CSS variable
     shape: str
@@ -59,13 +59,14 @@ class Mark:
         return f'<path class="{kind}{" plain" * self.plain}" {self.paint} d="{self.shape}" {at}/>'
 
     def line(self, points: Sequence[tuple[float, float]]) -> str:
-        """Through these points; "" where there is one alone."""
+        """A line through these points; "" if there is only one."""
         joined = "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
         return f'<path class="whisker" {self.paint} d="M{joined}"/>' if len(points) > 1 else ""
 
 
 def looks(names: Iterable[str]) -> dict[str, Mark]:
-    """Each takes the shape taken least so far, first of all in its own colour: contestants of one drafter share it."""
+    """A mark for each name. Contestants of one drafter share its colour, so each gets the shape that was used least,
+    counting its colour first."""
     found = {PLAIN: Mark(colour(PLAIN), SHAPES[0], plain=True)}
     taken: Counter[tuple[str, int]] = Counter()
     for name in names:
@@ -78,7 +79,7 @@ def looks(names: Iterable[str]) -> dict[str, Mark]:
 
 
 def known(value: Any) -> float | None:
-    """The number; None where it is null, NaN or infinite."""
+    """The number; None if it is null, NaN or infinite."""
     return float(value) if isinstance(value, int | float) and isfinite(value) else None
 
 
@@ -89,21 +90,21 @@ def ratio(row: Row, baseline: str) -> tuple[float | None, float | None, float | 
 
 
 def stages(row: Row) -> dict[str, float]:
-    """Milliseconds per step. Clocks that overlap by a hair must not give a stage less than nothing."""
+    """Milliseconds per step by stage. Never negative, even if clocks overlap slightly."""
     spent = {name: known((row.get("ms_per_step") or {}).get(name)) for name in STAGES}
     return {name: max(value, 0.0) for name, value in spent.items() if value is not None}
 
 
 def lengths(row: Row) -> dict[int, int]:
-    """Steps by the number of drafted tokens kept. JSON has made texts of the numbers."""
+    """Steps by the number of accepted tokens. In JSON the keys are strings."""
     return {int(length): steps for length, steps in (row.get("accepted_lengths") or {}).items()}
 
 
-# ---- the charts: "" where there is nothing to draw
+# ---- the charts: "" if there is nothing to draw
 
 
 def speedups(rows: Sequence[Row], look: dict[str, Mark], width: int) -> str:
-    """A group per category, in it a line per contestant: the speed-up over plain decoding with its interval."""
+    """A group per category with a line per contestant: the speed-up over plain decoding with its interval."""
     rows = [row for row in rows if row["contestant"] != PLAIN]
     numbers = [n for row in rows for n in ratio(row, PLAIN) if n is not None]
     if not numbers:
@@ -138,7 +139,7 @@ def speedups(rows: Sequence[Row], look: dict[str, Mark], width: int) -> str:
 
 
 def steps(rows: Sequence[Row], look: dict[str, Mark], width: int) -> str:
-    """Tokens per step against milliseconds per step, a point per contestant and category of our own engine."""
+    """Tokens per step against milliseconds per step, a point per contestant and category of slipstream's engine."""
     points = [(sum(stages(r).values()), known(r.get("tokens_per_step")) or 0.0, r) for r in rows]
     points = [point for point in points if point[0] > 0 and point[1] > 0]
     if not points:
@@ -159,14 +160,14 @@ def steps(rows: Sequence[Row], look: dict[str, Mark], width: int) -> str:
     # Equal tokens per second are lines through the origin, drawn where they cross the frame.
     for rate in rates:
         start, end = max(x_low, 1e3 * y_low / rate), min(x_high, 1e3 * y_high / rate)
-        if end - start < 0.12 * (x_high - x_low):  # a corner cut off
+        if end - start < 0.12 * (x_high - x_low):  # too short to show
             continue
         ends = [(x(at), y(rate * at / 1e3)) for at in (start, end)]
         parts.append(f'<path class="iso" d="M{ends[0][0]:.1f} {ends[0][1]:.1f}L{ends[1][0]:.1f} {ends[1][1]:.1f}"/>')
         at_top = ends[1][1] < top + 1
         label_x, label_y = (ends[1][0], top - 7) if at_top else (ends[1][0] + 5, ends[1][1] + 4)
         parts.append(places.label(label_x, label_y, f"{rate:g}/s", "iso middle" if at_top else "iso"))
-    # What is drawn last lies on top: all prompts together, which are labelled first too.
+    # Points for all prompts together are drawn last, on top of the others, and are labelled first.
     points.sort(key=lambda point: whole(point[2]))
     for ms, tokens, row in reversed(points):
         label, kind = (row["contestant"], "strong") if whole(row) else (row["category"], "small")
@@ -180,7 +181,7 @@ def steps(rows: Sequence[Row], look: dict[str, Mark], width: int) -> str:
 
 
 def histograms(rows: Sequence[Row], look: dict[str, Mark], width: int) -> str:
-    """How many drafted tokens a step keeps: a panel per contestant that drafts, over all prompts, on equal axes."""
+    """How many drafted tokens a step accepts: a panel per contestant that drafts, over all prompts, on equal axes."""
     shown = [(row, lengths(row)) for row in rows if row["category"] == ALL and row["contestant"] != PLAIN]
     shown = [(row, counts) for row, counts in shown if sum(counts.values())]
     if not shown:
@@ -213,7 +214,7 @@ def histograms(rows: Sequence[Row], look: dict[str, Mark], width: int) -> str:
 
 
 def times(rows: Sequence[Row], look: dict[str, Mark], width: int) -> str:
-    """Where a step's time goes over all prompts: a bar per contestant of our own engine, a part per stage."""
+    """The time of a step over all prompts: a bar per contestant of slipstream's engine, with a part per stage."""
     shown = [(row, stages(row)) for row in rows if row["category"] == ALL and stages(row)]
     longest = max((sum(spent.values()) for _, spent in shown), default=0)
     if longest <= 0:
@@ -240,12 +241,12 @@ def times(rows: Sequence[Row], look: dict[str, Mark], width: int) -> str:
 
 
 def whole(row: Row) -> bool:
-    """Over all prompts."""
+    """Whether the row is over all prompts."""
     return bool(row["category"] == ALL)
 
 
 def from_few(row: Row) -> str:
-    """How many questions a row's interval comes from: one of two says little. "" in documents that don't tell."""
+    """How many questions a row's interval comes from; "" if the document doesn't say."""
     items = ((row.get("speedup") or {}).get(PLAIN) or {}).get("items")
     return f"from {items} question{'' if items == 1 else 's'}" if items else ""
 

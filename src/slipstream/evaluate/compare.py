@@ -1,4 +1,4 @@
-"""Two benchmark documents side by side: what got faster or slower beyond noise."""
+"""Compare two benchmark documents: what got faster or slower beyond noise."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from slipstream.errors import OptionError
 
-# What must be alike for two runs to be comparable at all.
+# What must be equal for two runs to be comparable.
 SAME = ("model", "dtype", "device", "threads")
 
 
@@ -32,8 +32,8 @@ def compare_files(before: Path, after: Path) -> Iterator[str]:
 
 
 def verdict(old: dict[str, Any], new: dict[str, Any]) -> str:
-    """Rates of two runs are compared through each run's own plain decoding where both have it: a machine that was
-    busier the second time is then no news. Without it, the spreads of the repeats decide."""
+    """Compare two rows by their speed-ups over plain decoding in the same run, if both have it, so that a busier
+    machine makes no difference. Otherwise by the spreads of the repeats."""
     a, b = old["speedup"].get("none"), new["speedup"].get("none")
     if new["contestant"] != "none" and a and b and None not in (a["value"], b["value"]):
         change = f"{a['value']:.2f} → {b['value']:.2f} × plain"

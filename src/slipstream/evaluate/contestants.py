@@ -1,4 +1,4 @@
-"""Who runs in a benchmark: this engine with any drafter, and transformers' own ways, on one model in one process."""
+"""The contestants of a benchmark: this engine with any drafter, and transformers' methods, on one model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HF_LOOKUP_TOKENS = 10  # what transformers' documentation uses for prompt lookup
 
 @dataclass(frozen=True)
 class Decoding:
-    """What every contestant is asked for."""
+    """Decoding options, the same for every contestant."""
 
     max_new_tokens: int = 128
     temperature: float = 0.0
@@ -33,7 +33,7 @@ class Answer:
     tokens: list[int]
     seconds: float  # the whole call, the prompt included
     first_token_seconds: float
-    stats: Stats | None = None  # of our own engine
+    stats: Stats | None = None  # only from slipstream's engine
 
 
 class Contestant(ABC):
@@ -41,7 +41,7 @@ class Contestant(ABC):
 
     @abstractmethod
     def answers(self, prompts: Sequence[list[int]], decoding: Decoding) -> list[Answer]:
-        """Continue the prompts together, on the clock. Each is charged its share of the time."""
+        """Answer the prompts together, timed. Each answer is charged its share of the time."""
 
     def answer(self, prompt: list[int], decoding: Decoding) -> Answer:
         (only,) = self.answers([prompt], decoding)
@@ -119,7 +119,7 @@ class Peer(Contestant):
 
 
 def until_end(tokens: list[int], ends: frozenset[int]) -> list[int]:
-    """Without the padding that a batch adds after the end."""
+    """The tokens without padding after the end."""
     for place, token in enumerate(tokens):
         if token in ends:
             return tokens[: place + 1]
@@ -127,7 +127,7 @@ def until_end(tokens: list[int], ends: frozenset[int]) -> list[int]:
 
 
 class FirstToken:
-    """A streamer that only looks at the clock: transformers puts the prompt first, then tokens."""
+    """A streamer that measures the time of the first token. transformers puts the prompt first, then tokens."""
 
     def __init__(self) -> None:
         self.at: float | None = None

@@ -1,4 +1,4 @@
-"""What charts are made of: scales, ticks, and labels that keep clear of each other, as pieces of SVG."""
+"""Parts of charts: scales, ticks, and labels that don't overlap, as pieces of SVG."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def scale(low: float, high: float, start: float, end: float) -> Scale:
 
 
 def ticks(low: float, high: float, most: int, around: bool = False) -> list[float]:
-    """Round numbers from low to high, about `most` of them; with `around`, the two that lie outside as well."""
+    """Round numbers from low to high, about `most` of them; with `around`, also the next ones outside."""
     span = (high - low) or abs(high) or 1.0
     power = 10.0 ** floor(log10(span / most))
     step = power * next(n for n in (1, 2, 5, 10) if n * power * most >= span * 0.999)
@@ -26,27 +26,27 @@ def ticks(low: float, high: float, most: int, around: bool = False) -> list[floa
 
 
 def padded(values: Sequence[float]) -> tuple[float, float]:
-    """The range of positive values with some room; still positive, for the axes are divided by each other."""
+    """The range of positive values with a margin. Both ends stay positive, since the axes are divided by each other."""
     low, high = min(values), max(values)
     room = 0.1 * (high - low) or 0.1 * high
     return max(low - room, low / 2), high + room
 
 
 class Places:
-    """Where something is drawn already: a label goes only where nothing is."""
+    """The boxes that are taken, so that labels don't cover anything."""
 
     def __init__(self, taken: Iterable[Box] = ()) -> None:
         self._taken = list(taken)
 
     def take(self, box: Box) -> bool:
-        """The place, if it is free."""
+        """Take a box. False: it is not free."""
         if any(b[0] < box[2] and box[0] < b[2] and b[1] < box[3] and box[1] < b[3] for b in self._taken):
             return False
         self._taken.append(box)
         return True
 
     def label(self, x: float, y: float, label: str, kind: str) -> str:
-        """The label with its baseline at y; "" where it would cover another."""
+        """The label with its baseline at y; "" if it would cover something."""
         return text(x, y, label, kind) if self.take(box_of(x, y, label, kind)) else ""
 
 
@@ -61,7 +61,7 @@ def around(x: float, y: float, radius: float) -> Box:
 
 
 def beside(x: float, y: float, label: str, kind: str, places: Places, frame: Box) -> str:
-    """The label at the first free place around its point. Where there is none it is left out: the table has it."""
+    """The label at the first free place around its point; "" if there is none."""
     off = 13 if kind == "strong" else 8
     for anchor, dx, dy in (("", off, 0), ("end", -off, 0), ("middle", 0, -off - 5), ("middle", 0, off + 5)):
         at = (x + dx, y + dy + 4, label, f"{kind} halo {anchor}")
@@ -73,7 +73,7 @@ def beside(x: float, y: float, label: str, kind: str, places: Places, frame: Box
 
 
 def width_of(label: str, kind: str = "") -> float:
-    """Pixels that a label takes at most, or nearly: without a script nothing can be measured."""
+    """An estimate of the largest width of a label in pixels, since without a script it can't be measured."""
     size = 11 if {"small", "iso"} & set(kind.split()) else 12
     return sum(map(_letter, label)) * size * (1.08 if "strong" in kind else 1)
 
@@ -90,7 +90,7 @@ def _letter(letter: str) -> float:
 
 
 def fit(label: str, room: float, kind: str = "") -> str:
-    """Cut to this many pixels, in the middle: swept contestants differ at the end. The table has the whole."""
+    """Shorten a label to this many pixels, in the middle, since contestants of a sweep differ at the end."""
     if width_of(label, kind) <= room:
         return label
     kept = len(label) - 1

@@ -1,4 +1,4 @@
-"""What the report's words mean, each in a sentence or two. The full definitions are in docs/benchmarks.md."""
+"""The glossary of reports, a sentence or two for each term. The full definitions are in docs/benchmarks.md."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ GLOSSARY = {
 
 
 def term(word: str, shown: str, place: str, at: float = 0) -> str:
-    """A word that says what it means, on hover and on focus; `at`, in percent: where its tip begins."""
+    """A term with its explanation as a tooltip. at: where the tooltip begins, in percent."""
     name = f"{place}-{word.translate(NO_SPACES)}"
     return (
         f'<span class="term" tabindex="0" aria-describedby="{name}">{shown}'
@@ -64,5 +64,5 @@ def term(word: str, shown: str, place: str, at: float = 0) -> str:
 
 
 def explained(text: str, place: str) -> str:
-    """Text of our own in which [word|as shown] is a word of the glossary."""
+    """Replace [word|as shown] in a text by terms of the glossary. The text must be trusted."""
     return re.sub(r"\[(.+?)\|(.+?)\]", lambda found: term(found[1], found[2], place), text)

@@ -1,6 +1,6 @@
-"""An open-loop load on any server of OpenAI's API: requests come at random, whatever became of the earlier ones.
+"""An open-loop load test of any server of OpenAI's API: requests arrive at random, independent of earlier answers.
 
-A closed loop, where each client waits for its answer, asks less of a slow server and so hides how slow it is.
+In a closed loop, where each client waits for its answer, a slow server gets fewer requests, which hides how slow it is.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ MOST = 100_000  # requests at one rate
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """What to ask, how often and for how long."""
+    """The prompts, rates and duration of a load test."""
 
     prompts: Sequence[str]
     rates: Sequence[float] = (0.5, 1.0, 2.0, 4.0)  # requests per second
-    seconds: float = 30.0  # in which requests come, at each rate
+    seconds: float = 30.0  # during which requests arrive, at each rate
     max_new_tokens: int = 128
     seed: int = 0
 
@@ -50,7 +50,7 @@ class LoadPlan:
 
 
 def arrivals(rate: float, seconds: float, random: Random) -> list[float]:
-    """When requests come: a Poisson process."""
+    """Arrival times of a Poisson process."""
     times, now = [], random.expovariate(rate)
     while now < seconds:
         times.append(now)
@@ -59,7 +59,7 @@ def arrivals(rate: float, seconds: float, random: Random) -> list[float]:
 
 
 def measure(plan: LoadPlan, server: Server, progress: Progress) -> tuple[list[Row], str | None]:
-    """A row per rate, and what is missing: Ctrl-C ends the measurement, not the report."""
+    """A row per rate, and what is missing after Ctrl-C, which ends only the measurement."""
     rows: list[Row] = []
     try:
         asyncio.run(_measure(plan, server, progress, rows))
@@ -69,11 +69,11 @@ def measure(plan: LoadPlan, server: Server, progress: Progress) -> tuple[list[Ro
 
 
 async def _measure(plan: LoadPlan, server: Server, progress: Progress, rows: list[Row]) -> None:
-    # What compiles or is captured on the first request is not the load's; and what is refused now would always be.
+    # A warm-up, for compilation and captures. If it is refused, all requests would be.
     first = await ask(server, chat(server, "Say hello.", 8), perf_counter())
     if first.why.startswith("status 4"):
         raise OptionError(f"{server.url} does not take a chat with {server.model} ({first.why})")
-    # The prompts go on from rate to rate: a server that keeps what it answered is fast on what it is asked again.
+    # Prompts continue from rate to rate, since a server with a cache is faster on repeated prompts.
     order = Random(plan.seed).sample(plan.prompts, len(plan.prompts))
     bodies, asked = (chat(server, prompt, plan.max_new_tokens) for prompt in cycle(order)), 0
     for rate in plan.rates:
@@ -88,14 +88,14 @@ async def offer(
     server: Server,
     bodies: Iterator[Body],
     times: Sequence[float],
-    told: Callable[[int, int], None],
+    report: Callable[[int, int], None],
 ) -> tuple[list[Outcome], float]:
-    """Send a request at each of these times, and wait for the last answer. Returns the seconds that took, too."""
+    """Send a request at each of these times, and wait for the last answer. Returns the outcomes and the seconds."""
     outcomes: list[Outcome] = []
 
     async def one(body: Body, due: float) -> None:
         outcomes.append(await ask(server, body, due))
-        told(len(outcomes), len(times))
+        report(len(outcomes), len(times))
 
     start = perf_counter()
     async with asyncio.TaskGroup() as group:
@@ -106,7 +106,7 @@ async def offer(
 
 
 def summarise(rate: float, outcomes: Sequence[Outcome], seconds: float) -> Row:
-    """The numbers of one rate. seconds: from the beginning to the last answer's end."""
+    """The row of one rate. seconds: from the beginning to the end of the last answer."""
     answered = [o for o in outcomes if o.ended == "answered"]
     tokens = sum(o.tokens for o in answered)
     counted = [o for o in answered if o.steps]
@@ -135,5 +135,5 @@ def summarise(rate: float, outcomes: Sequence[Outcome], seconds: float) -> Row:
 
 
 def quantiles(seconds: Sequence[float]) -> dict[str, float | None]:
-    """In milliseconds."""
+    """The median and the 99th percentile, in milliseconds."""
     return {f"p{p}": 1e3 * float(np.percentile(seconds, p)) if seconds else None for p in (50, 99)}

@@ -1,4 +1,4 @@
-"""What a load says at the end: a table to read, one JSON document, and a page with charts by rate."""
+"""The report of a load test: a table, one JSON document, and a page with charts by rate."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from slipstream.version import __version__
 
 NAME, VERSION = "slipstream load", 1
 P50, P99 = Mark("--of-suffix", SHAPES[0]), Mark("--of-rest", SHAPES[2])
-LATE = 20.0  # milliseconds by which requests may be sent late without a word
+LATE = 20.0  # milliseconds by which requests may be sent late without a remark
 
 Document = dict[str, Any]
 
@@ -74,15 +74,17 @@ def table(rows: Sequence[Row]) -> Table:
 
 
 def remarks(rows: Sequence[Row]) -> list[str]:
-    """What the numbers alone don't say."""
-    said = []
+    """Remarks on failures and on requests that were sent late."""
+    sentences = []
     for row in rows:
         if row["failures"]:
             why = ", ".join(f"{times} × {reason}" for reason, times in list(row["failures"].items())[:3])
-            said.append(f"{row['rate']:g} requests/s: {row['failed']} of {row['sent']} failed: {why}")
+            sentences.append(f"{row['rate']:g} requests/s: {row['failed']} of {row['sent']} failed: {why}")
         if (late := known(row["late_ms"]["p99"])) is not None and late > LATE:
-            said.append(f"{row['rate']:g} requests/s: sent up to {late:.0f} ms late; this machine is too busy to tell")
-    return said
+            sentences.append(
+                f"{row['rate']:g} requests/s: sent up to {late:.0f} ms late; this machine is too busy to tell"
+            )
+    return sentences
 
 
 # ---- the page
@@ -106,7 +108,7 @@ def _page(document: Document) -> str:
 
 
 def _figures(rows: Sequence[Row]) -> str:
-    """The most that the server gave."""
+    """The headline numbers, at the rate with the most tokens per second."""
     known_rows = [row for row in rows if known(row["tokens_per_second"]) is not None]
     best = max(known_rows, key=lambda row: row["tokens_per_second"], default=None)
     if best is None:
@@ -159,7 +161,7 @@ def _charts(rows: Sequence[Row]) -> str:
 def lines(
     rates: Sequence[float], series: Sequence[tuple[Mark, Sequence[float | None]]], unit: str, log: bool, width: int
 ) -> str:
-    """A line for each series of values by rate. Rates are mostly doubled, so equal factors are equal distances."""
+    """A line for each series of values by rate. The x axis is logarithmic, since rates are usually doubled."""
     values = [value for _, found in series for value in found if value is not None and (value > 0 or not log)]
     if not values:
         return ""
@@ -192,7 +194,7 @@ def scaled(low: float, high: float, start: float, end: float, log: bool) -> Scal
 
 
 def decades(low: float, high: float) -> list[float]:
-    """1, 2 and 5 times powers of ten around a range; powers alone where it is wide."""
+    """1, 2 and 5 times powers of ten around a range; only powers of ten if it is wide."""
     powers = range(floor(log10(low)), ceil(log10(high)) + 1)
     every = [float(f"{n}e{p}") for p in powers for n in ((1, 2, 5) if len(powers) < 5 else (1,))]
     below = max((m for m in every if m <= low), default=every[0])

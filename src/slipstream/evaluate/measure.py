@@ -1,4 +1,4 @@
-"""The measurement: the same prompts for everyone, interleaved and repeated, so that a noisy machine hurts all alike."""
+"""The measurement: the same prompts for all contestants, interleaved and repeated, so that noise affects all alike."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class MeasuredRun:
     category: str
     repeat: int
     answer: Answer
-    equal: bool | None  # the same text as plain decoding; None where texts are drawn with other noise
+    equal: bool | None  # whether the text equals plain decoding's; None if texts are sampled with other noise
 
 
 def prepare(plain: Ours, prompts: Sequence[Prompt], decoding: Decoding) -> Iterator[Item]:
-    """Answer every turn plainly. Later turns follow plain decoding's answers, so that all contestants are asked the
-    very same things."""
+    """Answer every turn by plain decoding. Later turns contain these answers, so that all contestants get the same
+    prompts."""
     for prompt in prompts:
         messages: list[dict[str, str]] = []
         for turn, content in enumerate(prompt.turns):
@@ -51,8 +51,8 @@ def prepare(plain: Ours, prompts: Sequence[Prompt], decoding: Decoding) -> Itera
 def measure(
     contestants: Sequence[Contestant], items: Sequence[Item], decoding: Decoding, repeats: int, batch: int = 1
 ) -> Iterator[MeasuredRun]:
-    """Every contestant on every item, `batch` items together, `repeats` times, after a warm-up of each. Who goes first
-    changes from batch to batch."""
+    """Run every contestant on every item, `batch` items together, `repeats` times, after a warm-up of each. The order
+    of contestants rotates from batch to batch."""
     groups = [items[i : i + batch] for i in range(0, len(items), batch)]
     for contestant in contestants:
         contestant.answers([item.tokens for item in groups[0]], decoding)

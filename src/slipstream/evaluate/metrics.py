@@ -1,4 +1,4 @@
-"""From runs to numbers. Every metric is defined in docs/benchmarks.md, and nowhere else computed."""
+"""Compute metrics from runs. Every metric is defined in docs/benchmarks.md and computed only here."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ BOOTSTRAPS = 2000
 
 @dataclass(frozen=True)
 class Ratio:
-    """How much faster than another contestant, with a 95% interval."""
+    """The speed-up over another contestant, with a 95% interval."""
 
     value: float
     low: float
     high: float
-    items: int = 0  # that both answered: an interval from two says little
+    items: int = 0  # answered by both
 
 
 @dataclass(frozen=True)
@@ -40,13 +40,13 @@ class Row:
     first_token_ms: float
     texts_equal: int
     texts_compared: int
-    # Of our own engine only:
+    # Only for slipstream's engine:
     tokens_per_step: float | None = None  # M
     acceptance_rate: float | None = None
     node_yield: float | None = None
     accepted_lengths: dict[int, int] = field(default_factory=dict)
     ms_per_step: dict[str, float] = field(default_factory=dict)  # draft, verify, host, unaccounted
-    unaccounted: float | None = None  # share of the time that no stage's clock covers
+    unaccounted: float | None = None  # share of the time that belongs to no stage
 
 
 def summarise(runs: Sequence[MeasuredRun], baselines: Sequence[str] = ("none", "hf")) -> list[Row]:
@@ -64,8 +64,8 @@ def summarise(runs: Sequence[MeasuredRun], baselines: Sequence[str] = ("none", "
 
 
 def speedup(runs: Sequence[MeasuredRun], baseline: Sequence[MeasuredRun]) -> Ratio:
-    """Seconds per token of the baseline over ours, paired by item and repeat. An item counts with the median of its
-    repeats: one hiccup of the machine must not. The interval is a bootstrap over items and over each item's repeats."""
+    """Seconds per token of the baseline divided by ours, paired by item and repeat. An item counts by the median of its
+    repeats, so that an outlier has no effect. The interval is a bootstrap over items and over each item's repeats."""
     pairs = _pairs(runs, baseline)
     if not pairs:
         return Ratio(float("nan"), float("nan"), float("nan"))
@@ -84,7 +84,7 @@ def speedup(runs: Sequence[MeasuredRun], baseline: Sequence[MeasuredRun]) -> Rat
 
 
 def _pairs(runs: Sequence[MeasuredRun], baseline: Sequence[MeasuredRun]) -> list[list[tuple[float, int, float, int]]]:
-    """Per item both answered: seconds and tokens, ours and the baseline's, of each repeat."""
+    """For each item that both answered: seconds and tokens, ours and the baseline's, of each repeat."""
     theirs = {(r.item, r.repeat): r.answer for r in baseline}
     found: dict[str, list[tuple[float, int, float, int]]] = defaultdict(list)
     for run in runs:

@@ -16,13 +16,13 @@ from slipstream.evaluate.metrics import ALL
 from slipstream.evaluate.style import DEFINITIONS, STYLE
 from slipstream.user_files import write_text
 
-WIDE, NARROW = 540, 342  # pixels: each chart is drawn for both, the style sheet shows one
+WIDE, NARROW = 540, 342  # pixels: each chart is drawn in both widths, the style sheet shows one
 UNKNOWN = "–"
 
 
 def write_page(document: dict[str, Any], path: Path) -> None:
-    """The page for this document. It needs no other file and asks for none."""
-    # Names may hold half a surrogate, which no file can.
+    """Write the page for this document. It needs no other file."""
+    # Names may hold lone surrogates, which can't be encoded.
     write_text(path, _page(document), errors="replace")
 
 
@@ -34,7 +34,7 @@ def _page(document: dict[str, Any]) -> str:
 
 
 def sheet(document: dict[str, Any], kind: str, measured: str, figures: str, notes: str, *main: str) -> str:
-    """The whole page, of its parts as HTML."""
+    """The whole page, from its parts as HTML."""
     provenance = document.get("provenance") or {}
     title, main_parts = escape(_plain(provenance.get("model", "slipstream"))), "\n".join(main)
     return f"""<!doctype html>
@@ -82,7 +82,7 @@ def _measured(document: dict[str, Any]) -> str:
 
 
 def _figures(rows: Sequence[Row]) -> str:
-    """The best of our own contestants, and what it is compared with."""
+    """The best of slipstream's contestants, and what it is compared with."""
     whole = [row for row in rows if row["category"] == ALL and known(row.get("tokens_per_step")) is not None]
     drafting = [row for row in whole if row["contestant"] != PLAIN]
     best = max(drafting, key=lambda row: ratio(row, PLAIN)[0] or 0, default=None)
@@ -101,7 +101,7 @@ def _figures(rows: Sequence[Row]) -> str:
 
 
 def headline(figures: Sequence[tuple[str, str]]) -> str:
-    """Numbers to begin with, each with its label."""
+    """The headline numbers, each with its label."""
     pairs = "".join(f"<div><dt>{label}</dt><dd>{value}</dd></div>" for value, label in figures)
     return f'<dl class="figures tips below">{pairs}</dl>' if figures else ""
 
@@ -133,7 +133,7 @@ def _provenance(document: dict[str, Any], provenance: dict[str, Any]) -> str:
 
 
 def _plain(value: Any) -> str:
-    """Any JSON in words: what isn't set is left out of objects."""
+    """Any JSON as readable text, without empty fields of objects."""
     if isinstance(value, dict):
         return "; ".join(f"{k}: {_plain(v)}" for k, v in value.items() if v is not None) or UNKNOWN
     if isinstance(value, list):
@@ -188,7 +188,7 @@ def _charts(rows: Sequence[Row]) -> str:
 
 
 def figure(name: str, title: str, caption: str, draw: Callable[[int], str], keys: dict[str, str]) -> str:
-    """A chart drawn for both widths; "" where there is nothing to draw. keys: SVG by label, which is HTML."""
+    """A chart in both widths; "" if there is nothing to draw. keys: the legend, SVG by label, which is HTML."""
     if not (wide := draw(WIDE)):
         return ""
     legend = "".join(
@@ -225,7 +225,7 @@ def _table(rows: Sequence[Row]) -> str:
 def by_category(
     rows: Sequence[Row], columns: int, cells: Callable[[Row], Sequence[str]], called: Callable[[str], str] = str
 ) -> str:
-    """The rows of a table, in groups with a heading for each category, by the name that it is called."""
+    """The rows of a table, grouped by category with a heading. called: turns a category into its heading."""
     groups = []
     for category, own in groupby(rows, key=lambda row: row["category"]):
         heading = f'<th class="category" scope="rowgroup" colspan="{columns}">{escape(called(category))}</th>'
@@ -239,7 +239,7 @@ def row_of(name: str, cells: Sequence[str]) -> str:
 
 
 def numbers(heads: Sequence[Sequence[tuple[str, str]]], body: str) -> str:
-    """The table's section, of the columns' words and the rows as HTML."""
+    """The section of the table. heads: the columns' terms. body: the rows as HTML."""
     return (
         '<section class="numbers"><h2>All numbers</h2><div class="tips"><div class="scroll" tabindex="0" role="region" '
         f'aria-label="All numbers"><table><thead><tr>{_heads(heads)}</tr></thead>{body}</table></div></div></section>'
@@ -247,7 +247,7 @@ def numbers(heads: Sequence[Sequence[tuple[str, str]]], body: str) -> str:
 
 
 def _heads(heads: Sequence[Sequence[tuple[str, str]]]) -> str:
-    """The columns' names: words of the glossary, and how they are shown."""
+    """The head row: terms of the glossary, and how they are shown."""
     cells = []
     for i, terms in enumerate(heads):
         shown = " ".join(term(word, shown, f"column{i}", 100 * i / len(heads)) for word, shown in terms)
@@ -282,7 +282,7 @@ def number(value: Any, digits: int = 2) -> str:
 
 
 def _interval(low: Any, high: Any, digits: int = 2, of: int | None = None) -> str:
-    """`of`: how many questions it comes from."""
+    """An interval as HTML. of: number of questions that it comes from."""
     if known(low) is None or known(high) is None:
         return ""
     return f"<small>{number(low, digits)}–{number(high, digits)}{f' of {of}' if of else ''}</small>"

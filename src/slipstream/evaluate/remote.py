@@ -1,6 +1,6 @@
-"""A server of OpenAI's API as a client meets it: who is there, and one streamed chat with its times.
+"""A client for a server of OpenAI's API: find the server's models, and time one streamed chat.
 
-HTTP/1.1 by asyncio alone: a load generator wants a connection per request, and to know when each event came.
+HTTP/1.1 with asyncio only, since a load generator needs a connection per request and the time of each event.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from urllib.parse import quote, urlsplit
 from slipstream.errors import OptionError
 
 PATIENCE = 300.0  # seconds that an answer may take
-MOST = 1 << 31  # what a server may count: no number beyond is believed
+MOST = 1 << 31  # larger counts from a server are ignored
 Clock = Callable[[], float]
 Body = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Server:
-    """Where a server listens, and what it serves."""
+    """A server's address and model."""
 
     host: str
     port: int
@@ -34,7 +34,7 @@ class Server:
     path: str  # in front of /v1
     key: str | None = None
     model: str = ""
-    ours: bool = False  # a slipstream: it tells its tokens per step
+    ours: bool = False  # a slipstream server: it reports tokens per step
 
     @property
     def url(self) -> str:
@@ -44,16 +44,16 @@ class Server:
 
 @dataclass
 class Outcome:
-    """What became of a request. Times are those of one clock, in seconds."""
+    """The outcome of a request. All times are of one clock, in seconds."""
 
-    due: float  # when it was to be sent: what waits in this process counts as well
+    due: float  # when it was to be sent, so that waiting in this process counts as well
     sent: float
     first: float | None = None  # token
     last: float | None = None
     tokens: int = 0
     steps: float | None = None  # that the server took
-    ended: str = "failed"  # or answered, or refused: told to come again later
-    why: str = "the answer has no end"  # it failed
+    ended: str = "failed"  # or answered, or refused (status 429)
+    why: str = "the answer has no end"  # reason of a failure
 
 
 # ---- one request
@@ -62,18 +62,18 @@ class Outcome:
 def chat(server: Server, prompt: str, max_new_tokens: int) -> Body:
     body: Body = {"model": server.model, "messages": [{"role": "user", "content": prompt}], "temperature": 0}
     body |= {"max_tokens": max_new_tokens, "stream": True, "stream_options": {"include_usage": True}}
-    return body | ({"slipstream": {"stats": True}} if server.ours else {})  # others may refuse what they don't know
+    return body | ({"slipstream": {"stats": True}} if server.ours else {})  # other servers may refuse unknown fields
 
 
 async def ask(server: Server, body: Body, due: float, clock: Clock = perf_counter) -> Outcome:
-    """Whatever goes wrong is an outcome, too."""
+    """Send a request and read the answer. Errors become part of the outcome."""
     found = Outcome(due, sent=clock())
     try:
         async with asyncio.timeout(PATIENCE), exchange(server, "chat/completions", body) as (status, pieces):
             if status == 429:
                 found.ended = "refused"
             elif status != 200:
-                found.why = f"status {status}{told(b''.join([piece async for piece in pieces]))}"
+                found.why = f"status {status}{message_of(b''.join([piece async for piece in pieces]))}"
             else:
                 await listen(found, pieces, clock)
     except (OSError, EOFError, ValueError, RecursionError) as error:
@@ -108,12 +108,12 @@ async def listen(found: Outcome, pieces: AsyncIterator[bytes], clock: Clock) -> 
         match chunk:
             case {"slipstream": {"stats": {"tokens_per_step": int() | float() as count}}} if 0 < count < MOST:
                 per_step = count
-    found.tokens = texts if usage is None else usage  # without usage, an event is taken for a token
+    found.tokens = texts if usage is None else usage  # without usage, each event counts as a token
     found.steps = found.tokens / per_step if per_step else None
 
 
-def told(body: bytes) -> str:
-    """What a refusal says of itself."""
+def message_of(body: bytes) -> str:
+    """The message in the body of a refusal."""
     try:
         match json.loads(body):
             case {"error": {"message": str(message)}}:
@@ -143,7 +143,7 @@ def reason(error: BaseException) -> str:
 async def exchange(
     server: Server, path: str, body: Body | None = None
 ) -> AsyncIterator[tuple[int, AsyncIterator[bytes]]]:
-    """The status and the body of an answer, on a connection of its own."""
+    """The status and the body of an answer, on a new connection."""
     reader, writer = await asyncio.open_connection(server.host, server.port, ssl=tls() if server.secure else None)
     try:
         sent = b"" if body is None else json.dumps(body).encode()
@@ -161,7 +161,7 @@ async def exchange(
             headers[name.lower()] = value.strip().lower()
         yield int(status), content(reader, headers)
     finally:
-        writer.transport.abort()  # nothing more is wanted, and a server that is still writing may know
+        writer.transport.abort()  # at once, so that a server that is still writing notices
 
 
 async def line(reader: asyncio.StreamReader) -> bytes:
@@ -184,7 +184,7 @@ async def content(reader: asyncio.StreamReader, headers: Mapping[bytes, bytes]) 
 
 
 async def events(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """The data of server-sent events, wherever the pieces were cut."""
+    """The data of server-sent events, which pieces may cut anywhere."""
     rest, data = b"", list[bytes]()
     async for piece in pieces:
         *lines, rest = (rest + piece).split(b"\n")
@@ -192,7 +192,7 @@ async def events(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
             name, _, value = each.rstrip(b"\r").partition(b":")
             if name == b"data":
                 data.append(value.removeprefix(b" "))
-            elif not name and not value and data:  # a blank line ends an event; one that begins with : says nothing
+            elif not name and not value and data:  # a blank line ends an event; a line that begins with : is a comment
                 yield b"\n".join(data)
                 data = []
 
@@ -202,11 +202,11 @@ def tls() -> ssl.SSLContext:
     return ssl.create_default_context()
 
 
-# ---- who is there
+# ---- finding a server
 
 
 def find(url: str, key: str | None = None, model: str | None = None) -> Server:
-    """The server at this address, and one of its models: the first, if none is named."""
+    """The server at this address, with the named model or its first one."""
     try:
         parts = urlsplit(url)
         secure, port = parts.scheme == "https", parts.port
@@ -239,7 +239,7 @@ async def _find(server: Server, model: str | None) -> Server:
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise OptionError(f"{no_api}: /v1/models gives no list of models") from error
     if not owners:
-        raise OptionError(f"{no_api}, or it serves no model: /v1/models has status {status}{told(body)}")
+        raise OptionError(f"{no_api}, or it serves no model: /v1/models has status {status}{message_of(body)}")
     if model is not None and model not in owners:
         raise OptionError(f"--model {model!r} is not served at {server.url}: there are {', '.join(map(str, owners))}")
     chosen = model or next(iter(owners))

@@ -1,8 +1,7 @@
-"""Recordings: plain runs kept once, against which any drafter can be tried without the target.
+"""Recordings: saved plain runs, against which any drafter can be tried without the target.
 
-Under `match` the text does not depend on the drafts. So what a drafter would have had accepted is exactly what it gets
-accepted in a replay; its own time is measured, and the target's comes from a cost curve that was measured beside the
-recording.
+Under `match` the text does not depend on the drafts. So a replay accepts exactly the tokens that decoding would have
+accepted. The drafter's time is measured; the target's comes from costs that were measured with the recording.
 """
 
 from __future__ import annotations
@@ -44,10 +43,10 @@ class Recording:
     context: int
     model: str
     hidden: dict[str, torch.Tensor]  # "item number.layer": (tokens read, H)
-    padded: bool = False  # rows in between cost as many as the next larger number
+    padded: bool = False  # steps are padded: rows cost as much as the next larger number measured
 
     def seconds(self, rows: int) -> float:
-        """Of a forward over so many rows, between the measured ones."""
+        """Seconds of a forward over so many rows, interpolated."""
         return self._costs.seconds(rows)
 
     @cached_property
@@ -60,7 +59,7 @@ class Recording:
         about = {f: getattr(self, f) for f in ("cost", "padded", "vocabulary", "context", "model")}
         items = [asdict(item) for item in self.items]
         about |= {"format": FORMAT, "version": VERSION, "decoding": asdict(self.decoding), "items": items}
-        (folder / "recording.json").write_text(json.dumps(about), encoding="utf-8")  # last: it makes the folder whole
+        (folder / "recording.json").write_text(json.dumps(about), encoding="utf-8")  # last: it is complete now
 
     @classmethod
     def load(cls, folder: Path) -> Recording:
@@ -86,7 +85,7 @@ class Recording:
 def record(
     target: Target, model: str, items: Sequence[Item], decoding: Decoding, layers: Sequence[int] = ()
 ) -> Recording:
-    """Items that were answered plainly, with the hidden states of these layers."""
+    """Record items that were answered plainly, with the hidden states of these layers."""
     hidden = {}
     for number, item in enumerate(items if layers else []):
         text = (item.tokens + item.plain)[:-1]  # the last token is never read
@@ -102,7 +101,7 @@ def record(
 
 
 class Recited(Rule):
-    """The recorded token comes next, whatever was drafted: `match` as it went when the text was recorded."""
+    """The recorded token comes next, whatever was drafted: the same as `match` when the text was recorded."""
 
     name: ClassVar[str] = "match"
     lossless: ClassVar[bool] = True
@@ -112,7 +111,7 @@ class Recited(Rule):
 
 
 class TextTarget(Target):
-    """A target whose only state is the text. What it says is up to `prefill` and `score`."""
+    """A target whose only state is the text. Subclasses define `prefill` and `score`."""
 
     exact = True
     device = torch.device("cpu")
@@ -136,10 +135,10 @@ class TextTarget(Target):
 
 
 class ReplayTarget(TextTarget):
-    """A target that recites. Nodes off the recorded text get an answer too, which nobody ever looks at."""
+    """A target that returns the recorded text. Nodes off that text get scores too, which are never used."""
 
     def __init__(self, recording: Recording, model: Any = None) -> None:
-        """model: for drafters that need its weights. Nobody runs it."""
+        """model: for drafters that need its weights. It is never run."""
         self.vocabulary, self.context = recording.vocabulary, recording.context
         self._recording, self._states = recording, recording.hidden
         if model is not None:
@@ -150,11 +149,11 @@ class ReplayTarget(TextTarget):
 
     @property
     def default_draft(self) -> int:
-        """As it was where the texts were recorded, though nothing is padded here."""
+        """As on the machine where the texts were recorded, though nothing is padded here."""
         return 31 if self._recording.padded else super().default_draft
 
     def play(self, number: int) -> Item:
-        """Which item is recited from now on."""
+        """Choose the item to replay."""
         item = self._recording.items[number]
         self._number, self._text = number, item.tokens + item.plain
         return item
@@ -188,7 +187,7 @@ class ReplayTarget(TextTarget):
 
 
 class Replayed(Contestant):
-    """A drafter against a recording."""
+    """A drafter, replayed against a recording."""
 
     def __init__(
         self, name: str, recording: Recording, tokenizer: Any = None, model: Any = None, **options: Any
@@ -198,7 +197,7 @@ class Replayed(Contestant):
         drafter = drafters.make(name.partition(" ")[0], self.target, tokenizer, **options)
         self.engine = Engine(self.target, drafter, name)
         self.max_draft = can.default_draft(drafter, self.target)  # nodes of a step at most
-        self.watch: Callable[[Step], None] | None = None  # is shown every step besides
+        self.watch: Callable[[Step], None] | None = None  # called with every step
         self._numbers = {tuple(item.tokens): n for n, item in enumerate(recording.items)}
 
     def answers(self, prompts: Sequence[list[int]], decoding: Decoding) -> list[Answer]:
@@ -210,12 +209,12 @@ class Replayed(Contestant):
         verify = [item.first_token_seconds]
 
         def watch(step: Step) -> None:
-            if step.draft_seconds:  # not the prompt's own
+            if step.draft_seconds:  # not the prompt's step
                 verify.append(self.recording.seconds(len(step.tree)))
             if self.watch is not None:
                 self.watch(step)
 
-        def stop(_token: int) -> str | None:  # where the recorded text ended, drafts running past it as they did then
+        def stop(_token: int) -> str | None:  # stop where the recorded text ended
             emitted.append(_token)
             return "stop" if len(emitted) == len(item.plain) else None
 

@@ -1,4 +1,4 @@
-"""What a benchmark says at the end: a table to read, and one JSON document with where the numbers come from."""
+"""The report of a benchmark: a table, and one JSON document with the numbers and their provenance."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def cpu_name() -> str:
 
 
 def commit() -> str | None:
-    """Of the checkout this runs from, with a + if files were changed since; None outside of one."""
+    """The commit of the checkout that this runs from, with + if files were changed; None outside of a checkout."""
     here = Path(__file__).parent
     try:
         head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=here, capture_output=True, text=True)
@@ -86,7 +86,7 @@ def commit() -> str | None:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes, of this process or of the GPU."""
+    """Peak memory in bytes, of the GPU or else of this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -120,13 +120,13 @@ def table(rows: Sequence[Row]) -> Table:
 
 
 def stages(rows: Sequence[Row]) -> list[str]:
-    """Where a step's time went, for each contestant that has clocks."""
-    said = []
+    """The time of a step by stage, for each contestant that measures it."""
+    sentences = []
     for row in rows:
         if row.category == ALL and row.unaccounted is not None:
             parts = ", ".join(f"{name} {ms:.2f}" for name, ms in row.ms_per_step.items())
-            said.append(f"{row.contestant}: ms per step: {parts} ({row.unaccounted:.1%})")
-    return said
+            sentences.append(f"{row.contestant}: ms per step: {parts} ({row.unaccounted:.1%})")
+    return sentences
 
 
 def _times(ratio: Ratio | None) -> str:
@@ -138,7 +138,7 @@ def _number(value: float | None) -> str:
 
 
 def finite(value: Any) -> Any:
-    """JSON has no NaN: what isn't known is null."""
+    """Replace NaN and infinite numbers, which JSON doesn't have, by null, and round the others."""
     if isinstance(value, dict):
         return {str(k): finite(v) for k, v in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""One benchmark from its options to its document. An interrupted run keeps what it measured."""
+"""Run one benchmark, from options to document. An interrupted run keeps its measurements."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def benchmark(
     draft_model: Any = None,
     options: dict[str, Any] | None = None,
 ) -> tuple[list[Row], dict[str, Any]]:
-    """Measure. Ctrl-C ends the measurement, not the report: its document says what is missing."""
+    """Measure. After Ctrl-C there is still a report; its document says what is missing."""
     plain = Ours("none", LLM(model, tokenizer, "none"))
     contestants = [_contestant(name, plan, plain, draft_model) for name in plan.contestants]
     items: list[Item] = []
@@ -76,7 +76,7 @@ def benchmark(
 
 
 def make_recording(plan: BenchPlan, model: Any, tokenizer: Any, progress: Progress) -> Recording:
-    """Answer all prompts plainly and keep the answers, with the hidden states that the plan's drafters want."""
+    """Answer all prompts plainly and record the answers, with the hidden states that the plan's drafters need."""
     plain = Ours("none", LLM(model, tokenizer, "none"))
     turns = sum(len(p.turns) for p in plan.prompts)
     items: list[Item] = []
@@ -87,7 +87,7 @@ def make_recording(plan: BenchPlan, model: Any, tokenizer: Any, progress: Progre
     heads = [
         drafters.make(n, target, tokenizer, **plan.drafter_options.get(n, {})) for n in plan.contestants if n in HEADS
     ]
-    wanted = {layer for head in heads for layer in layers(head)}  # which ones depends on the head's files
+    wanted = {layer for head in heads for layer in layers(head)}  # depends on the head's files
     return record(plain.llm.target, plain.llm.name, items, plan.decoding, sorted(wanted))
 
 
@@ -98,7 +98,7 @@ def replay(
     progress: Progress,
     repeats: int,
 ) -> tuple[list[Row], dict[str, Any]]:
-    """Drafters against a recording: what they would have had accepted, and how long it would have taken."""
+    """Replay drafters against a recording, and measure what they would have had accepted and how long it would take."""
     if peers := [name for name in names if name in PEERS]:
         raise OptionError(f"{', '.join(peers)} can't be replayed: only drafters of this engine can")
     contestants = [Replayed(name, recording, **drafter_options.get(name, {})) for name in names]
@@ -118,7 +118,7 @@ def _contestant(name: str, plan: BenchPlan, plain: Ours, draft_model: Any) -> Co
         return plain
     if name in PEERS:
         return Peer(name, plain.llm.model, draft_model)
-    drafter, _, _ = name.partition(" ")  # a swept contestant is called like "pld length=4"
+    drafter, _, _ = name.partition(" ")  # contestants of a sweep have names like "pld length=4"
     options = dict(plan.drafter_options.get(name, {}))
     if drafter == "model":
         options.setdefault("draft_model", draft_model)

@@ -104,7 +104,7 @@ tbody th { max-width: 22em; overflow: hidden; text-overflow: ellipsis; }
 """
 )
 
-# The stages are told apart by grey and hatching: the hues belong to the contestants.
+# Stages differ by grey and hatching, since hues are used for contestants.
 PATTERN = '<pattern id="{}" width="6" height="6" patternUnits="userSpaceOnUse">{}</pattern>'
 PATTERNS = "".join(
     PATTERN.format(stage, f'<path class="under" d="M0 0H6V6H0z"/>{drawn}')

@@ -1,4 +1,4 @@
-"""What a benchmark asks: the built-in prompts, or a file in the layout of a known benchmark."""
+"""The prompts of a benchmark: the built-in ones, or a file in the layout of a known benchmark."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ KNOWN = "known layouts, one JSON object per line or one JSON list of objects: " 
 class Prompt:
     id: str
     category: str
-    turns: tuple[str, ...]  # what the user says, in order; the model's answers come in between
+    turns: tuple[str, ...]  # the user's messages, without the model's answers in between
 
 
 def builtin() -> list[Prompt]:
@@ -48,11 +48,11 @@ def read(path: str | PathLike[str]) -> list[Prompt]:
 
 
 def select(prompts: Sequence[Prompt], categories: Sequence[str] | None, limit: int | None) -> list[Prompt]:
-    """The prompts of some categories (None or empty: all), in their order. limit: questions at most (None: all).
+    """The prompts of some categories (None or empty: all), in order. limit: questions at most (None: all).
 
-    A limit is dealt out to the categories one by one, and within a category to prompts at equal distances: files are
-    often sorted by kind or difficulty, so the first few would stand for themselves only. What is asked later in a
-    conversation comes last, where every prompt has its first question already.
+    The limit is divided evenly among the categories, and within a category among evenly spaced prompts, since files are
+    often sorted by kind or difficulty and the first few would not be representative. Later turns are included only
+    after every prompt has its first one.
     """
     places: dict[str, list[int]] = {}
     for place, prompt in enumerate(prompts):
@@ -76,7 +76,7 @@ def select(prompts: Sequence[Prompt], categories: Sequence[str] | None, limit: i
 
 
 def _deal(limit: int, sizes: Sequence[int]) -> list[int]:
-    """How many each gets, where small ones leave what they don't have to the others."""
+    """Divide a limit evenly among groups of these sizes; what small groups can't use goes to the others."""
     shares = [0] * len(sizes)
     left = min(limit, sum(sizes))
     while left:
@@ -104,7 +104,8 @@ def _parse(text: str, source: str) -> list[Prompt]:
 
 
 def _records(text: str, source: str) -> Iterator[tuple[str, Any]]:
-    """Each record, and where it stands. The text decides whether it is a list, since the name often doesn't."""
+    """Each record, and its place in the file. Whether it is a list is decided by the text, as file names are often
+    wrong about it."""
     if text.lstrip().startswith("["):
         try:
             items = json.loads(text)
@@ -149,7 +150,7 @@ def _prompt(record: Any, number: int) -> Prompt | None:
 
 
 def _shape(record: Any) -> str:
-    """What a record looks like: the usual mistake is a field of the wrong name or type."""
+    """A description of a record for errors: names and types of its fields."""
     if not isinstance(record, dict):
         return f"{type(record).__name__} instead of an object"
     return "the fields " + (", ".join(f"{k} ({type(v).__name__})" for k, v in record.items()) or "of an empty object")

@@ -1,10 +1,10 @@
-"""Head: a small module trained to guess, from the target's hidden states, what comes after its next token.
+"""Head: a small module trained to predict, from the target's hidden states, the tokens after its next one.
 
-The target has read tokens 0..i; its state h_i (`hidden_states[L]` of transformers: after the final norm, what `lm_head`
-reads) chose token i+1, the root. A head guesses tokens i+2, i+3, …: depth k is about token i+2+k.
+The target has read tokens 0..i; its state h_i (`hidden_states[L]` of transformers: after the final norm, the input of
+`lm_head`) chose token i+1, the root. A head predicts tokens i+2, i+3, …: depth k predicts token i+2+k.
 
-Parameters carry the names of the published checkpoints, so `state_dict()` is the published layout, less what the head
-borrows from its target. A head knows nothing of caches, trees or files.
+Parameters have the names of the published checkpoints, so `state_dict()` is the published layout without the tensors
+that the head borrows from its target. Caches, trees and files are no concern of a head.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FEW_ROWS = 64
 
 @dataclass(frozen=True)
 class Prediction:
-    """One depth of guesses at every position."""
+    """The predictions of one depth at every position."""
 
     logits: Tensor  # (b, t, V') over the head's own vocabulary
     features: Tensor | None = None  # (b, t, H) EAGLE: the predicted state, which the next depth reads
@@ -52,13 +52,13 @@ class HeadConfig:
 
 @dataclass(frozen=True)
 class Lender:
-    """What a head reads of its target. Not a module, so that nothing in it becomes part of the head."""
+    """What a head borrows from its target. Not a module, so that none of it becomes part of the head."""
 
     name: str
     architectures: tuple[str, ...]
     embedding: nn.Module
     lm_head: nn.Module
-    scale: float  # some targets multiply their logits by a constant; a cap on them changes no order and is left out
+    scale: float  # some targets multiply their logits by a constant. A cap on logits changes no order: it is ignored
     vocab_size: int
     hidden_size: int
     layers: int
@@ -93,10 +93,10 @@ class Lender:
         }
 
     def logits(self, x: Tensor, bias: bool = False) -> Tensor:
-        """(…, H) -> (…, V). Gradients reach x, but leave nothing behind at the target's own weights.
+        """(…, H) -> (…, V). Gradients reach x, but are not stored for the target's own weights.
 
-        bias: with the target's, if it has one. The published layouts have no place for it, so a head that could hold
-        the output matrix itself leaves it out.
+        bias: add the target's bias, if it has one. Published layouts have no place for a bias, so a head that may hold
+        its own output matrix uses none.
         """
         head = self.lm_head
         if type(head) is nn.Linear:
@@ -107,7 +107,7 @@ class Lender:
         return out if self.scale == 1 else out * self.scale
 
     def table(self) -> Tensor:
-        """(V, H) the embedding of every token, with whatever the target's module does to it."""
+        """(V, H) the embedding of every token, including what the target's module does to it, such as scaling."""
         weight: Any = self.embedding.weight
         if type(self.embedding) is nn.Embedding:
             return weight.detach()
@@ -115,7 +115,7 @@ class Lender:
             return self.embedding(torch.arange(self.vocab_size, device=weight.device))
 
     def matrix(self) -> Tensor:
-        """(V, H) the output matrix by itself, as the published layouts hold one."""
+        """(V, H) the output matrix as a plain tensor, as the published layouts hold it."""
         head = self.lm_head
         if type(head) is not nn.Linear:
             raise DrafterError(
@@ -126,7 +126,7 @@ class Lender:
 
 
 class Head(nn.Module, ABC):
-    """A trained head. `borrowed` names the tensors of its layout that it reads from its target, not from itself."""
+    """A trained head. `borrowed` names the tensors of its layout that are its target's, not its own."""
 
     kind: ClassVar[str]
     config: Any
@@ -142,7 +142,7 @@ class Head(nn.Module, ABC):
     # ---- the target
 
     def bind(self, model: Any) -> Self:
-        """Take what belongs to the target from it, once it has proved to be the right one."""
+        """Check that this is the right target, and borrow its tensors."""
         lender = Lender.of(model)
         for what, mine, its in (
             ("a hidden size of {}", self.config.hidden_size, lender.hidden_size),
@@ -170,7 +170,7 @@ class Head(nn.Module, ABC):
 
     @property
     def embedding(self) -> nn.Module | None:
-        """Where it reads token embeddings: its own or the target's. None: it reads none, or isn't bound."""
+        """Its token embeddings: its own or the target's. None: it uses none, or isn't bound."""
         own = self._modules.get("embed_tokens")
         return own if own is not None or self._lender is None else self._lender.embedding
 
@@ -184,27 +184,27 @@ class Head(nn.Module, ABC):
 
     @classmethod
     def lendable(cls, config: Any) -> tuple[str, ...]:  # noqa: ARG003
-        """The tensors of its layout that can be the target's."""
+        """The tensors of its layout that may be borrowed from the target."""
         return ()
 
     def lent(self, name: str) -> Tensor:
-        """What the bound target has in the place of a lendable tensor."""
+        """The bound target's tensor for one that may be borrowed."""
         if name != EMBEDDING:
             raise NotImplementedError(f"{self.kind} shares no {name}")
         return self.lender.table()
 
     def refresh(self) -> None:
-        """Its weights were changed in place: so must be what it made of them."""
+        """Recompute what is derived from weights, after these were changed in place."""
 
     # ---- parts that several kinds have
 
     def add_embedding(self, width: int) -> None:
-        """Of its own, unless it is the target's."""
+        """An embedding of its own, unless that is borrowed."""
         if EMBEDDING not in self.borrowed:
             self.embed_tokens = nn.Embedding(self.config.vocab_size, width).requires_grad_(False)
 
     def add_layers(self, layers: Iterable[nn.Module]) -> None:
-        """Published as `layers.0.…`; as an attribute that name is a method."""
+        """Published as `layers.0.…`. Not set as an attribute, since `layers` is a method."""
         self._modules["layers"] = nn.ModuleList(layers)
 
     @property
@@ -213,21 +213,21 @@ class Head(nn.Module, ABC):
         layers: Any = self._modules["layers"]
         return list(layers)
 
-    # ---- guessing
+    # ---- predicting
 
     @property
     def draft_ids(self) -> Tensor | None:
-        """(V',) the target's id of each of the head's own. None: the same ids."""
+        """(V',) the target's token id of each of the head's own ids. None: they are the same."""
         return None
 
     @property
     def reach(self) -> int | None:
-        """How many depths it can guess. None: as many as asked."""
+        """How many depths it can predict. None: any number."""
         return None
 
     @property
     def trained_depths(self) -> int | None:
-        """How many depths it is trained on, unless the recipe says another number. None: it does."""
+        """How many depths it is trained on if the recipe names no number. None: the default of recipes."""
         return self.reach
 
     def layers(self, count: int) -> tuple[int, ...]:
@@ -241,10 +241,10 @@ class Head(nn.Module, ABC):
 
     @abstractmethod
     def predict(self, states: Tensor, tokens: Tensor, depths: int) -> Iterator[Prediction]:
-        """Teacher-forced guesses at every position at once. states (b, t, ·) = join(hidden), tokens (b, t).
+        """Teacher-forced predictions at all positions at once. states (b, t, ·) = join(hidden), tokens (b, t).
 
-        The k-th Prediction at position i is about token i+2+k, given the true tokens up to i+1+k. Where those lie
-        beyond t, the row's first tokens stand in: whoever reads the predictions masks them.
+        The k-th Prediction at position i is for token i+2+k, given the true tokens up to i+1+k. Beyond the end of a
+        row, tokens wrap around to its beginning: the caller must mask the predictions there.
         """
 
     # ---- making
@@ -261,7 +261,7 @@ class Head(nn.Module, ABC):
 
     @classmethod
     def blank(cls, config: Any, borrowed: Iterable[str] = ()) -> Self:
-        """A head whose parameters have shapes but no values yet."""
+        """A head whose parameters have shapes but no values."""
         with torch.device("meta"):
             return cls(config, borrowed)
 
@@ -269,7 +269,7 @@ class Head(nn.Module, ABC):
     def begin(
         cls, config: Any, borrowed: Iterable[str], model: Any, seed: int, dtype: torch.dtype = torch.float32
     ) -> Self:
-        """An unbound head on the model's device, with values to train from that are the same for the same seed."""
+        """An unbound head on the model's device, with random values that depend on the seed alone."""
         head = cls.blank(config, borrowed)
         head.to(dtype).to_empty(device=model.get_output_embeddings().weight.device)
         random = torch.Generator().manual_seed(seed)
@@ -279,7 +279,7 @@ class Head(nn.Module, ABC):
                     bound = 1 / math.sqrt(value.shape[1])
                     value.data.copy_(torch.empty(value.shape).uniform_(-bound, bound, generator=random))
                 else:
-                    value.data.fill_(0.0 if name.startswith("bias") else 1.0)  # an LSTM has four, with numbers
+                    value.data.fill_(0.0 if name.startswith("bias") else 1.0)  # an LSTM's biases have longer names
         return head
 
     def check_depths(self, depths: int) -> None:
@@ -289,18 +289,18 @@ class Head(nn.Module, ABC):
 
 
 class Unrolled(NamedTuple):
-    """One depth of guesses at every position, up to the states that the vocabulary is read from."""
+    """The predictions of one depth at every position, before the output matrix."""
 
     inputs: tuple[Tensor, ...]  # each (b, t, ·)
     read: Callable[..., Tensor]  # the same rows of each input, (…, ·) -> (…, V') logits
 
 
 class UnrolledHead(Head):
-    """A head that guesses depth by depth, at every position of a text at once."""
+    """A head that predicts depth by depth, at every position of a text at once."""
 
     @abstractmethod
     def unroll(self, states: Tensor, tokens: Tensor, depths: int) -> Iterator[Unrolled]:
-        """As `predict`, before the vocabulary: training enters it at few positions at a time."""
+        """Like `predict`, but without logits: training computes these for few positions at a time."""
 
     def predict(self, states: Tensor, tokens: Tensor, depths: int) -> Iterator[Prediction]:
         self.check_depths(depths)
@@ -324,22 +324,22 @@ class Residual(nn.Module):
 
 
 def by_kernels(x: Tensor) -> bool:
-    """Whether kernels (`layer_kernel.py`) compute what happens to x between products: on a GPU in half precision, where
-    nobody asks for gradients, which they don't have."""
+    """Whether kernels (`layer_kernel.py`) compute what lies between matrix products: on a GPU, in half precision,
+    without gradients, which the kernels don't support."""
     return x.is_cuda and x.dtype in (torch.float16, torch.bfloat16) and not torch.is_grad_enabled()
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """(…, K), (N, K), (N,) -> (…, N). Few rows, as a draft has, go through the kernel that overlaps with others."""
+    """(…, K), (N, K), (N,) -> (…, N). Few rows, as in a draft, go through the kernel that overlaps with others."""
     few = x.numel() <= FEW_ROWS * x.shape[-1]
     return linear(x, weight, bias) if few and by_kernels(x) else functional.linear(x, weight, bias)
 
 
 def follow(x: Tensor, chain: Tensor | None) -> Tensor:
-    """(b, w, H) -> (b, w', H) the rows of these numbers (b, w'). None: all, as they are."""
+    """(b, w, H) -> (b, w', H), the rows with these indices (b, w'). None: all, unchanged."""
     return x if chain is None else x.take_along_dim(chain[..., None], 1)
 
 
 def later(tokens: Tensor, by: int) -> Tensor:
-    """(b, t) the token that stands `by` places further on; the last ones see the row's first."""
+    """(b, t) the token `by` positions later; at the end of a row they wrap around to its beginning."""
     return tokens.roll(-by, dims=1)

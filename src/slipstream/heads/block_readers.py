@@ -1,4 +1,4 @@
-"""Readers of heads that guess in blocks: DFlash and DSpark as z-lab, DeepSpec and `speculators` write them; Falcon."""
+"""Readers of heads that predict blocks: DFlash and DSpark as z-lab, DeepSpec and `speculators` write them; Falcon."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from slipstream.heads.published import (
     verifier,
 )
 
-OF_TRAINING = ("verifier_norm.weight", "verifier_lm_head.weight")  # of `speculators`: the target's own, not used again
+OF_TRAINING = ("verifier_norm.weight", "verifier_lm_head.weight")  # `speculators` saves the target's
 
 
 def read_dflash(config: Json, tensors: Tensors) -> Published:
@@ -59,7 +59,7 @@ def read_speculators_dflash(config: Json, tensors: Tensors) -> Published:
     kind, version = config["speculators_model_type"], config.get("speculators_version")
     layout = f"{'DSpark' if kind == 'dspark' else 'DFlash'} (speculators{f' {version}' if version else ''})"
     own = {key: tensor for key, tensor in tensors.items() if key not in OF_TRAINING}
-    if kind == "dspark":  # its defaults
+    if kind == "dspark":  # defaults of `speculators`
         config = {"markov_rank": 256, "enable_confidence_head": True, "confidence_head_with_markov": True, **config}
     return _dflash(config, layer, own, states, kind == "dspark", layout, target=verifier(config))
 
@@ -74,7 +74,7 @@ def _dflash(
         raise ValueError("some of its layers see a sliding window, which we don't run in a DFlash head")
     if config.get("mask_token_id") is None:
         raise ValueError("config.json does not say which token a mask is (mask_token_id)")
-    said, vocabulary = config.get("sample_from_anchor"), count(layer, "vocab_size")
+    anchor, vocabulary = config.get("sample_from_anchor"), count(layer, "vocab_size")
     rank, sure = config.get("markov_rank") or None, bool(config.get("enable_confidence_head"))
     sizes = DFlashConfig(
         vocab_size=vocabulary,
@@ -83,7 +83,7 @@ def _dflash(
         mask_token_id=state_number("mask_token_id", config["mask_token_id"]),
         aux_layers=states,
         draft_vocab_size=count(config, "draft_vocab_size", count_drafts(own, vocabulary)),
-        from_anchor=from_anchor if said is None else bool(said),
+        from_anchor=from_anchor if anchor is None else bool(anchor),
         markov_rank=None if rank is None else count(config, "markov_rank"),
         markov_type="vanilla" if rank is None else str(config.get("markov_head_type") or "vanilla").lower(),
         confidence=sure,
@@ -96,7 +96,7 @@ def _dflash(
 
 
 def _spread(target: int, layers: int) -> list[int]:
-    """z-lab's rule for the layers whose outputs are read."""
+    """z-lab's rule for which layers' outputs are read."""
     if layers == 1:
         return [target // 2]
     return [round(1 + i * (target - 4) / (layers - 1)) for i in range(layers)]

@@ -1,7 +1,7 @@
-"""Blocks: guesses of several tokens at once, as if the text ended at one of its positions.
+"""Blocks: predictions of several tokens at once, as if the text ended at one of its positions.
 
-What is known at the end of a block's text is the states up to there and one token more, the root. Heads that guess in
-blocks are trained on many blocks of a text at once; who sees what is a mask then.
+A block knows the states up to its end, and one more token, the root. Heads that predict blocks are trained on many
+blocks of a text at once, with a mask that says which positions attend to which.
 """
 
 from __future__ import annotations
@@ -15,31 +15,31 @@ from torch.nn.functional import scaled_dot_product_attention
 
 @dataclass(frozen=True)
 class Blocks:
-    """In texts of one length, a block after every `stride`-th position, each of `depths` guesses."""
+    """Blocks in texts of one length: one after every `stride`-th position, each of `depths` predictions."""
 
     length: int
     depths: int
     stride: int = 1
-    first: int = 0  # the position after which the first block stands
+    first: int = 0  # the last position before the first block
 
     @property
     def count(self) -> int:
         return len(range(self.first, self.length, self.stride))
 
     def ends(self, device: torch.device) -> Tensor:
-        """(count,) the last position that each block knows the state of."""
+        """(count,) the last position whose state each block knows."""
         return torch.arange(self.first, self.length, self.stride, device=device)
 
     def following(self, tokens: Tensor, depths: int | None = None) -> Tensor:
-        """(b, t) -> (b, count, depths) the token before each guess: the root, then what the guesses are about. Beyond
-        the text its first tokens stand in."""
+        """(b, t) -> (b, count, depths) the token before each prediction: the root, then the true tokens. Beyond the end
+        of the text, tokens wrap around to its beginning."""
         each = torch.arange(1, 1 + (depths or self.depths), device=tokens.device)
         return tokens[:, (self.ends(tokens.device)[:, None] + each) % self.length]
 
     def aims(self, columns: Tensor, rows: Tensor, turn: int) -> tuple[Tensor, Tensor, Tensor]:
-        """For tokens in these columns of these rows of a batch, (n,) each: where their guess lies among all blocks'
-        guesses (b, count·depths), laid end to end; whether there is one; and its depth. A token has a guess in several
-        blocks: `turn` says in which, the nearest is 0."""
+        """For tokens in these columns of these rows of a batch, (n,) each: the index of their prediction in the
+        flattened (b, count·depths) predictions, whether there is one, and its depth. A token may be predicted in
+        several blocks: `turn` says in which of them, 0 is the nearest."""
         depth = (columns - 2 - self.first) % self.stride + turn * self.stride
         end = columns - 2 - depth
         there = (end >= self.first) & (depth < self.depths)
@@ -48,12 +48,12 @@ class Blocks:
 
     @property
     def turns(self) -> int:
-        """In how many blocks a token may have a guess."""
+        """In how many blocks a token may be predicted."""
         return -(-self.depths // self.stride)
 
 
 class Masked:
-    """Attention over all keys that it was given so far. `under` sets the mask of the next call."""
+    """Attention over all keys that it has been given so far. `under` sets the mask for the next call."""
 
     def __init__(self) -> None:
         self._keys: list[Tensor] = []  # (b, kv, n, d) each
@@ -61,7 +61,7 @@ class Masked:
         self._mask = torch.empty(0)
 
     def under(self, mask: Tensor) -> Masked:
-        """(w, n): which of the first n keys the last w rows see, the queries. Keys after these n are dropped."""
+        """(w, n): which of the first n keys the last w rows, the queries, attend to. Keys after these are dropped."""
         self._mask = mask
         return self
 
@@ -81,6 +81,6 @@ class Masked:
 
 
 def same_block(count: int, slots: int, device: torch.device) -> Tensor:
-    """(count·slots, count·slots) those of one block see each other."""
+    """(count·slots, count·slots): whether two positions are in the same block."""
     block = torch.arange(count * slots, device=device) // slots
     return block[:, None] == block

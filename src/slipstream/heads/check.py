@@ -1,4 +1,4 @@
-"""What a folder with a head holds, told without running anything: of a target its sizes are enough."""
+"""Describe and check the head in a folder without running it. Of its target only the sizes are needed."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from slipstream.heads.spire import Spire
 class HeadReport:
     kind: str
     layout: str
-    target: str | None  # whom its files name
+    target: str | None  # the name in its files
     reads: str
     guesses: str
     parameters: int  # its own
-    size: int  # bytes of them, as they lie in the files
+    size: int  # bytes of the parameters in the files
     precision: str
-    borrows: tuple[str, ...]  # what it takes from its target
+    borrows: tuple[str, ...]  # tensors taken from its target
     odd: tuple[str, ...]
-    misfit: str | None = None  # why it can't draft for the model it was compared with; None: it can, or there is none
+    misfit: str | None = None  # why it can't draft for the given model; None: it can, or no model was given
 
 
 def check_head(source: str | Path, model: Any = None) -> HeadReport:
-    """What can't be loaded at all raises. model: its target, whose weights may be missing (on the meta device)."""
+    """Raises if the head can't be loaded. model: its target, whose weights may be missing (on the meta device)."""
     folder = find_folder(source)
     config = read_config(folder)
     found = find_head(folder, config, None if model is None else Lender.of(model).vocab_size)
@@ -65,26 +65,26 @@ def check_head(source: str | Path, model: Any = None) -> HeadReport:
 
 
 def _reads(head: Head) -> str:
-    """Which states, and how far back."""
-    said = "the last hidden state"
+    """Which states the head reads, and how far back it attends."""
+    text = "the last hidden state"
     if isinstance(head, Eagle3):
-        said = f"hidden states {_states(head)}"
+        text = f"hidden states {_states(head)}"
     elif isinstance(head, DFlash | Spire):
-        said = f"hidden states {', '.join(map(str, head.config.aux_layers))}"
+        text = f"hidden states {', '.join(map(str, head.config.aux_layers))}"
     config = head.config
     if isinstance(config, LayerConfig):
         count = config.num_hidden_layers
-        said += f", through {count} layer{'s' if count > 1 else ''}"
+        text += f", through {count} layer{'s' if count > 1 else ''}"
         seen = sorted({window for window in config.windows if window is not None})
         if isinstance(head, Spire) and head.config.recent is not None:
-            said += f", of the first {head.config.sinks:,} and the latest {head.config.recent:,} tokens"
+            text += f", of the first {head.config.sinks:,} and the latest {head.config.recent:,} tokens"
         if seen:
-            said += f" that see{'s' if count == 1 else ''} the last {seen[0]:,} positions"
-    return said
+            text += f" that see{'s' if count == 1 else ''} the last {seen[0]:,} positions"
+    return text
 
 
 def _states(head: Eagle3) -> str:
-    """By transformers' numbers, or the rule for them."""
+    """The states by transformers' numbers, or the rule for them."""
     count = head.config.target_layers
     if head.config.aux_layers is None and (count is None or count < 6):
         return "2, L/2 and L - 3 of a target with L layers"
@@ -100,12 +100,12 @@ def _guesses(head: Head) -> str:
 
 
 def _odd(config: Mapping[str, Any], found: Published, head: Head) -> list[str]:
-    """What is no mistake for certain, but worth knowing."""
+    """Possible mistakes, as sentences."""
     odd = []
     if isinstance(head, Medusa) and "slipstream" not in config:
-        said = config.get("medusa_num_heads", config.get("num_heads"))
-        if said is not None and said != head.config.heads:
-            odd.append(f"config.json says {said} heads, the file holds {head.config.heads}: these count")
+        stated = config.get("medusa_num_heads", config.get("num_heads"))
+        if stated is not None and stated != head.config.heads:
+            odd.append(f"config.json says {stated} heads, the file holds {head.config.heads}: these count")
     nothing = [found.spell(n) for n, t in found.tensors.items() if t.ndim == 2 and not bool(t.any())]
     if nothing:
         odd.append(f"all numbers of {', '.join(sorted(nothing)[:4])} are 0: is it untrained?")

@@ -1,4 +1,4 @@
-"""The files of a checkpoint: found, read without running anything in them, written whole or not at all."""
+"""The files of a checkpoint: find them, read them without running code, write them atomically."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ _NAMES = (
     "medusa_lm_head.pt",
 )
 _ENDINGS = (".safetensors", ".pt", ".bin")
-_NO_WEIGHTS = ("training_args.bin", "optimizer.pt", "optimizer.bin", "scheduler.pt", "scaler.pt")  # a trainer's
-_WITHIN = "medusa_head."  # what heads are called in a file that holds their whole model
+_NO_WEIGHTS = ("training_args.bin", "optimizer.pt", "optimizer.bin", "scheduler.pt", "scaler.pt")  # files of a trainer
+_WITHIN = "medusa_head."  # prefix of heads' tensors in a file with a whole model
 
 
 def find_folder(source: str | Path) -> Path:
-    """The folder itself, or the local copy of what the model hub has under this name."""
+    """The folder itself, or the local copy of a model hub's repository with this name."""
     path = Path(source).expanduser()
     if path.is_dir():
         return path
@@ -67,8 +67,8 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """Every tensor in the folder's weights, which may be spread over several files. Of a whole model with heads in it,
-    the heads' alone."""
+    """All tensors of the folder's weights, which may be in several files. If they are a whole model with heads, only
+    the heads'."""
     file = _weights(folder)
     if file.suffix != ".json":
         return _read(file)
@@ -119,13 +119,13 @@ def _read(file: Path) -> dict[str, Tensor]:
 
 
 def _heads_of(names: Iterable[str]) -> list[str]:
-    """All names, but of a whole model with heads in it those of the heads."""
+    """All names; of a whole model with heads, only the heads'."""
     every = list(names)
     return [name for name in every if name.startswith(_WITHIN)] or every
 
 
 def write(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], name: str = WEIGHTS) -> None:
-    """Both files, complete under other names before either takes its place."""
+    """Write both files under temporary names, then rename them when both are complete."""
     folder.mkdir(parents=True, exist_ok=True)
     plain = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
 

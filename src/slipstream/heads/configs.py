@@ -1,4 +1,4 @@
-"""The config.json of a head, as its published layout has it."""
+"""The config.json of a head in its published layout."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from slipstream.heads.mlp import MLPSpeculator
 from slipstream.heads.redrafter import ReDrafter
 from slipstream.heads.spire import Spire
 
-VERSION = 1  # of what slipstream adds to it
-_DEPTHS = 5  # what an exported head recommends to draft
+VERSION = 1  # of slipstream's own fields
+_DEPTHS = 5  # tokens to draft that an exported head recommends
 
 
 def published_config(head: Head) -> dict[str, Any]:
     """The fields of the published config.json."""
     fields = _FIELDS[head.kind](head)
-    if isinstance(head, Medusa):  # the one whose files say no precision
+    if isinstance(head, Medusa):  # the only layout without a dtype
         return fields
     return {**fields, "torch_dtype": str(head.dtype).removeprefix("torch.")}
 
@@ -123,7 +123,7 @@ def _llama(c: LayerConfig, width: int) -> dict[str, Any]:
 
 
 def _dflash(head: DFlash) -> dict[str, Any]:
-    """As DeepSpec has it where the root's place guesses, else as z-lab has it."""
+    """DeepSpec's layout if the root's position predicts, else z-lab's."""
     c = head.config
     fields = {**_llama(c, c.hidden_size), "block_size": c.block_size, "num_target_layers": c.target_layers}
     ids = [number - 1 for number in c.aux_layers]
@@ -148,7 +148,7 @@ def _spark(c: DFlashConfig) -> dict[str, Any]:
 
 
 def _spire(head: Spire) -> dict[str, Any]:
-    """Nobody has published such a head in files of transformers' kind: these fields are ours."""
+    """There is no published layout of spire heads, so these fields are slipstream's own."""
     c = head.config
     own = {"states": list(c.aux_layers), "window": c.recent, "sinks": c.sinks, "feedback": c.feedback}
     shape = {"architectures": ["SpireDraftModel"], **_llama(c, c.hidden_size)}
@@ -168,7 +168,7 @@ _FIELDS: dict[str, Callable[[Any], dict[str, Any]]] = {
 
 
 def _states(c: Eagle3Config) -> dict[str, int]:
-    """What vLLM asks for where it is not three."""
+    """The field that vLLM needs if the number of states is not three."""
     return {} if c.states == 3 else {"num_aux_hidden_states": c.states}
 
 

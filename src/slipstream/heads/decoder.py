@@ -1,8 +1,8 @@
-"""Decoder layers of Llama's shape, and the heads made of one or few, which predict states and read them again.
+"""Decoder layers like Llama's, and FeatureHead: heads of one or few such layers that predict states autoregressively.
 
-A layer owns no cache: whoever calls it passes `attend`, a function of queries, keys and values. `Chains` is the one
-for training: it attends as if a chain were being drafted from every position at once. `keys.Attention` is the one for
-drafting, which on a GPU takes few launches.
+A layer owns no cache: the caller passes `attend`, a function of queries, keys and values. `Chains` is used in training:
+it attends as if a chain were drafted from every position at once. `keys.Attention` is used in drafting, and takes few
+launches on a GPU.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class FeatureHead(UnrolledHead):
-    """A head that predicts the target's next state, reads it again and goes on: EAGLE's kind."""
+    """A head that predicts the target's next state and reads its own prediction at the next depth, like EAGLE."""
 
     config: Any
-    # Whether the next depth reads features under the last norm. Then they are handed out so, and normed no more.
+    # Whether the next depth reads features after the last norm. Then `step` and `draft` return them normed.
     norm_output = False
 
     @abstractmethod
     def read(self, states: Tensor) -> Tensor:
-        """(b, n, ·) the target's states as join gives them -> (b, n, H) features."""
+        """(b, n, ·) the target's states, as `join` returns them -> (b, n, H) features."""
 
     @abstractmethod
     def enter(self, tokens: Tensor, features: Tensor, chain: Tensor | None) -> tuple[Tensor, Tensor]:
-        """As `draft` has them -> what the layer reads (b, n, ·), and what it adds to (b, n, H)."""
+        """Arguments as in `draft` -> the layer's input (b, n, ·), and its residual (b, n, H)."""
 
     @property
     @abstractmethod
@@ -49,17 +49,17 @@ class FeatureHead(UnrolledHead):
 
     @property
     def further(self) -> Sequence[FurtherLayer]:
-        """The layers after that."""
+        """The layers after the first."""
         return ()
 
     @property
     def last_norm(self) -> RMSNorm | None:
-        """What stands between features and the output matrix."""
+        """The norm between features and the output matrix."""
         return None
 
     @abstractmethod
     def output(self, x: Tensor) -> Tensor:
-        """(…, H) features, under the last norm if there is one -> (…, V')."""
+        """(…, H) features, after the last norm if there is one -> (…, V')."""
 
     def logits(self, features: Tensor) -> Tensor:
         """(…, H) -> (…, V')."""
@@ -67,16 +67,17 @@ class FeatureHead(UnrolledHead):
         return self.output(features if norm is None else norm(features))
 
     def step(self, tokens: Tensor, features: Tensor, positions: Tensor, *attends: Attend) -> Tensor:
-        """(b, n) tokens and (b, n, H) the features of the states before them -> (b, n, H) the features after them.
-        attends: one for each layer."""
+        """(b, n) tokens and (b, n, H) the features at the positions before them -> (b, n, H) the features at their own
+        positions. attends: one for each layer."""
         after = torch.add(*self._carry(*self.enter(tokens, features, None), positions, attends))
         return self.last_norm(after) if self.norm_output and self.last_norm is not None else after
 
     def draft(
         self, tokens: Tensor, features: Tensor, chain: Tensor | None, positions: Tensor, look: Attention
     ) -> tuple[Tensor, Tensor | None]:
-        """A step of those (b, n) tokens whose features (b, ·, H) before them have the numbers chain (b, n); None: one
-        after the other. Gives the features after the last w, the queries, and the same under the last norm."""
+        """Like `step`, for drafting. tokens (b, n); token j reads row chain[j] of features (b, ·, H); chain None: row
+        j. Only the last w tokens are queries, as `look` has it. Returns their features, and the same after the last
+        norm."""
         looks = look.for_layers(1 + len(self.further))
         rest, h = self._carry(*self.enter(tokens, features, chain), positions, looks)
         if self.last_norm is None:
@@ -87,7 +88,7 @@ class FeatureHead(UnrolledHead):
     def _carry(
         self, x: Tensor, residual: Tensor, positions: Tensor, attends: Sequence[Attend]
     ) -> tuple[Tensor, Tensor]:
-        """`Layer.carry` through all layers."""
+        """`Layer.carry` through all layers: twice (b, w, H), whose sum is the result."""
         rest, h = self.decoder.carry(x, residual, positions, attends[0])
         for layer, attend in zip(self.further, attends[1:], strict=True):
             h, normed = add_norm(rest, h, layer.input_layernorm)
@@ -97,7 +98,7 @@ class FeatureHead(UnrolledHead):
     def side_by_side(
         self, tokens: Tensor, features: Tensor, chain: Tensor | None, norms: tuple[RMSNorm, RMSNorm] | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Embeddings and features, each under its norm: (b, n, 2H). And these features as they are (b, n, H)."""
+        """Embeddings and features, each after its norm, concatenated (b, n, 2H); and the plain features (b, n, H)."""
         if by_kernels(features):
             from slipstream.heads.layer_kernel import enter
 
@@ -111,8 +112,8 @@ class FeatureHead(UnrolledHead):
         return torch.cat(both, dim=-1), features
 
     def unroll(self, states: Tensor, tokens: Tensor, depths: int) -> Iterator[Unrolled]:
-        """From depth 1 on it reads its own features, through which gradients flow: HASS's aligned contexts, EAGLE-3's
-        training-time test."""
+        """From depth 1 on it reads its own features, and gradients flow through them. HASS calls this aligned contexts,
+        EAGLE-3 training-time test."""
         features, attends = self.read(states), self.chains()
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         for k in range(depths):
@@ -125,15 +126,15 @@ class FeatureHead(UnrolledHead):
             yield Prediction(read(features), features)
 
     def chains(self) -> list[Chains]:
-        """Attention for its layers, for one unrolling of `step`."""
+        """Attention for each of its layers, for one `unroll`."""
         return [Chains(self.config.window(layer)) for layer in range(1 + len(self.further))]
 
 
 class Chains:
     """Attention in chains drafted from every position at once, called once per depth.
 
-    At depth k, position i sees the keys of depth 0 up to i, which were made from true states, and of each later depth
-    only its own: those that its own chain made. It is at place i + k, and a window counts from there.
+    At depth k, the chain of position i sees the keys of depth 0 at positions up to i, which come from true states, and
+    of each later depth only its own key. Its own position is i + k; a window is counted from there.
     """
 
     def __init__(self, window: int | None = None) -> None:
@@ -149,7 +150,7 @@ class Chains:
             out = functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
             return out.transpose(1, 2)
         t, d = query.shape[2:]
-        q = query.unflatten(1, (key.shape[1], -1)) / math.sqrt(d)  # (b, kv, g, t, d): query heads that share a key
+        q = query.unflatten(1, (key.shape[1], -1)) / math.sqrt(d)  # (b, kv, g, t, d): g query heads share a key head
         past = q @ self._keys[0].transpose(-1, -2)  # (b, kv, g, t, t)
         past = past.masked_fill(self._hidden(t, q.device), -torch.inf)
         own = [(q * k).sum(-1, keepdim=True) for k in self._keys[1:]]  # (b, kv, g, t, 1) each
@@ -164,7 +165,7 @@ class Chains:
         return mixed.flatten(1, 2).transpose(1, 2)
 
     def _hidden(self, t: int, device: torch.device) -> Tensor:
-        """(t, t) which true keys each position does not see."""
+        """(t, t) which keys of depth 0 each position does not see."""
         place = torch.arange(t, device=device)
         ahead = place > place[:, None]
         if self._window is None:
@@ -174,7 +175,7 @@ class Chains:
 
 
 class Layer(nn.Module):
-    """Attention and a gated MLP. What stands before the attention is the head's own affair."""
+    """Attention and a gated MLP. Each kind of head adds its own norms before the attention."""
 
     def __init__(self, config: LayerConfig, width: int, reads: int) -> None:
         super().__init__()
@@ -183,8 +184,8 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(width, config.rms_norm_eps)
 
     def carry(self, x: Tensor, residual: Tensor, positions: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
-        """(b, n, reads), (b, n, H), (b, n) -> twice (b, w, H), whose sum is the result for the last w, the queries.
-        The others are there for their keys."""
+        """(b, n, reads), (b, n, H), (b, n) -> twice (b, w, H), whose sum is the result for the last w positions, the
+        queries. Of the other positions only keys and values are computed."""
         mixed = self.self_attn(x, positions, attend)
         silent = residual.shape[1] - mixed.shape[1]
         h, normed = add_norm(mixed, residual[:, silent:], self.post_attention_layernorm)
@@ -192,7 +193,7 @@ class Layer(nn.Module):
 
 
 class FurtherLayer(Layer):
-    """One that reads the sum of the layer before, under a norm."""
+    """A layer that reads the output of the layer before, after a norm."""
 
     def __init__(self, config: LayerConfig, width: int) -> None:
         super().__init__(config, width=width, reads=width)
@@ -257,7 +258,7 @@ class RMSNorm(nn.Module):
 
 
 def add_norm(x: Tensor, residual: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
-    """(b, w, H) each -> their sum, and the sum under the norm."""
+    """(b, w, H) each -> their sum, and the sum after the norm."""
     if by_kernels(x):
         from slipstream.heads.layer_kernel import add_norm
 
@@ -267,7 +268,7 @@ def add_norm(x: Tensor, residual: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor
 
 
 def _together(layers: Sequence[nn.Module], x: Tensor) -> Tensor:
-    """(b, n, ·) what several layers make of x, side by side."""
-    if isinstance(layers[0], JointPart):  # they are one already
+    """(b, n, ·) the outputs of several linear layers for x, concatenated."""
+    if isinstance(layers[0], JointPart):  # their weights are one matrix already
         return layers[0].whole(x, True)
     return torch.cat([layer(x) for layer in layers], dim=-1)

@@ -1,11 +1,12 @@
-"""DFlash: a few layers guess a whole block at once, from the target's states at every position of the text.
+"""DFlash: a few layers predict a whole block at once, from the target's states at every position of the text.
 
-Every layer makes keys and values of the text from the same features: some of the target's states, joined and normed.
-The block is the root and masks after it; its places see the text and each other. A mask says what stands in its own
-place; where the root guesses too (`from_anchor`, as DeepSpec trains), each place says what follows it.
+Every layer computes keys and values of the text from the same features: some of the target's states, joined and normed.
+A block is the root and mask tokens after it; its positions attend to the text and to each other. A mask predicts the
+token at its own position; with `from_anchor`, as DeepSpec trains, the root predicts too, and each position predicts the
+token after it.
 
-DSpark adds two parts. A bias on the logits that comes from the token before, so that guesses depend on each other; and
-a guess of how likely a token of this place is to be accepted.
+DSpark adds two parts: a bias on the logits that depends on the previous token, so that the block's tokens depend on
+each other, and a prediction of the probability that a token at this position is accepted.
 """
 
 from __future__ import annotations
@@ -31,15 +32,15 @@ STATES = 5  # that a fresh head reads, as published ones do
 
 @dataclass(frozen=True, kw_only=True)
 class DFlashConfig(LayerConfig):
-    block_size: int  # places, the root's included
+    block_size: int  # positions, including the root's
     mask_token_id: int
     aux_layers: tuple[int, ...]  # which states it reads, by transformers' numbers
     draft_vocab_size: int
-    from_anchor: bool = False  # whether the root's place guesses too
+    from_anchor: bool = False  # whether the root's position predicts too
     markov_rank: int | None = None  # of the bias; None: there is none
     markov_type: str = "vanilla"
     confidence: bool = False
-    confidence_with_markov: bool = False  # whether it reads the embedding of the token before
+    confidence_with_markov: bool = False  # whether it reads the previous token's embedding
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -91,8 +92,8 @@ class DFlash(LayeredHead):
         dtype: torch.dtype = torch.float32,
         **sizes: Any,
     ) -> Self:
-        """block: its places; bias: the rank of one, 0: without; from_anchor: with a bias unless told. draft_ids and
-        tied as for eagle3; sizes: fields of DFlashConfig."""
+        """block: positions of a block. bias: rank of the bias, 0: none. from_anchor: by default if there is a bias.
+        draft_ids and tied as for eagle3; sizes: fields of DFlashConfig."""
         size, text = Lender.of(model), model.config.get_text_config()
         ids = check_draft_ids(draft_ids, size.vocab_size)
         config = DFlashConfig(
@@ -113,7 +114,7 @@ class DFlash(LayeredHead):
             },
         )
         head = cls.begin(config, cls.lendable(config) if tied else (EMBEDDING,), model, seed, dtype)
-        if head.markov_head is not None:  # it begins without a say
+        if head.markov_head is not None:  # the bias starts at 0
             head.markov_head.markov_w2.weight.data.zero_()
         head.start_vocabulary(model, ids)
         return head
@@ -125,11 +126,11 @@ class DFlash(LayeredHead):
     # ---- a block
 
     def read(self, states: Tensor) -> Tensor:
-        """(…, ·) as join gives them -> (…, H) features, of which every layer makes keys."""
+        """(…, ·) as `join` returns them -> (…, H) features, the input of every layer's keys."""
         return self.hidden_norm(self.fc(states.to(self.dtype)))
 
     def block_of(self, roots: Tensor) -> Tensor:
-        """(…) -> (…, places) the root and masks."""
+        """(…) -> (…, positions) the root and masks."""
         masks = roots.new_full((*roots.shape, self.config.block_size - 1), self.config.mask_token_id)
         return torch.cat((roots[..., None], masks), dim=-1)
 
@@ -139,8 +140,8 @@ class DFlash(LayeredHead):
             layer.self_attn(features, positions, attend)
 
     def fill(self, tokens: Tensor, features: Tensor, positions: Tensor, attends: Sequence[Attend]) -> Tensor:
-        """Blocks' tokens (b, w), and features of the text (b, n, H) that are read along, at positions (b, n + w) ->
-        (b, w, H) under the last norm. attends: one for each layer; the last w rows are queries."""
+        """Blocks' tokens (b, w) and features of new text (b, n, H), at positions (b, n + w) -> (b, w, H) after the last
+        norm. attends: one for each layer; the last w positions are queries."""
         h, rest = self.embed(tokens), None
         for layer, attend in zip(self.decoders, attends, strict=True):
             if rest is None:
@@ -152,7 +153,7 @@ class DFlash(LayeredHead):
         return add_norm(rest, h, self.norm)[1]
 
     def guessing(self, states: Tensor, depths: int) -> Tensor:
-        """(…, places, H) -> (…, depths, H) of the places that guess."""
+        """(…, positions, H) -> (…, depths, H) the states of the positions that predict."""
         first = 0 if self.config.from_anchor else 1
         return states[..., first : first + depths, :]
 
@@ -179,15 +180,15 @@ class DFlash(LayeredHead):
         for k in range(depths):
             yield Prediction(self.logits(hidden[:, :, k], None if latent is None else latent[:, :, k]))
 
-    # ---- guesses
+    # ---- predictions
 
     def logits(self, hidden: Tensor, latent: Tensor | None = None) -> Tensor:
-        """(…, H) -> (…, V'). latent (…, r): what the bias makes of the tokens before."""
+        """(…, H) -> (…, V'). latent (…, r): the bias's vector for the previous tokens."""
         out = self.output(hidden)
         return out if latent is None or self.markov_head is None else out + self.markov_head.markov_w2(latent)
 
     def latents(self, hidden: Tensor, before: Tensor) -> Tensor | None:
-        """Of whole blocks, (b, n, depths, H) and the tokens before (b, n, depths) -> (b, n, depths, r)."""
+        """For whole blocks: (b, n, depths, H), the previous tokens (b, n, depths) -> (b, n, depths, r)."""
         if self.markov_head is None:
             return None
         memory, found = None, []
@@ -197,14 +198,14 @@ class DFlash(LayeredHead):
         return torch.stack(found, dim=2)
 
     def sure(self, hidden: Tensor, before: Tensor) -> Tensor:
-        """(…, H), the tokens before (…) -> (…) the logit of a guess being accepted."""
+        """(…, H), the previous tokens (…) -> (…) the logit of the probability of acceptance."""
         if self.config.confidence_with_markov and self.markov_head is not None:
             hidden = torch.cat((hidden, self.markov_head.markov_w1(before).to(hidden.dtype)), dim=-1)
         return self.confidence_head["proj"](hidden)[..., 0]
 
 
 class Markov(nn.Module):
-    """What the token before says of the next one: a vector, which a matrix turns into a bias on the logits."""
+    """A vector for the previous token, which a matrix turns into a bias on the next token's logits."""
 
     def __init__(self, config: DFlashConfig, rank: int) -> None:
         super().__init__()
@@ -217,29 +218,28 @@ class Markov(nn.Module):
             self.joint_proj = nn.Linear(config.hidden_size + 2 * rank, 3 * rank)
 
     def forward(self, hidden: Tensor, before: Tensor, memory: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """(…, H), (…), and (…, r) what an rnn remembers of the block, None at its beginning -> (…, r), and its memory
-        after that."""
+        """(…, H), (…), and (…, r) an rnn's state, None at the beginning of a block -> (…, r), and the next state."""
         token = self.markov_w1(before)
         if self.form == "vanilla":
             return token, None
         if self.form == "gated":
             return torch.sigmoid(self.gate_proj(torch.cat((hidden, token), dim=-1))) * token, None
         memory = torch.zeros_like(token) if memory is None else memory
-        keep, new, said = self.joint_proj(torch.cat((memory, token, hidden), dim=-1)).chunk(3, dim=-1)
+        keep, new, result = self.joint_proj(torch.cat((memory, token, hidden), dim=-1)).chunk(3, dim=-1)
         keep = torch.sigmoid(keep)
-        return torch.tanh(said), keep * memory + (1 - keep) * torch.tanh(new)
+        return torch.tanh(result), keep * memory + (1 - keep) * torch.tanh(new)
 
 
 def spread_layers(count: int, states: int) -> tuple[int, ...]:
-    """The states of a target with `count` layers that a fresh head reads: as published, evenly spaced from the output
-    of its second layer to that of its third last. Small ones have fewer."""
+    """The states of a target with `count` layers that a new head reads: as published, evenly spaced from the output of
+    the second layer to that of the third last. Small targets have fewer."""
     first, last = min(2, count - 1), max(count - 2, count // 2)
     steps = max(states - 1, 1)
     return tuple(sorted({first + round(i * (last - first) / steps) for i in range(states)}))
 
 
 def spare_token(text: Any) -> int:
-    """A token that stands for what is not known: one after which texts end."""
+    """The token that a new head uses as mask: padding, else the end of a text, else 0."""
     for name in ("pad_token_id", "eos_token_id"):
         found = getattr(text, name, None)
         found = found[0] if isinstance(found, list) else found

@@ -1,6 +1,6 @@
-"""EAGLE (versions 1 and 2, and HASS, which is trained otherwise): one layer predicts the target's next last state.
+"""EAGLE (versions 1 and 2, and HASS, which is trained differently): one layer predicts the target's next last state.
 
-It reads (h_i, embedding of token i+1), guesses h_{i+1}, and the target's own `lm_head` turns that into logits.
+It reads (h_i, embedding of token i+1) and predicts h_{i+1}, from which the target's own `lm_head` computes logits.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Eagle(FeatureHead):
     def fresh(
         cls, model: Any, *, bias: bool = False, seed: int = 0, dtype: torch.dtype = torch.float32, **sizes: Any
     ) -> Self:
-        """A layer like the target's own. It starts by handing the state on unchanged. bias: of fc, which vLLM can't
+        """A layer with the target's sizes, initialised to return the state unchanged. bias: of fc, which vLLM can't
         read; sizes: fields of EagleConfig."""
         size = Lender.of(model)
         fields = {**layer_sizes(model.config.get_text_config(), size.hidden_size), **sizes}

@@ -1,7 +1,8 @@
 """EAGLE-3: a layer over three of the target's hidden states, with an output matrix and often a vocabulary of its own.
 
-Its features need not resemble the target's states: it is trained on its own, unrolled. Some read other than three
-states, or have a second layer. EAGLE-3.1 norms each state by itself and hands its own states on under the last norm.
+Its features need not resemble the target's states: it is trained unrolled, on its own predictions. Some heads read more
+or fewer states, or have a second layer. EAGLE-3.1 norms each state separately, and its next depth reads features after
+the last norm.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from slipstream.targets.states import final_norm
 class Eagle3Config(LayerConfig):
     width: int  # the head's own hidden size
     draft_vocab_size: int
-    # Which states it reads, by transformers' numbers, but that of the last layer is read before the final norm. None:
-    # the published rule.
+    # Which states it reads, by transformers' numbers, except that the last layer's is read before the final norm. None:
+    # by the published rule.
     aux_layers: tuple[int, ...] | None = None
     norm_before_residual: bool = False
     norm_before_fc: bool = False  # one norm over all states it reads
     fc_norm: bool = False  # a norm for each of them
-    norm_output: bool = False  # what the next depth reads is normed
+    norm_output: bool = False  # the next depth reads features after the last norm
 
     @property
     def states(self) -> int:
@@ -71,8 +72,8 @@ class Eagle3(VocabularyHead, FeatureHead):
         dtype: torch.dtype = torch.float32,
         **sizes: Any,
     ) -> Self:
-        """draft_ids: the tokens it may guess; all unless told. tied: its output matrix is the target's rows for them
-        and stays so; otherwise it starts as a copy of them. sizes: fields of Eagle3Config."""
+        """draft_ids: its vocabulary, by default all tokens. tied: its output matrix is the target's rows for these, and
+        is not trained; otherwise it starts as a copy of them. sizes: fields of Eagle3Config."""
         size = Lender.of(model)
         ids = check_draft_ids(draft_ids, size.vocab_size)
         count = size.layers
@@ -81,7 +82,7 @@ class Eagle3(VocabularyHead, FeatureHead):
             width=size.hidden_size,
             draft_vocab_size=len(ids),
             **{
-                "aux_layers": None if count >= 6 else (count // 4, count // 2, count - 1),  # too few for the rule
+                "aux_layers": None if count >= 6 else (count // 4, count // 2, count - 1),  # the rule needs 6 layers
                 **layer_sizes(model.config.get_text_config(), size.hidden_size),
                 **sizes,
             },
@@ -113,7 +114,7 @@ class Eagle3(VocabularyHead, FeatureHead):
         return tuple(count + 1 if number == count else number for number in self.aux_ids(count))
 
     def aux_ids(self, count: int) -> tuple[int, ...]:
-        """The same, by the numbers of its config."""
+        """Like `layers`, with the numbers of its config."""
         if self.config.aux_layers is not None:
             return self.config.aux_layers
         if count < 6:
@@ -163,7 +164,7 @@ class Eagle3(VocabularyHead, FeatureHead):
 
 
 class _MidLayer(Layer):
-    """A layer whose attention reads embedding and features side by side, each under a norm of its own."""
+    """A layer whose attention reads embedding and features, concatenated, each after a norm of its own."""
 
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__(config, width=config.width, reads=2 * config.width)

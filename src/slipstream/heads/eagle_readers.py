@@ -78,7 +78,7 @@ def read_eagle3(config: Json, tensors: Tensors) -> Published:
 
 
 def read_speculators(config: Json, tensors: Tensors) -> Published:
-    """The layer's sizes stand apart."""
+    """Like `read_eagle3`, with the layer's sizes in a config of their own."""
     layer = config["transformer_layer_config"]
     version = config.get("speculators_version")
     found = _eagle3(config, layer, tensors, "EAGLE-3 (speculators" + (f" {version})" if version else ")"))
@@ -89,7 +89,7 @@ def _eagle3(config: Json, layer: Json, tensors: Tensors, layout: str) -> Publish
     nested: Json = config.get("eagle_config") or {}
     _refuse(config, nested, tensors)
 
-    def says(name: str) -> Any:
+    def field(name: str) -> Any:
         return config.get(name, nested.get(name))
 
     own, names = _eagle3_names(without_frequencies(tensors))
@@ -103,12 +103,12 @@ def _eagle3(config: Json, layer: Json, tensors: Tensors, layout: str) -> Publish
         width=width,
         draft_vocab_size=count(config, "draft_vocab_size", count_drafts(own, vocabulary)),
         aux_layers=_aux_layers(config, nested, own.get("fc.weight"), hidden),
-        norm_before_residual=bool(says("norm_before_residual")),
-        norm_before_fc=_agreed("norm_before_fc", says("norm_before_fc"), "input_norm.weight", own),
+        norm_before_residual=bool(field("norm_before_residual")),
+        norm_before_fc=_agreed("norm_before_fc", field("norm_before_fc"), "input_norm.weight", own),
         fc_norm=_agreed(
-            "fc_norm", says("fc_norm" if says("use_aux_norm") is None else "use_aux_norm"), "fc_norm.0.weight", own
+            "fc_norm", field("fc_norm" if field("use_aux_norm") is None else "use_aux_norm"), "fc_norm.0.weight", own
         ),
-        norm_output=bool(says("norm_output")),
+        norm_output=bool(field("norm_output")),
         **layer_fields(layer, own, "midlayer."),
     )
     read_ids(own, sizes.draft_vocab_size, vocabulary)
@@ -122,7 +122,7 @@ def _eagle3(config: Json, layer: Json, tensors: Tensors, layout: str) -> Publish
 
 
 def _refuse(config: Json, nested: Json, tensors: Tensors) -> None:
-    """What looks like EAGLE-3 and computes something else."""
+    """Raise for heads that look like EAGLE-3 and compute something else."""
     if nested.get("use_aux_hidden_state", True) is False:
         raise ValueError("it reads the target's last state alone (`use_aux_hidden_state: false`): that is no EAGLE-3")
     if "mask_hidden" in tensors or config.get("parallel_drafting"):
@@ -130,7 +130,7 @@ def _refuse(config: Json, nested: Json, tensors: Tensors) -> None:
 
 
 def _eagle3_names(tensors: Tensors) -> tuple[Tensors, dict[str, str]]:
-    """By the head's own names, and those of the file for each."""
+    """The tensors by the head's own names, and the file's name for each."""
 
     def own(name: str) -> str:
         name = re.sub(r"^layers\.0\.", "midlayer.", name)
@@ -144,7 +144,7 @@ def _eagle3_names(tensors: Tensors) -> tuple[Tensors, dict[str, str]]:
 
 
 def _aux_layers(config: Json, nested: Json, fc: Tensor | None, hidden: int) -> tuple[int, ...] | None:
-    """Transformers' numbers. Inside `eagle_config` layers are counted by their outputs, from 0: one less."""
+    """The states by transformers' numbers. Inside `eagle_config`, layers' outputs are counted from 0: one less."""
     ids = config.get(AUX) or [state_number(AUX, number) + 1 for number in nested.get(AUX) or ()]
     if ids:
         return tuple(state_number(AUX, number) for number in ids)
@@ -154,8 +154,8 @@ def _aux_layers(config: Json, nested: Json, fc: Tensor | None, hidden: int) -> t
     return None
 
 
-def _agreed(name: str, said: Any, tensor: str, tensors: Tensors) -> bool:
-    """Whether there is this norm: config.json may leave it to the tensors to say so, but not say the opposite."""
-    if said is False and tensor in tensors:
+def _agreed(name: str, value: Any, tensor: str, tensors: Tensors) -> bool:
+    """Whether the head has this norm. config.json may be silent, but must not contradict the tensors."""
+    if value is False and tensor in tensors:
         raise ValueError(f"config.json says {name}: false, but the file has {tensor}")
-    return bool(said) or tensor in tensors
+    return bool(value) or tensor in tensors

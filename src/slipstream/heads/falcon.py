@@ -1,11 +1,12 @@
-"""Falcon: one pass guesses the states of k tokens, since the last k positions see each other (semi-autoregressive).
+"""Falcon: one pass predicts the states of k tokens; the last k positions attend to each other (semi-autoregressive).
 
 Position i reads (h_i, embedding of token i+1), through two layers of an LSTM that runs along the text and one decoder
-layer in which the positions of a block see each other, and guesses h_{i+k}; the target's own `lm_head` turns that into
-logits. So at the end of a text its last k positions guess the next k states, the first of them with one step to go.
-The next pass reads these guesses with the tokens that were chosen.
+layer in which the positions of a block attend to each other, and predicts h_{i+k}. The target's own `lm_head` computes
+logits from that. So the last k positions of a text predict the next k states. The next pass reads these predictions and
+the tokens that were chosen.
 
-Built as the paper has it: the published code hands an LSTM's whole answer to the layer, and runs it along the batch.
+This follows the paper. The published code differs: it passes the LSTM's whole return value to the layer, and runs the
+LSTM along the batch.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from slipstream.heads.blocks import Blocks, Masked, same_block
 from slipstream.heads.decoder import Attend, Layer
 from slipstream.heads.layer_config import LayerConfig, layer_sizes
 
-MEMORY = 4  # vectors that the LSTM remembers: state and cell of each of its layers
-OUTPUT = 2  # which of them is its output: the state of the second
+MEMORY = 4  # vectors of the LSTM's state: hidden state and cell of each of its two layers
+OUTPUT = 2  # the index of its output among them: the second layer's hidden state
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,11 +79,11 @@ class Falcon(Head):
     # ---- the LSTM
 
     def pairs(self, tokens: Tensor, features: Tensor) -> Tensor:
-        """(…) and the states before them (…, H) -> (…, 2H) what the LSTM reads."""
+        """Tokens (…) and the states before them (…, H) -> (…, 2H), the LSTM's input."""
         return torch.cat((self.embed(tokens), features.to(self.dtype)), dim=-1)
 
     def along(self, pairs: Tensor, memory: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Through a whole text at once: (b, n, 2H), (b, 4, H) -> outputs (b, n, H), and the memory after it."""
+        """Run the LSTM over a whole text: (b, n, 2H), (b, 4, H) -> outputs (b, n, H), and the memory after it."""
         start = None
         if memory is not None:
             states, cells = (memory[:, part::2].transpose(0, 1).contiguous() for part in (0, 1))  # (2, b, H) each
@@ -92,7 +93,7 @@ class Falcon(Head):
         return out, torch.stack((states[0], cells[0], states[1], cells[1]), dim=1)
 
     def step(self, pairs: Tensor, memory: Tensor) -> Tensor:
-        """One token further: (…, 2H), (…, 4, H) -> (…, 4, H), of which OUTPUT is the output."""
+        """Run the LSTM over one token: (…, 2H), (…, 4, H) -> (…, 4, H), where OUTPUT is the output."""
         x, found = pairs.to(self.dtype).flatten(0, -2), list[Tensor]()
         with _whole_precision(pairs):
             for layer in range(2):
@@ -104,23 +105,23 @@ class Falcon(Head):
         return torch.stack(found, dim=1).view(memory.shape)
 
     def no_memory(self, *shape: int) -> Tensor:
-        """(…, 4, H) before a text begins."""
+        """(…, 4, H), the memory before a text."""
         like = next(self.parameters())
         return torch.zeros(*shape, MEMORY, self.config.hidden_size, dtype=self.dtype, device=like.device)
 
     # ---- the layer
 
     def guess(self, x: Tensor, queries: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Outputs of the LSTM, (b, n, H) read for their keys, (b, w, H) of the queries, at positions (b, n + w)
-        -> (b, w, H) states `block` places further on. Keys of both are handed to `attend`."""
+        """Outputs of the LSTM: (b, n, H) for keys only, (b, w, H) of the queries, at positions (b, n + w) -> (b, w, H)
+        the states `block` positions later. `attend` gets the keys of both."""
         rest, h = self.decoder.carry(torch.cat((x, queries), dim=1), queries, positions, attend)
         return rest + h
 
     # ---- whole texts
 
     def blocks(self, states: Tensor, following: Tensor, tokens: Tensor, blocks: Blocks) -> Tensor:
-        """The guesses of all blocks at once: (b, t, H), (b, t) the tokens after them as they are read, (b, t) as they
-        are -> (b, count, depths, H). A block needs as many states before its end as it has places."""
+        """The predictions of all blocks at once: states (b, t, H), the tokens after them as the head reads them (b, t),
+        the true tokens (b, t) -> (b, count, depths, H). A block needs `config.block` states before its end."""
         k, device = self.config.block, tokens.device
         ends, text = blocks.ends(device), torch.arange(blocks.length, device=device)
         passes = -(-blocks.depths // k)
@@ -145,7 +146,7 @@ class Falcon(Head):
         return torch.cat(found, dim=2)[:, :, : blocks.depths]
 
     def _text(self, pairs: Tensor, every: bool) -> tuple[Tensor, Tensor | None]:
-        """(b, t, 2H) -> outputs (b, t, H); every: and what is remembered after each token, (b, t, 4, H)."""
+        """(b, t, 2H) -> outputs (b, t, H). every: also the memory after each token, (b, t, 4, H)."""
         if not every:
             return self.along(pairs)[0], None
         memory, found = self.no_memory(len(pairs)), []
@@ -156,7 +157,7 @@ class Falcon(Head):
         return each[:, :, OUTPUT], each
 
     def steps(self, pairs: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
-        """A few tokens further: (…, k, 2H), (…, 4, H) -> outputs (…, k, H), and the memory after them."""
+        """Run the LSTM over k tokens: (…, k, 2H), (…, 4, H) -> outputs (…, k, H), and the memory after them."""
         found = []
         for j in range(pairs.shape[-2]):
             memory = self.step(pairs[..., j, :], memory)
@@ -164,7 +165,7 @@ class Falcon(Head):
         return torch.stack(found, dim=-2), memory
 
     def predict(self, states: Tensor, tokens: Tensor, depths: int) -> Iterator[Prediction]:
-        """Where a text has fewer states than a block has places, its guesses mean nothing."""
+        """Predictions at the first `config.block` - 1 positions are meaningless, since a block has more positions."""
         self.check_depths(depths)
         features = self.blocks(states, later(tokens, 1), tokens, Blocks(tokens.shape[1], depths))
         for k in range(depths):
@@ -172,5 +173,5 @@ class Falcon(Head):
 
 
 def _whole_precision(x: Tensor) -> torch.autocast:
-    """An LSTM adds up along a text: in training it keeps the precision of its weights."""
+    """No autocast: rounding errors of an LSTM add up along a text, so it keeps its weights' precision in training."""
     return torch.autocast("cuda" if x.is_cuda else "cpu", enabled=False)

@@ -1,7 +1,7 @@
 """`grow_depth` and `keep_best` in Triton, in one launch each.
 
-A place in an order is the number of those before it. Every program counts for a few nodes, over all of the sequence's,
-so none waits for another and nothing is sorted.
+A node's rank is the number of nodes that come before it. Each program counts the ranks of a few nodes against all of
+the sequence's. So no program waits for another, and nothing is sorted.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
 from slipstream.heads.packing import FIRST
 from slipstream.kernels.overlap import overlap, wait_turn
 
-# These decide who computes what, not the answer.
+# These divide the work among programs and do not change the result.
 BLOCK = 16  # nodes per program
 OTHERS = 512  # nodes that they are compared with at a time, at most
 
@@ -52,12 +52,12 @@ def keep_rows(
     """See `growth.keep_best`."""
     b, _, found = nodes.shape
     assert all(t.is_contiguous() for t in (nodes, odds, members, first) if t is not None), "rows lie side by side"
-    behind = 0 if first is None else first.shape[1]
-    packed = torch.empty((b, 3, count + behind), dtype=torch.int32, device=nodes.device)
+    appended = 0 if first is None else first.shape[1]
+    packed = torch.empty((b, 3, count + appended), dtype=torch.int32, device=nodes.device)
     # fmt: off
     _keep[(triton.cdiv(found, BLOCK), b)](
         nodes, odds, members, first, packed,
-        FOUND=found, COUNT=count, BEHIND=behind, PAD_B=triton.next_power_of_2(max(1, behind)), MARK=FIRST,
+        FOUND=found, COUNT=count, APPENDED=appended, PAD_B=triton.next_power_of_2(max(1, appended)), MARK=FIRST,
         BLOCK=BLOCK, OTHERS=min(OTHERS, triton.next_power_of_2(found)), num_warps=4, **overlap(),
     )
     # fmt: on
@@ -66,8 +66,8 @@ def keep_rows(
 
 @triton.jit
 def _ahead(values, numbers, value, number):  # type: ignore[no-untyped-def]
-    """How many of values (n,) stand before each value (m,): the larger, and of equals those found earlier. What is
-    padded is minus infinity and found last, so it stands before nobody."""
+    """How many of values (n,) come before each value (m,): larger ones, and equal ones with a smaller number. Padding
+    is -inf with the largest numbers, so it comes before nothing."""
     equal = (values[None, :] == value[:, None]) & (numbers[None, :] < number[:, None])
     return tl.sum(((values[None, :] > value[:, None]) | equal).to(tl.int32), 1)
 
@@ -77,9 +77,9 @@ def _ahead(values, numbers, value, number):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _found(logp, number, paths, at, FOUND: tl.constexpr, BRANCH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of the nodes `at`: their parents' numbers, their log-probabilities, and those of their paths."""
+    """Of the nodes `at`: numbers of their parents, their log-probabilities, and those of their paths."""
     own = tl.load(logp + at, mask=at < FOUND, other=float("-inf"))
-    # A child above its parent would break the order; a head that overflows knows nothing.
+    # A child must not be more probable than its parent. NaN, from a head that overflows, counts as impossible.
     own = tl.where(own == own, tl.where(own > 0, 0.0, own), float("-inf"))
     parent, path = tl.zeros_like(at), own
     if number is not None:
@@ -142,7 +142,7 @@ def _grow(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _allowed(paths, members, at, there):  # type: ignore[no-untyped-def]
-    """Paths' log-probabilities; minus infinity where none may be kept."""
+    """Log-probabilities of paths; -inf for nodes that may not be kept."""
     if members is not None:
         there &= tl.load(members + at, mask=there, other=0) != 0
     return tl.load(paths + at, mask=there, other=float("-inf"))
@@ -152,7 +152,7 @@ def _allowed(paths, members, at, there):  # type: ignore[no-untyped-def]
 @triton.jit
 def _keep(  # type: ignore[no-untyped-def]
     nodes, odds, members, first, packed,
-    FOUND: tl.constexpr, COUNT: tl.constexpr, BEHIND: tl.constexpr, PAD_B: tl.constexpr, MARK: tl.constexpr,
+    FOUND: tl.constexpr, COUNT: tl.constexpr, APPENDED: tl.constexpr, PAD_B: tl.constexpr, MARK: tl.constexpr,
     BLOCK: tl.constexpr, OTHERS: tl.constexpr, EARLY: tl.constexpr,
 ):
     # fmt: on
@@ -160,13 +160,13 @@ def _keep(  # type: ignore[no-untyped-def]
     block, sequence = tl.program_id(0), tl.program_id(1)
     nodes += sequence * 2 * FOUND
     odds += sequence * 2 * FOUND
-    packed += sequence * 3 * (COUNT + BEHIND)
+    packed += sequence * 3 * (COUNT + APPENDED)
     at = block * BLOCK + tl.arange(0, BLOCK)
     there = at < FOUND
     above = tl.load(nodes + FOUND + at, mask=there, other=0) - 1  # -1: the root
     path = _allowed(odds + FOUND, members, at, there)
     path_above = _allowed(odds + FOUND, members, above, there & (above >= 0))
-    # The place of a parent is counted once more: another program may have it.
+    # The parent may belong to another program, so its place is counted here once more.
     place, place_above = tl.zeros_like(at), tl.zeros_like(at)
     for begin in range(0, FOUND, OTHERS):
         other = begin + tl.arange(0, OTHERS)
@@ -176,14 +176,14 @@ def _keep(  # type: ignore[no-untyped-def]
     parent = tl.where(above < 0, 0, 1 + place_above)
 
     kept = there & (place < COUNT)
-    row = COUNT + BEHIND
+    row = COUNT + APPENDED
     own = tl.load(odds + at, mask=there, other=0.0)
     tl.store(packed + place, tl.load(nodes + at, mask=there, other=0), mask=kept)
     tl.store(packed + row + place, tl.where(path > float("-inf"), parent, -1), mask=kept)
     tl.store(packed + 2 * row + place, tl.exp(own).to(tl.int32, bitcast=True), mask=kept)
     if first is not None:
-        one = block * PAD_B + tl.arange(0, PAD_B)  # all of them belong to the first program
-        token = tl.load(first + sequence * BEHIND + one, mask=one < BEHIND, other=0)
-        tl.store(packed + COUNT + one, token.to(tl.int32), mask=one < BEHIND)
-        tl.store(packed + row + COUNT + one, MARK, mask=one < BEHIND)
-        tl.store(packed + 2 * row + COUNT + one, MARK, mask=one < BEHIND)
+        one = block * PAD_B + tl.arange(0, PAD_B)  # in range in the first program only
+        token = tl.load(first + sequence * APPENDED + one, mask=one < APPENDED, other=0)
+        tl.store(packed + COUNT + one, token.to(tl.int32), mask=one < APPENDED)
+        tl.store(packed + row + COUNT + one, MARK, mask=one < APPENDED)
+        tl.store(packed + 2 * row + COUNT + one, MARK, mask=one < APPENDED)

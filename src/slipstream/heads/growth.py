@@ -1,8 +1,9 @@
-"""Growth: how a tree grows depth by depth, along fixed ranks or wherever it turns out to be most probable.
+"""Growth: how a tree grows depth by depth, along fixed ranks (static) or along its most probable paths (dynamic).
 
-Nodes are numbered as they are found: the children of the root, then those of each node that was read at depth 1, and
-so on. Which are read and which are kept is decided on tensors of fixed shape: on a GPU in Triton, one launch per depth
-and one at the end, elsewhere in plain torch.
+A node that is "read" is passed through the head, which finds its children. Nodes are numbered in the order they are
+found: the children of the root, then the children of each node that is read at depth 1, and so on. Which nodes are read
+and kept is computed on tensors of fixed shape: in Triton on a GPU, with one launch per depth and one at the end; in
+plain torch elsewhere.
 """
 
 from __future__ import annotations
@@ -18,25 +19,25 @@ from slipstream.errors import OptionError
 from slipstream.heads.packing import pack, pack_first
 from slipstream.heads.ranks import RankPath, check_tree
 
-# Node i + 1 of each sequence in column i. (b, 2, N) int32: tokens, and their parents' numbers; (b, 2, N) float32: the
-# log-probabilities of nodes given their parents, and of whole paths.
+# All nodes found; node i + 1 of each sequence is in column i. (b, 2, N) int32: tokens, and numbers of their parents.
+# (b, 2, N) float32: log-probabilities of nodes given their parents, and of whole paths.
 Record = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
 class Growth:
     depth: int
-    branch: int  # children found of every node that is read
-    widths: tuple[int, ...]  # nodes of depth 1, 2, … that are read
-    nodes: int  # kept at most
-    fixed: tuple[Tensor, ...] = ()  # per depth (w,) which of the nodes found there are read; none: the best
+    branch: int  # children found for every node that is read
+    widths: tuple[int, ...]  # how many nodes are read at depth 1, 2, …
+    nodes: int  # nodes kept at most
+    fixed: tuple[Tensor, ...] = ()  # per depth (w,), which of the nodes found are read; empty: the most probable
     members: Tensor | None = None  # (N,) which of all nodes found may be kept; None: all
 
     @classmethod
     def dynamic(cls, width: int, depth: int, nodes: int, guessable: int) -> Self:
-        """EAGLE-2: at each depth the `width` nodes with the most probable paths are read, and of all that were found
-        the `nodes` most probable are kept."""
-        most = min(width, nodes)  # what is not among the best of its depth is not among the best of all
+        """EAGLE-2: at each depth the `width` nodes with the most probable paths are read, and of all nodes found the
+        `nodes` most probable are kept."""
+        most = min(width, nodes)  # a node below the `nodes` best of its depth can't be among the `nodes` best of all
         branch = min(most, guessable)
         widths = [branch]
         while len(widths) < depth:
@@ -45,7 +46,7 @@ class Growth:
 
     @classmethod
     def static(cls, paths: Sequence[RankPath], guessable: int, device: torch.device) -> Self:
-        """EAGLE-1: the nodes of these ranks, parents first."""
+        """EAGLE-1: the nodes with these rank paths, parents first."""
         if not paths:
             raise OptionError("the tree has no rank paths: give at least [[0]]")
         depth, branch = max(map(len, paths)), 1 + max(map(max, paths))
@@ -62,7 +63,7 @@ class Growth:
         return cls(depth, branch, widths, len(paths), tuple(fixed[:-1]), torch.cat(members).to(device))
 
     def within(self, nodes: int) -> Self:
-        """For drafts of which so many are kept at most: what can't be among the best of so few need not be found."""
+        """The same growth for drafts that keep at most this many nodes: it skips nodes that can't be among them."""
         if nodes >= self.nodes or self.members is not None:
             return self
         depth = min(self.depth, nodes)
@@ -71,13 +72,13 @@ class Growth:
 
     @property
     def found(self) -> int:
-        """All nodes, kept or not."""
+        """Number of all nodes found, kept or not."""
         return self.branch * (1 + sum(self.widths))
 
     def grow(
         self, depth: int, logp: Tensor, ids: Tensor, number: Tensor | None, names: Tensor | None, record: Record
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The nodes found at a depth go into the record; the next to be read come back: see `grow_depth`."""
+        """Write the nodes found at a depth into the record and return those to read next: see `grow_depth`."""
         start = self.branch * (1 + sum(self.widths[: depth - 1])) if depth else 0
         width = self.widths[depth] if depth < len(self.widths) else 0
         fixed = self.fixed[depth] if width and self.fixed else None
@@ -89,24 +90,24 @@ class Growth:
 
 
 def new_record(batch: int, count: int, device: torch.device) -> Record:
-    """Room for that many nodes of each sequence."""
+    """A record with room for `count` nodes of each sequence."""
     nodes = torch.empty((batch, 2, count), dtype=torch.int32, device=device)
     return nodes, torch.empty((batch, 2, count), dtype=torch.float32, device=device)
 
 
 def grow_depth(
-    logp: Tensor,  # (b, w, branch) float32, of the best tokens after each node that was read
-    ids: Tensor,  # (b, w, branch)
-    number: Tensor | None,  # (b, w) int32, of those nodes; None: the root
-    names: Tensor | None,  # (V',) the tokens that ids stand for; None: themselves
+    logp: Tensor,  # (b, w, branch) float32, of the best tokens after each of the w nodes that were read
+    ids: Tensor,  # (b, w, branch) these tokens
+    number: Tensor | None,  # (b, w) int32, node numbers of the w nodes; None: the root
+    names: Tensor | None,  # (V',) the token id of each of the head's ids; None: they are the same
     fixed: Tensor | None,  # (width,) which of the w·branch are chosen; None: those with the most probable paths
-    record: Record,  # of which the first `start` nodes are there
+    record: Record,  # its first `start` nodes are filled
     start: int,
     width: int,  # how many are chosen
-    every: bool,  # whether all that were found go into the record, in the order they were found; else the chosen alone
+    every: bool,  # True: record all nodes found, in that order; False: record the chosen ones only
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of the nodes that are chosen, the best first and of equals the one found first: tokens (b, width), which of the w
-    each follows (b, width), and numbers (b, width) int32."""
+    """The chosen nodes, the most probable first, in a tie the one found first: tokens (b, width), the index of their
+    parents among the w nodes (b, width), and node numbers (b, width) int32."""
     grow = grow_launch if logp.is_cuda else grow_plain
     return grow(logp, ids, number, names, fixed, *record, start, width, every)
 
@@ -129,7 +130,7 @@ def grow_plain(
         number, value = nodes.new_zeros(b, 1), logp.new_zeros(b, 1)
     else:
         value = odds[:, 1].gather(1, number.long() - 1)
-    # A child above its parent would break the order; a head that overflows knows nothing.
+    # A child must not be more probable than its parent. NaN, from a head that overflows, counts as impossible.
     own = logp.nan_to_num(nan=-torch.inf, neginf=-torch.inf).clamp(max=0)
     paths = (value[..., None] + own).flatten(1)  # (b, w·branch)
     tokens = (ids if names is None else names[ids]).flatten(1)
@@ -187,12 +188,12 @@ def _grown_shapes(
 
 
 def keep_best(record: Record, members: Tensor | None, first: Tensor | None, count: int) -> Tensor:
-    """The `count` most probable paths of a record, of equals those found first, as `pack` puts them: (b, 3, count), and
-    after them tokens (b, k) as `pack_first` does. members (N,): who may be kept; None: all. What has no probability is
-    padding.
+    """The `count` nodes of a record with the most probable paths, packed as by `pack`: (b, 3, count). In a tie, those
+    found first. members (N,): which may be kept; None: all. first: tokens (b, k) to append, as by `pack_first`. Nodes
+    of probability 0 become padding.
 
-    A parent is at least as probable as its children and was found before them, so it stands before them, and none is
-    kept without it.
+    A parent is at least as probable as its children and was found before them. So it comes before them, and no node is
+    kept without its parent.
     """
     keep = keep_launch if record[0].is_cuda else keep_plain
     return keep(*record, members, first, count)
@@ -205,7 +206,8 @@ def keep_plain(nodes: Tensor, odds: Tensor, members: Tensor | None, first: Tenso
         paths = paths.where(members, -torch.inf)
     value, order = (x[:, :count] for x in paths.sort(dim=1, descending=True, stable=True))
     place = torch.arange(1, 1 + count, dtype=torch.int32, device=order.device).expand_as(order)
-    places = nodes.new_zeros(len(order), 1 + paths.shape[1]).scatter(1, 1 + order, place)  # by number; the root's is 0
+    # New numbers, by old number; the root keeps 0.
+    places = nodes.new_zeros(len(order), 1 + paths.shape[1]).scatter(1, 1 + order, place)
     above = places.gather(1, parents.gather(1, order).long()).where(value > -torch.inf, -1)
     return pack_first(pack(tokens.gather(1, order), above, logp.gather(1, order).exp()), first)
 

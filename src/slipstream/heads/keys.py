@@ -1,7 +1,7 @@
 """KeyCache: the keys and values of a head's layers, for all sessions, and attention over them.
 
-A session's text lies in the first columns of its row. Drafted tokens lie after it, and each looks at the text and at
-its own path. Who looks where is all in tensors, so that a captured CUDA graph follows it.
+A session's text is in the first columns of its row. Drafted tokens come after it, and each attends to the text and to
+its own path. All of this is given by tensors, so a captured CUDA graph can be replayed for other texts and trees.
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ from slipstream.kernels.ops import attend, write_keys
 if TYPE_CHECKING:
     from slipstream.heads.layer_config import LayerConfig
 
-# Every growth captures anew, and room that isn't used costs nothing but memory. Row 0 is padding's: three sequences.
+# Graphs are captured anew whenever the cache grows, and unused room costs only memory. Row 0 is for padding, so the
+# first rows are enough for three sequences.
 FIRST_ROWS, FIRST_CAPACITY = 4, 8192
 
 
 class KeyCache:
-    # By layer, keys and values: (rows, kv heads, capacity, d) each; row 0 is where the padding of a batch writes.
+    # By layer, keys and values: (rows, kv heads, capacity, d) each. Padding of a batch writes to row 0.
     layers: list[tuple[Tensor, Tensor]]
 
     def __init__(self, config: LayerConfig, dtype: torch.dtype, device: torch.device, capacity: int = 0) -> None:
-        """capacity: columns to begin with; 0: the usual number."""
-        self.generation = 0  # how often the tensors moved
+        """capacity: columns to begin with; 0: FIRST_CAPACITY."""
+        self.generation = 0  # counts reallocations of the tensors
         self.windows = [config.window(layer) for layer in range(config.num_hidden_layers)]
         self._heads, self._device = config.num_attention_heads, device
         self.scratch: dict[int, tuple[Any, Tensor]] = {}  # by batch
@@ -40,7 +41,7 @@ class KeyCache:
 
     @property
     def keys(self) -> Tensor:
-        """Of the first layer."""
+        """The first layer's."""
         return self.layers[0][0]
 
     @property
@@ -52,7 +53,7 @@ class KeyCache:
         return self.keys.shape[2]
 
     def open(self) -> int:
-        """A row."""
+        """Reserve a row."""
         if not self._free:
             self._resize(2 * len(self.keys), self.capacity)
         return self._free.pop()
@@ -66,12 +67,12 @@ class KeyCache:
 
     @torch.inference_mode()
     def copy(self, source: int, to: int, length: int) -> None:
-        """The first columns of a row, into another."""
+        """Copy the first `length` columns of a row into another."""
         for tensor in (part for layer in self.layers for part in layer):
             tensor[to, :, :length] = tensor[source, :, :length]
 
     def reserve(self, length: int) -> None:
-        """Room for this many columns and one more, which padding may write to."""
+        """Make room for `length` columns and one more, which padding may write to."""
         capacity = self.capacity
         while capacity <= length:
             capacity *= 2
@@ -93,8 +94,8 @@ class KeyCache:
         self.generation += 1
 
     def prepare(self, batch: int, most: int, depth: int) -> None:
-        """On a GPU attention needs scratch, and a replay must find it where it was: for a batch of at most that many
-        drafted tokens at a time, at most that deep. The same numbers each time."""
+        """Allocate scratch for attention on a GPU, ahead of a capture since replays need the same addresses. most:
+        drafted tokens at a time per sequence; depth: the deepest path. Both must be the same at each call."""
         if self._device.type == "cuda" and batch not in self.scratch:
             from slipstream.kernels.exact_attention import scratch
 
@@ -105,9 +106,9 @@ class KeyCache:
     def through(
         self, rows: Tensor, columns: Tensor, lengths: Tensor | None = None, paths: Tensor | None = None
     ) -> Attention:
-        """Attention for one reading of the layer: its keys go to these rows (b,) and columns (b, n), and the last w of
-        the n look at the first `lengths` (b,) columns and at those of their paths (b, w, depth), their own last.
-        Without paths nobody looks."""
+        """Attention for one pass: keys of n tokens are written to these rows (b,) and columns (b, n). The last w of the
+        n are queries: they attend to the first `lengths` (b,) columns and to those of their paths (b, w, depth), which
+        end with their own column. Without paths there are no queries."""
         return Attention(self, rows, columns, lengths, paths)
 
 
@@ -121,11 +122,11 @@ class Attention:
     lengths: Tensor | None
     paths: Tensor | None
     layer: int = 0
-    everyone: bool = False  # whether all n look, each at the columns up to its own; for what is text
+    everyone: bool = False  # whether all n tokens are queries and attend to all columns up to their own; for text
 
     def for_layers(self, count: int) -> list[Attention]:
-        """One for each layer. Below the last one everyone must look, since the keys above are made of what they see;
-        where all that are read look anyway, they do it along their paths."""
+        """One for each layer. Below the last layer all n tokens must be queries, since the keys of the next layer are
+        computed from their outputs. If all are queries anyway, they attend along their paths."""
         if count == 1:
             return [self]
         text = self._count < self.columns.shape[1]
@@ -137,7 +138,7 @@ class Attention:
         return self._mixed(query[:, :, query.shape[2] - self._count :])
 
     def turned(self, qkv: Tensor, positions: Tensor, frequencies: Tensor, scale: float) -> Tensor:
-        """The same of all three side by side, (b, n, ·), which are rotated on the way."""
+        """The same for queries, keys and values in one tensor (b, n, ·), not rotated yet."""
         from slipstream.kernels.layer_pieces import turn
 
         keys, values = self.cache.layers[self.layer]
@@ -145,7 +146,7 @@ class Attention:
 
     @property
     def _count(self) -> int:
-        """How many look, the last ones."""
+        """How many of the tokens, the last ones, are queries."""
         if self.everyone:
             return self.columns.shape[1]
         return 0 if self.paths is None else self.paths.shape[1]
@@ -167,9 +168,10 @@ class Attention:
 
 @torch.library.custom_op("slipstream::first_places", mutates_args=())
 def first_places(given: Tensor, depths: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(b, 3 + m) whose first three are a row, how many keys it has, and how many of m states at their end wait -> rows
-    (b,); ends (depths, b), the column of the last state and those after it; and the columns of all m (b, m): what is
-    padded goes where drafts will be. All int32."""
+    """Where the keys of new states and of drafts go. given (b, 3 + m): its first three columns are a row, the number of
+    keys it has, and how many of the m states are new (the last ones; the others are padding). Returns rows (b,); ends
+    (depths, b): the column of the last state, and those after it; and columns (b, m) of the m states. Padding goes to
+    columns that drafts will overwrite. All int32."""
     if given.device.type == "cuda":
         from slipstream.heads.layer_kernel import first_rows
 
@@ -193,8 +195,8 @@ def _place_shapes(given: Tensor, depths: int) -> tuple[Tensor, Tensor, Tensor]:
 
 @torch.library.custom_op("slipstream::extend_paths", mutates_args=())
 def extend_paths(paths: Tensor, chain: Tensor, free: Tensor, used: int) -> Tensor:
-    """(b, w', depth) -> (b, w, depth + 1) int32: each of w goes on from the path numbered chain (b, w), in a column of
-    its own: the first is `used` columns after `free` (b,)."""
+    """(b, w', depth) -> (b, w, depth + 1) int32: node i of w extends path chain[i], chain (b, w), by a column of its
+    own: free + used + i, free (b,)."""
     if paths.device.type == "cuda":
         from slipstream.heads.layer_kernel import longer_paths
 
@@ -218,7 +220,7 @@ def masked_attention(
     paths: Tensor,
     window: int | None = None,
 ) -> Tensor:
-    """(b, heads, w, d) -> (b, w, heads, d): one sequence after the other, each over no more columns than it has."""
+    """(b, heads, w, d) -> (b, w, heads, d): one sequence after the other, each over the columns that it uses."""
     heads, w, d = query.shape[1:]
     kv = keys.shape[1]
     out = []
@@ -226,11 +228,11 @@ def masked_attention(
         end = int(path.max()) + 1
         column = torch.arange(end, device=q.device)
         text = column < length
-        if window is not None:  # what is looked for is at place length + depth - 1, since paths follow the text
+        if window is not None:  # the queries are at position length + depth - 1, since paths follow the text
             text &= column >= length + path.shape[1] - window
             path = path[:, -window:]
         see = text.repeat(w, 1).scatter(1, path, True)  # (w, end)
-        mask = see.repeat(heads // kv, 1)  # query heads that share a key head are rows of one product
+        mask = see.repeat(heads // kv, 1)  # query heads that share a key head become rows of one product
         k, v = keys[row : row + 1, :, :end], values[row : row + 1, :, :end]
         out.append(scaled_dot_product_attention(q.reshape(1, kv, -1, d), k, v, attn_mask=mask).reshape(heads, w, d))
     return torch.stack(out).transpose(1, 2)
@@ -239,8 +241,8 @@ def masked_attention(
 def causal_attention(
     query: Tensor, keys: Tensor, values: Tensor, rows: Tensor, columns: Tensor, window: int | None
 ) -> Tensor:
-    """(b, heads, n, d) -> (b, n, heads, d): each row sees the columns up to its own, (b, n). On a GPU over all that
-    the cache has room for, so that nobody waits for a number."""
+    """(b, heads, n, d) -> (b, n, heads, d): each token attends to the columns up to its own, (b, n). On a GPU the mask
+    covers the whole capacity, so that the host need not wait for a number."""
     b, heads, n, d = query.shape
     kv = keys.shape[1]
     end = keys.shape[2] if query.is_cuda else int(columns.max()) + 1

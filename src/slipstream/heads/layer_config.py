@@ -27,7 +27,7 @@ class LayerConfig(HeadConfig):
     o_bias: bool = False
     qk_norm: bool = False  # norms of queries and keys, head by head, as Qwen 3 has them
     num_hidden_layers: int = 1
-    windows: tuple[int | None, ...] = ()  # layer by layer, how many positions it sees, its own included; None: all
+    windows: tuple[int | None, ...] = ()  # by layer, how many positions are attended to, its own included; None: all
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -48,7 +48,7 @@ class LayerConfig(HeadConfig):
 
 
 def layer_sizes(text: Any, width: int) -> dict[str, Any]:
-    """The fields of a LayerConfig for a layer of this width that resembles the target's own."""
+    """The fields of a LayerConfig for a layer of this width, similar to the target's layers."""
     heads = int(text.num_attention_heads)
     rope = getattr(text, "rope_parameters", None) or {}
     theta = rope.get("rope_theta") or getattr(text, "rope_theta", None) or 10000.0

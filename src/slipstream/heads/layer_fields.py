@@ -1,4 +1,4 @@
-"""The fields of a LayerConfig, read from the config.json of a Llama or a Qwen, old or new."""
+"""The fields of a LayerConfig, read from the config.json of a Llama or Qwen, in old and new formats."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def layer_fields(config: Json, tensors: Tensors, prefix: str) -> dict[str, Any]:
-    """prefix: of the first layer's tensors, which tell what config.json may leave out."""
+    """prefix: of the first layer's tensors, from which fields are read that config.json may leave out."""
     heads = count(config, "num_attention_heads")
     further = {match[1] for name in tensors if (match := re.match(r"layers\.([1-9]\d*)\.", name))}
     types = [_layer_type(config, n) for n in range(1 + len(further))]
     theta, scaling = _rope(config, types)
-    query = tensors.get(f"{prefix}self_attn.q_proj.weight")  # the surest witness of a head's size
+    query = tensors.get(f"{prefix}self_attn.q_proj.weight")  # its shape gives the size of an attention head
     return {
         "intermediate_size": count(config, "intermediate_size"),
         "num_attention_heads": heads,
@@ -37,7 +37,7 @@ def layer_fields(config: Json, tensors: Tensors, prefix: str) -> dict[str, Any]:
 
 
 def _layer_type(config: Json, layer: int) -> str:
-    """How a layer attends. Without `layer_types` a `sliding_window` means nothing, as in vLLM and speculators."""
+    """A layer's type of attention. Without `layer_types`, `sliding_window` is ignored, as in vLLM and speculators."""
     types = config.get("layer_types") or ()
     kind = types[layer] if layer < len(types) else FULL
     if kind not in (FULL, SLIDING):
@@ -50,8 +50,8 @@ def _window(config: Json, kind: str) -> int | None:
 
 
 def _rope(config: Json, types: list[str]) -> tuple[float, dict[str, Any] | None]:
-    """rope_theta, and what else there is to rotary positions. The former may stand by itself, in `rope_scaling`, or in
-    `rope_parameters`; the latter may be different by layer type."""
+    """rope_theta, and the scaling of rotary positions. The former may be a field of its own, or in `rope_scaling` or
+    `rope_parameters`; the latter may differ by layer type."""
     found: dict[str, Any] = {}
     for name in ("rope_scaling", "rope_parameters"):
         given = config.get(name) or {}
@@ -62,7 +62,7 @@ def _rope(config: Json, types: list[str]) -> tuple[float, dict[str, Any] | None]
     share = found.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor") or 1
     if share != 1:
         raise ValueError(f"it rotates a share of {share} of each head (partial_rotary_factor): we rotate all")
-    for name in ("mrope_section", "mrope_interleaved"):  # of pictures: the three positions of a token of text are one
+    for name in ("mrope_section", "mrope_interleaved"):  # for images: a text token's three positions are equal
         found.pop(name, None)
     found = {name: "default" if value == "mrope" else value for name, value in found.items()}
     kind = found.get("rope_type") or found.get("type") or "default"

@@ -1,7 +1,7 @@
-"""What a head's layer does between its matrix products while it drafts, in Triton: one launch for each stretch of it.
+"""The parts of a head's layer between its matrix products, for drafting, in Triton: one launch between two products.
 
-A step is a few rows, so what it costs is the number of launches. The modules' own code, which training differentiates,
-says the same in many: see `FeatureHead.side_by_side`, `Attention.turned`, `Layer.carry`, `Residual` and `ReDrafter`.
+A step has few rows, so its cost here is the number of launches. The modules' own code, used in training, computes the
+same in many launches: see `FeatureHead.side_by_side`, `Attention.turned`, `Layer.carry`, `Residual` and `ReDrafter`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from slipstream.kernels.overlap import overlap, wait_turn
 
 
 def _warps(width: int) -> int:
-    """For a program that sums up a row."""
+    """For a program that sums over a row."""
     return 1 if width <= 256 else 4 if width <= 4096 else 8
 
 
@@ -96,7 +96,7 @@ def enter(
     feature_norm: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """Embeddings and features side by side, normed, (b, n, 2H); and the features as they are (b, n, H)."""
+    """Embeddings and features, normed and concatenated, (b, n, 2H); and the plain features (b, n, H)."""
     b, n = features.shape[:2] if chain is None else chain.shape
     width = features.shape[2]
     assert features.stride(2) == table.stride(1) == 1, "the numbers of a row lie side by side"
@@ -125,7 +125,7 @@ def _entered(
 
 @triton.jit
 def _normed(v, weight, at, inside, width, eps, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
-    """v (PAD,) float32 under a norm, which rounds before the weight, as the modules do."""
+    """v (PAD,) float32 after a norm. Rounded before the multiplication by the weight, as in the modules."""
     v *= tl.rsqrt(tl.sum(v * v, 0) / width + eps)
     return v.to(dtype).to(tl.float32) * tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
 
@@ -167,7 +167,7 @@ def _enter(  # type: ignore[no-untyped-def]
 
 @torch.library.custom_op("slipstream::add_norm", mutates_args=())
 def add_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x, residual (b, w, H) -> their sum, and the sum under a norm."""
+    """x, residual (b, w, H) -> their sum, and the sum after a norm."""
     b, w, width = x.shape
     x = x.contiguous()
     assert residual.stride(2) == 1, "the numbers of a row lie side by side"
@@ -208,12 +208,12 @@ def _add_norm(  # type: ignore[no-untyped-def]
 
 @torch.library.custom_op("slipstream::add_silu", mutates_args=())
 def add_silu(x: Tensor, y: Tensor, x_too: Tensor | None, y_too: Tensor | None) -> Tensor:
-    """x + silu(y), (…, w, H). What is added to each beforehand, (…, 1, H), is the same for all w rows."""
+    """(x + x_too) + silu(y + y_too), (…, w, H). x_too and y_too (…, 1, H) are the same for all w rows."""
     w, width = 1 if x_too is None else x.shape[-2], x.shape[-1]
     for too in (x_too, y_too):
         assert too is None or (too.is_contiguous() and too.shape == (*x.shape[:-2], 1, width)), "one row for all w"
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    x, y = x.reshape(-1, width), y.reshape(-1, width)  # halves of one product stay where they are
+    x, y = x.reshape(-1, width), y.reshape(-1, width)  # no copy if they are halves of one product
     assert x.stride(1) == y.stride(1) == 1, "the numbers of a row lie side by side"
     grid = (len(x), triton.cdiv(width, BLOCK))
     _add_silu[grid](x, y, x_too, y_too, out, x.stride(0), y.stride(0), w, width, BLOCK=BLOCK, **overlap())
@@ -247,8 +247,8 @@ def _add_silu(  # type: ignore[no-untyped-def]
 
 @torch.library.custom_op("slipstream::silu_sum", mutates_args=())
 def silu_sum(x: Tensor, y: Tensor, chain: Tensor | None) -> Tensor:
-    """silu(x + y): (b, n, H), (b, w, H) of which row i adds that of number chain (b, n) to itself. None: rows of the
-    same number, in any shape."""
+    """silu(x + y): row i of x (b, n, H) plus row chain[i] of y (b, w, H), chain (b, n). Without chain, x and y have the
+    same shape, which may be any."""
     x, y = x.contiguous(), y.contiguous()
     assert chain is not None or x.shape == y.shape, "as many rows in both"
     width = x.shape[-1]

@@ -1,4 +1,4 @@
-"""LayeredHead: layers over some of the target's states, of which they make their keys of the text. DFlash and SPIRe."""
+"""LayeredHead: layers that compute their keys of the text from some of the target's states. DFlash and SPIRe."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Checkpoints of heads: read a folder into a head, write a head.
+"""Checkpoints of heads: load a head from a folder, save one to a folder.
 
-Every published layout is read. What slipstream writes for itself is the published layout too, less the tensors that
-are the target's: `config.json` names those under `slipstream`, and reading them back needs the target.
+Every published layout is read. Slipstream's own files have the published layout too, without the tensors that are the
+target's: `config.json` names these under `slipstream`, and the target is needed to load such a head.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def load_head(source: str | Path, model: Any = None, dtype: torch.dtype | str | None = None) -> Head:
-    """The head in a folder, or under a name on the model hub, whatever its layout.
+    """Load the head from a folder, or from a name on the model hub, in any layout.
 
-    With a model (the transformers causal LM that is its target) it is checked against it, bound, and on its device.
-    dtype: the model's unless told, without a model or with "auto" the file's.
+    With a model (its target, a transformers causal LM) the head is checked against it, bound, and put on its device.
+    dtype: by default the model's; without a model or with "auto" the file's.
     """
     folder = find_folder(source)
     config = read_config(folder)
@@ -65,7 +65,7 @@ def load_head(source: str | Path, model: Any = None, dtype: torch.dtype | str | 
 
 
 def find_head(folder: Path, config: Mapping[str, Any], vocabulary: int | None) -> Published:
-    """What a folder's files say they are. vocabulary: the target's, if it is known."""
+    """The head that a folder's files describe. vocabulary: the target's, if known."""
     try:
         return understand(folder, config, read_tensors(folder), vocabulary)
     except KeyError as error:
@@ -75,7 +75,7 @@ def find_head(folder: Path, config: Mapping[str, Any], vocabulary: int | None) -
 
 
 def blank_head(folder: Path, found: Published) -> Head:
-    """The head without values, for which those of the files have proved to fit."""
+    """The head without values, after a check that the files' tensors fit."""
     try:
         head = found.kind.blank(found.config, found.borrowed)
     except (KeyError, OptionError) as error:
@@ -85,8 +85,8 @@ def blank_head(folder: Path, found: Published) -> Head:
 
 
 def save_head(head: Head, folder: str | Path, tied: bool = True, dtype: torch.dtype | None = None) -> None:
-    """In slipstream's own form. tied: without the tensors that equal the target's, often most of a head. dtype: the
-    head's unless told."""
+    """Save in slipstream's own form. tied: leave out tensors that equal the target's, often most of a head. dtype: the
+    head's by default."""
     tensors, shared = head.state_dict(), set(head.borrowed)
     if not tied:
         tensors, shared = _complete(head, head.borrowed), set()
@@ -112,8 +112,8 @@ def save_head(head: Head, folder: str | Path, tied: bool = True, dtype: torch.dt
 
 
 def export_head(head: Head, folder: str | Path, layout: str | None = None) -> None:
-    """The published layout of the head's kind, complete, for other software. layout: "speculators" is another one for
-    eagle3 and dflash, which vLLM loads."""
+    """Save in the published layout of the head's kind, complete, for other software. layout: "speculators" is an
+    alternative for eagle3 and dflash, which vLLM loads."""
     tensors = _complete(head, head.borrowed - _taken(head, layout))
     if isinstance(head, ReDrafter):
         tensors.pop("d2t", None)  # unknown to others
@@ -139,7 +139,7 @@ def export_head(head: Head, folder: str | Path, layout: str | None = None) -> No
 
 
 def _taken(head: Head, layout: str | None) -> set[str]:
-    """What those who load an exported head take from the target themselves."""
+    """Tensors that other software takes from the target, so exports leave them out."""
     if isinstance(head, Eagle3):  # in both of its layouts
         return {EMBEDDING}
     if not isinstance(head, DFlash) or head.config.from_anchor or layout is not None:
@@ -153,7 +153,8 @@ def _taken(head: Head, layout: str | None) -> set[str]:
 
 
 def _output_biases(head: Eagle3) -> Tensors:
-    """To others `attention_bias` means a bias of all four projections: zeros, where this head has three."""
+    """Zero biases for the output projections: other software reads `attention_bias` as biases of all four projections,
+    this head may have only three."""
     if not head.config.qkv_bias or head.config.o_bias:
         return {}
     names = [name for name, _ in head.named_parameters() if name.endswith("self_attn.o_proj.weight")]
@@ -161,7 +162,7 @@ def _output_biases(head: Eagle3) -> Tensors:
 
 
 def _share_embedding(found: Published, model: Any) -> Published:
-    """Published files repeat the target's embedding: no need to hold it twice."""
+    """Borrow the embedding if the file repeats the target's, to hold it in memory once."""
     own = found.tensors.get(EMBEDDING)
     if own is None or EMBEDDING not in found.kind.lendable(found.config) or not _same(own, Lender.of(model).table()):
         return found
@@ -170,7 +171,7 @@ def _share_embedding(found: Published, model: Any) -> Published:
 
 
 def _check(folder: Path, head: Head, found: Published) -> None:
-    """Every tensor the head has is in the file, in the right shape, and nothing else is."""
+    """Raise unless the file has every tensor of the head, in the right shape, and no others."""
     wanted = {name: tuple(t.shape) for name, t in head.state_dict().items()}
     has = {name: tuple(t.shape) for name, t in found.tensors.items()}
     wrong = [
@@ -206,7 +207,7 @@ def _some(names: list[str]) -> str:
 
 
 def _complete(head: Head, borrowed: Iterable[str]) -> Tensors:
-    """The head's tensors, and copies of these that it borrows."""
+    """The head's tensors, and copies of the borrowed ones."""
     lent = {name: head.lent(name).to(head.dtype, copy=True) for name in sorted(borrowed)}
     return {**head.state_dict(), **lent}
 
@@ -214,7 +215,7 @@ def _complete(head: Head, borrowed: Iterable[str]) -> Tensors:
 def _is_lent(head: Head, name: str, tensor: Tensor) -> bool:
     try:
         return _same(tensor, head.lent(name))
-    except DrafterError:  # the target can't show its values
+    except DrafterError:  # the target's values can't be read
         return False
 
 

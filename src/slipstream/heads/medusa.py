@@ -17,7 +17,7 @@ from slipstream.heads.base import HeadConfig, Lender, Residual, Unrolled, Unroll
 class MedusaConfig(HeadConfig):
     heads: int = 5
     blocks: int = 1
-    draft_vocab_size: int | None = None  # how many tokens it guesses among; None: all
+    draft_vocab_size: int | None = None  # size of its own vocabulary; None: the target's
 
 
 class Medusa(UnrolledHead):
@@ -46,8 +46,8 @@ class Medusa(UnrolledHead):
         seed: int = 0,
         dtype: torch.dtype = torch.float32,
     ) -> Self:
-        """Every head starts as the target's own: its blocks add nothing yet. tied: the output matrices are the
-        target's for good, and only the blocks are trained."""
+        """Every head starts equal to the target's: its blocks start at 0. tied: the output matrices stay the target's,
+        and only the blocks are trained."""
         size = Lender.of(model)
         config = MedusaConfig(**size.sizes(), heads=heads, blocks=blocks)
         head = cls.begin(config, cls.lendable(config) if tied else (), model, seed, dtype).bind(model)

@@ -14,7 +14,7 @@ NAMES = r"(medusa_heads?\.)?(\d+\.\d+\.linear|blocks\.\d+\.layers\.\d+)\."  # of
 
 
 def read_medusa(config: Json, tensors: Tensors) -> Published:
-    """The files say how many heads there are; published configs don't always."""
+    """The number of heads comes from the tensors, since published configs don't always have it."""
     prefix = next((m[1] or "" for name in tensors if (m := re.match(NAMES, name))), "")
     inside = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
     vllm = any(name.startswith("blocks.") for name in inside)
@@ -57,14 +57,14 @@ def read_medusa(config: Json, tensors: Tensors) -> Published:
 
 
 def _numbers(pattern: str, tensors: Tensors) -> dict[str, tuple[str, str]]:
-    """The tensors with such names, and the two numbers in each."""
+    """The names that match the pattern, with the two numbers in each."""
     found = {name: re.fullmatch(pattern, name) for name in tensors}
     return {name: (match[1], match[2]) for name, match in found.items() if match}
 
 
 def _tokens(config: Json, tensors: Tensors, outputs: list[str]) -> tuple[Tensor | None, int]:
-    """(V',) the tokens that the heads guess among, None: all; and how many there are. vLLM reads a token_map only where
-    config.json says `truncated_vocab_size`; rows of other tokens are of no use then."""
+    """(V',) the heads' own vocabulary, None: all; and the size of the target's vocabulary. vLLM reads a token_map only
+    if config.json has `truncated_vocab_size`; then rows of other tokens are dropped."""
     most, few = config.get("vocab_size"), config.get("truncated_vocab_size")
     if "token_map" not in tensors or few is None or most is None or few >= most:
         if outputs:

@@ -1,4 +1,4 @@
-"""MLP Speculator: per depth a projection of the last state and an embedding of the last token, added and normed."""
+"""MLP Speculator: per depth, a projection of the last state plus an embedding of the last token, normed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from slipstream.heads.base import HeadConfig, Lender, Unrolled, UnrolledHead, la
 class MLPConfig(HeadConfig):
     inner_dim: int
     n_predict: int = 3
-    tie_weights: bool = False  # one set of weights for all depths, but for the first projection
+    tie_weights: bool = False  # one set of weights for all depths, except the first projection
     scale_input: bool = False
 
 
@@ -54,7 +54,7 @@ class MLPSpeculator(UnrolledHead):
         seed: int = 0,
         dtype: torch.dtype = torch.float32,
     ) -> Self:
-        """inner_dim: the target's hidden size unless told."""
+        """inner_dim: by default the target's hidden size."""
         size = Lender.of(model)
         config = MLPConfig(
             **size.sizes(),
@@ -79,7 +79,7 @@ class MLPSpeculator(UnrolledHead):
         return self.advance(_normal(h) / math.sqrt(2) if self.config.scale_input else h, root, 0)
 
     def advance(self, state: Tensor, token: Tensor, depth: int) -> Tensor:
-        """(…, inner), (…) -> (…, inner) the state from which depth `depth` is guessed, `token` being the last one."""
+        """(…, inner), (…) -> (…, inner) the state that predicts depth `depth`, after the last token `token`."""
         parts: Any = self.speculator
         same = 0 if self.config.tie_weights else depth
         projection = min(depth, 1) if self.config.tie_weights else depth
@@ -100,7 +100,7 @@ class MLPSpeculator(UnrolledHead):
 
 
 class _Norm(nn.Module):
-    """By the root mean square, then scaled and shifted."""
+    """Divides by the root mean square, then scales and shifts."""
 
     def __init__(self, size: int) -> None:
         super().__init__()

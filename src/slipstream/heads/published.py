@@ -1,4 +1,4 @@
-"""What a published checkpoint turned out to be, and what its readers share: names, counts, draft ids."""
+"""The result of reading a published checkpoint, and helpers of the readers: names, counts, draft ids."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Tensors = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Published:
-    """A checkpoint as understood: tensors by the head's own names."""
+    """A checkpoint that was read: its config, and its tensors by the head's own names."""
 
     kind: type[Head]
     config: Any
@@ -25,11 +25,11 @@ class Published:
     borrowed: frozenset[str] = frozenset()
     spell: Callable[[str], str] = str  # a tensor's name in the file
     layout: str = ""  # its name, and who writes it
-    odd: tuple[str, ...] = ()  # what a user should know of these files
+    odd: tuple[str, ...] = ()  # remarks for the user
 
 
 def count(config: Json, name: str, default: Any = None) -> int:
-    """A size that config.json says."""
+    """A size from config.json."""
     value = config[name] if default is None else config.get(name) or default
     if type(value) is not int:
         raise ValueError(f"{name} of a head must be a whole number, not {value!r}")
@@ -43,14 +43,14 @@ def absent(name: str, tensors: Tensors) -> frozenset[str]:
 
 
 def whole(name: str, numbers: Tensor) -> Tensor:
-    """The same numbers as int64, none of them changed by that."""
+    """The numbers as int64. Raise if there are fractions."""
     if numbers.is_floating_point() and not bool((numbers == numbers.floor()).all()):
         raise ValueError(f"{name} holds fractions, but its numbers lead to token ids")
     return numbers.long()
 
 
 def draft_ids(d2t: Tensor, vocabulary: int) -> Tensor:
-    """(V',) the ids that these differences stand for: within the vocabulary, each once."""
+    """(V',) the token ids that these differences encode. Raise unless each is in the vocabulary and occurs once."""
     return check_ids("d2t", d2t + torch.arange(len(d2t)), vocabulary)
 
 
@@ -66,14 +66,14 @@ def check_ids(name: str, ids: Tensor, vocabulary: int) -> Tensor:
 
 
 def state_number(name: str, number: Any) -> int:
-    """Of a hidden state, or of a layer."""
+    """The number of a hidden state or of a layer, checked."""
     if type(number) is not int or number < 0:
         raise ValueError(f"{name} must be whole numbers from 0 on, not {number!r}")
     return number
 
 
 def count_drafts(tensors: Tensors, vocabulary: int) -> int:
-    """How many tokens it guesses among, where config.json doesn't say."""
+    """The size of the head's vocabulary, if config.json doesn't say."""
     for name in (OUTPUT, "d2t"):
         if name in tensors:
             return len(tensors[name])
@@ -81,17 +81,17 @@ def count_drafts(tensors: Tensors, vocabulary: int) -> int:
 
 
 def read_ids(tensors: Tensors, drafts: int, vocabulary: int) -> None:
-    """d2t and t2d as they should be."""
+    """Check d2t and t2d and complete them."""
     if "d2t" not in tensors:
         return
     d2t = tensors["d2t"] = whole("d2t", tensors["d2t"])
-    if drafts == vocabulary and not bool(d2t.any()):  # every id stands for itself
+    if drafts == vocabulary and not bool(d2t.any()):  # the identity
         del tensors["d2t"]
         tensors.pop("t2d", None)
         return
     ids = draft_ids(d2t, vocabulary)
     mine = torch.zeros(vocabulary, dtype=torch.bool).index_fill(0, ids, True)
-    theirs = tensors.setdefault("t2d", mine)  # it says nothing that d2t doesn't
+    theirs = tensors.setdefault("t2d", mine)  # it is redundant
     if theirs.shape == mine.shape:
         tensors["t2d"] = theirs.bool()
         if wrong := int((tensors["t2d"] != mine).sum()):

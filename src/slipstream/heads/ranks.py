@@ -1,8 +1,7 @@
-"""Static trees, written as rank paths: (0, 2) is the third guess for the second token after the best for the first.
+"""Static trees, written as rank paths: (0, 2) is the third-best second token after the best first token.
 
-Which tree is best follows from how often a head's guess of each rank is right. Heads are taken to be right
-independently of each other, so a path's worth is a product, and a tree's worth, the expected number of its tokens that
-are accepted, is the sum over its paths.
+The best tree follows from how often a head's token of each rank is right. Depths are assumed to be independent, so a
+path's worth is a product, and a tree's worth, the expected number of accepted tokens, is the sum over its paths.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ from torch import Tensor
 from slipstream.errors import DrafterError, OptionError
 from slipstream.heads.base import Head
 
-FILE = "tree.json"  # beside a head's weights: rank paths, the best first
+FILE = "tree.json"  # next to a head's weights: rank paths, the best first
 
 RankPath = tuple[int, ...]
 
 
 def tune(accuracy: Sequence[Sequence[float]], nodes: int) -> list[RankPath]:
-    """The best tree of that many nodes, the most valuable first. accuracy (K, R): how often the rank-r guess for the
-    k-th token is right. A prefix of the list is the best smaller tree; guesses that are never right are left out."""
+    """The best tree of so many nodes, the most valuable node first. accuracy (K, R): how often the rank-r token at
+    depth k is right. A prefix of the list is the best smaller tree. Ranks that are never right are left out."""
     tree: list[RankPath] = []
     waiting: list[tuple[float, int, RankPath]] = [(-1.0, 0, ())]  # the root; a parent is worth at least its children
     while waiting and len(tree) <= nodes:
@@ -38,7 +37,7 @@ def tune(accuracy: Sequence[Sequence[float]], nodes: int) -> list[RankPath]:
 
 
 def assumed(depths: int, ranks: int) -> list[list[float]]:
-    """What heads are taken to get right before anyone has measured."""
+    """Assumed accuracies of heads that were not measured."""
     return [[0.6 * 0.8**depth / (1 + rank) ** 2 for rank in range(ranks)] for depth in range(depths)]
 
 
@@ -48,7 +47,7 @@ def measure(head: Head, states: Tensor, tokens: Tensor, ranks: int = 10) -> list
     depths = head.reach or 5
     table = []
     for depth, guess in enumerate(head.predict(states, tokens, depths)):
-        about = tokens[:, 2 + depth :]  # what the states before them are asked about
+        about = tokens[:, 2 + depth :]  # the tokens to predict
         if not about.numel():
             raise OptionError(f"texts of {tokens.shape[1]} tokens are too short to measure {depths} depths")
         best = guess.logits[:, : about.shape[1]].topk(min(ranks, guess.logits.shape[-1])).indices  # (b, t', R)
@@ -69,7 +68,7 @@ def read_tree(file: Path) -> list[RankPath]:
 
 
 def check_tree(paths: Sequence[RankPath], depths: int, ranks: int) -> list[int]:
-    """The node number of each path's parent, node 0 being the root; or an error that says what is wrong."""
+    """The node number of each path's parent; node 0 is the root. Raise if the paths are no tree."""
     number: dict[RankPath, int] = {(): 0}
     parents = []
     for path in paths:

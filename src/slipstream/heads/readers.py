@@ -1,4 +1,4 @@
-"""From the config.json and tensors of a published checkpoint to the head they describe: one reader per layout."""
+"""Read published checkpoints: recognise the layout of a config.json and tensors, with one reader per layout."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from slipstream.heads.spire_reader import read_spire
 
 
 def understand(folder: Path, config: Json, tensors: Tensors, vocabulary: int | None) -> Published:
-    """vocabulary: the target's, if it is known. A few layouts leave it out."""
+    """Read a checkpoint. vocabulary: the target's, if known, for layouts that don't have it."""
     ours = config.get("slipstream")
     if ours is not None:
         kind, version = ours["kind"], ours["version"]
@@ -46,7 +46,7 @@ def _read(kind: str, config: Json, tensors: Tensors, vocabulary: int | None) -> 
 
 
 def _recognise(folder: Path, config: Json, tensors: Tensors) -> str:
-    """The layout: one of _READERS, or the name of one that we know of and can't run."""
+    """The layout: a key of _READERS, or the name of a known layout that isn't supported."""
     names = " ".join(config.get("architectures") or ())
     if "speculators_model_type" in config:
         kind = config["speculators_model_type"]
@@ -81,7 +81,7 @@ def _recognise(folder: Path, config: Json, tensors: Tensors) -> str:
 
 
 def _read_redrafter(config: Json, tensors: Tensors) -> Published:
-    likely = (config.get("slipstream") or {}).get("draft_vocab_size")  # published heads have no such thing
+    likely = (config.get("slipstream") or {}).get("draft_vocab_size")  # only in slipstream's own files
     sizes = ReDrafterConfig(
         vocab_size=count(config, "vocab_size"),
         hidden_size=count(config, "hidden_size"),
@@ -119,7 +119,8 @@ def _read_mlp(config: Json, tensors: Tensors) -> Published:
 
 
 def _one_of_each(tensors: Tensors) -> Tensors:
-    """Of what is one tensor with several names, a file may keep any of them. What differs stays, under its own name."""
+    """A tied tensor may be in the file under any of its names: rename it to the first. Copies that differ keep their
+    own names."""
     kept: Tensors = {}
     for name in sorted(tensors):
         match = re.fullmatch(r"(speculator\.(emb|proj|head|ln)\.)(\d+)(\..+)", name)

@@ -1,10 +1,10 @@
-"""ReDrafter: a recurrent network over the drafted tokens, beside the target's last state, which stays the same.
+"""ReDrafter: a recurrent network over the drafted tokens, next to the target's last state, which stays the same.
 
-As the published code has it, the state before the root is zero: s = silu(W e + U s), so the first one is
-silu(W e_root + the bias of U). Without recurrence (`rnn: false`) the state is the sum of the embeddings so far.
+As in the published code, the state before the root is zero: s = silu(W e + U s), so the first state is
+silu(W e_root + bias of U). Without recurrence (`rnn: false`) the state is the sum of the embeddings so far.
 
-It learns the whole vocabulary, and draws from it. Whoever wants its best guesses alone may look among the tokens that
-are likely at all: `likely_ids`, which the published layout has no place for.
+It is trained and sampled over the whole vocabulary. For greedy drafts, a subset of frequent tokens is enough:
+`likely_ids`, which the published layout does not have.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class ReDrafterConfig(HeadConfig):
     exit_dim: int
     num_draft_layers: int = 2
     rnn: bool = True
-    draft_vocab_size: int | None = None  # how many tokens `few` is about; None: all
+    draft_vocab_size: int | None = None  # number of likely ids, for `few`; None: all
 
 
 class ReDrafter(UnrolledHead):
@@ -59,7 +59,7 @@ class ReDrafter(UnrolledHead):
             self.rnn_w = nn.Linear(size, size, bias=False)
         if config.draft_vocab_size is not None:
             self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
-        self._made: dict[str, tuple[Any, Tensor]] = {}  # of the weights, for drafting: see `_keep`
+        self._made: dict[str, tuple[Any, Tensor]] = {}  # tensors derived from weights, for drafting: see `_keep`
 
     @classmethod
     def fresh(
@@ -72,8 +72,8 @@ class ReDrafter(UnrolledHead):
         seed: int = 0,
         dtype: torch.dtype = torch.float32,
     ) -> Self:
-        """exit_dim: the target's hidden size unless told; then the output matrix is the target's and stays so, and the
-        head starts by handing the target's state on to it."""
+        """exit_dim: by default the target's hidden size. Then the output matrix is the target's and is not trained, and
+        the head is initialised to pass the target's state to it unchanged."""
         size = Lender.of(model)
         config = ReDrafterConfig(
             **size.sizes(),
@@ -90,7 +90,7 @@ class ReDrafter(UnrolledHead):
         return head
 
     def deepen(self, layers: int) -> None:
-        """More blocks. They hand on what they get until they have learnt something, so the head says the same."""
+        """Add blocks, initialised to the identity, so that the head's output does not change."""
         count, parts = self.config.num_draft_layers, list(self.lm_head)
         like: Any = self._first_block.linear.weight
         if layers < count:
@@ -105,14 +105,14 @@ class ReDrafter(UnrolledHead):
 
     @property
     def likely_ids(self) -> Tensor | None:
-        """(V',) the tokens that `few` is about, ascending. None: all. They are no `draft_ids`: everything else is about
-        the whole vocabulary."""
+        """(V',) the tokens of `few`, ascending. None: all. These are no `draft_ids`: everything else has the whole
+        vocabulary."""
         if self.config.draft_vocab_size is None:
             return None
         return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
     def guess_only(self, ids: Sequence[int] | Tensor | None) -> None:
-        """From now on `few` is about these tokens. None: about all."""
+        """Set the tokens of `few`. None: all."""
         most = self.config.vocab_size
         chosen = range(most) if ids is None else ids
         few = torch.as_tensor(chosen, device="cpu").long().unique()  # sorted
@@ -137,7 +137,8 @@ class ReDrafter(UnrolledHead):
         return self._next(torch.zeros_like(e), e)
 
     def advance(self, state: Tensor, token: Tensor, chain: Tensor | None = None) -> Tensor:
-        """(…, H), (…) -> (…, H) the state after one more token. chain: as `base.follow` has it, which state."""
+        """(…, H), (…) -> (…, H) the state after one more token. chain: which state each token follows, as in
+        `base.follow`."""
         return self._next(state, self.embed(token), chain)
 
     def _next(self, state: Tensor, e: Tensor, chain: Tensor | None = None) -> Tensor:
@@ -158,7 +159,7 @@ class ReDrafter(UnrolledHead):
         return self._output(self._refine(x, 0))
 
     def _refine(self, x: Tensor, done: int) -> Tensor:
-        """(…, E) after so many of the blocks -> (…, E) after all."""
+        """(…, E) after `done` of the blocks -> (…, E) after all."""
         for block in list(self.lm_head)[done : self.config.num_draft_layers]:
             x = block(x)
         return x
@@ -167,14 +168,14 @@ class ReDrafter(UnrolledHead):
         """(…, E) -> (…, V)."""
         return self.lender.logits(x) if self.borrowed else self.lm_head[-1](x)
 
-    # ---- drafting: what comes of the target's state is computed once for all drafted tokens
+    # ---- drafting: the part that depends on the target's state is computed once for all drafted tokens
 
     @property
     def _first_block(self) -> Any:
         return self.lm_head[0]
 
     def prepare(self, h: Tensor) -> tuple[Tensor, ...]:
-        """(b, 1, H) -> what `guess` and `few` need of it."""
+        """(b, 1, H) -> the part of `guess` and `few` that depends on the target's state."""
         h = h.to(self.dtype)
         if 2 * self.config.hidden_size == self.config.exit_dim:
             return (h,)
@@ -207,8 +208,8 @@ class ReDrafter(UnrolledHead):
         return self._refine(x + shift + functional.silu(y + shifted), 1)
 
     def _joint(self) -> Tensor:
-        """(2E, H) the projection P of a state, and the first block's matrix L times it: L (P s) = (L P) s, so one
-        product makes what was two, one after the other."""
+        """(2E, H): the projection P of a state, and L P with the first block's matrix L. Since L (P s) = (L P) s, one
+        product replaces two consecutive ones."""
         project, block = self.input_proj.weight, self._first_block.linear.weight
 
         def make() -> Tensor:
@@ -219,7 +220,7 @@ class ReDrafter(UnrolledHead):
         return self._keep("joint", make, project, block)
 
     def _rows(self) -> Tensor | None:
-        """(V', E) the rows of the output matrix for the likely ids. None: they can't be copied."""
+        """(V', E) the output matrix's rows for the likely ids. None: they can't be copied."""
         output: Any = self.lender.lm_head if self.borrowed else self.lm_head[-1]
         if self.borrowed and type(output) is not nn.Linear:
             return None
@@ -227,7 +228,7 @@ class ReDrafter(UnrolledHead):
         return self._keep("rows", lambda: whole()[self.likely_ids], output.weight, self.d2t)
 
     def _keep(self, name: str, make: Callable[[], Tensor], *of: Tensor) -> Tensor:
-        """What is made of these tensors, until they change. Whoever wants gradients gets it made anew."""
+        """Cache a tensor derived from these, until they change. With gradients it is computed anew."""
         if torch.is_grad_enabled():
             return make()
         mark = [(t.data_ptr(), t.dtype, None if t.is_inference() else t._version) for t in of]

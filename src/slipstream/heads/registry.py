@@ -1,7 +1,7 @@
-"""Heads that belong to a model: registered once, they are found by its weights, whatever it is called.
+"""The registry of heads: a head is found by its model's weights, whatever the model's name.
 
-`slipstream heads add FOLDER` writes a line into a file of the cache folder; `auto` asks whoever is registered for its
-model, besides the heads that come with slipstream.
+`slipstream heads add FOLDER` adds an entry to a file in the cache folder. `auto` uses the heads that are registered for
+its model, and those that come with slipstream.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from slipstream.kept import cache_folder
 from slipstream.user_files import write_text
 
 SHIPPED = Path(__file__).parent / "shipped"  # <kind>/: heads for the embedded model
-SAMPLE = 16  # numbers of each tensor: training changes nearly all of them, so a few tell models apart
+SAMPLE = 16  # numbers hashed of each tensor: training changes nearly all of them, so a few are enough
 
 
 @dataclass(frozen=True)
@@ -30,13 +30,13 @@ class Registered:
 
     folder: str
     kind: str
-    model: str  # its name when the head was added, for people
+    model: str  # its name when the head was added, for display
     fingerprint: str
 
 
 @torch.inference_mode()
 def fingerprint(model: Any) -> str:
-    """Of a model's shape and weights, not of its name. In bfloat16, so that it does not depend on how it was loaded."""
+    """A hash of a model's shape and weights. In bfloat16, so that it does not depend on the dtype it was loaded in."""
     config = model.config.get_text_config()
     names = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")
     shape = {name: getattr(config, name, None) for name in names}
@@ -51,7 +51,7 @@ def fingerprint(model: Any) -> str:
 
 
 def entries() -> list[Registered]:
-    """All that are registered."""
+    """All registered heads."""
     file = _file()
     try:
         return [Registered(**entry) for entry in json.loads(file.read_text(encoding="utf-8"))]
@@ -62,14 +62,14 @@ def entries() -> list[Registered]:
 
 
 def entries_for(model: Any) -> list[Registered]:
-    """Those that are registered for this model."""
+    """The heads registered for this model."""
     known = entries()
     mine = fingerprint(model) if known else ""
     return [entry for entry in known if entry.fingerprint == mine]
 
 
 def add(folder: str | Path, model: Any) -> Registered:
-    """Register a head, once it is seen to fit the model."""
+    """Register a head, after a check that it fits the model."""
     from slipstream.heads import load_head
 
     place = Path(folder).resolve()
@@ -80,7 +80,7 @@ def add(folder: str | Path, model: Any) -> Registered:
 
 
 def remove(folder: str | Path) -> None:
-    """Forget a head; its files stay."""
+    """Remove a head from the registry; its files stay."""
     place = str(Path(folder).resolve())
     known = entries()
     if all(entry.folder != place for entry in known):
@@ -101,7 +101,7 @@ def shipped() -> list[tuple[str, Path]]:
 
 
 def made_for(folder: Path) -> str | None:
-    """The name of the model that a head was trained for, if its files tell."""
+    """The name of the model that a head was trained for, if its files have it."""
     return read_config(folder).get("slipstream", {}).get("target")
 
 

@@ -14,7 +14,7 @@ from slipstream.errors import DrafterError
 if TYPE_CHECKING:
     from slipstream.heads.layer_config import LayerConfig
 
-_SCALINGS = {  # and what each must say
+_SCALINGS = {  # with the fields that each needs
     "linear": ("factor",),
     "yarn": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
@@ -22,13 +22,13 @@ _SCALINGS = {  # and what each must say
 
 
 class Rotary(nn.Module):
-    """Cosines and sines of positions. Its frequencies keep their precision whatever the head is cast to."""
+    """Cosines and sines of positions. Its frequencies stay in float32 whatever the head is cast to."""
 
     frequencies: Tensor
 
     def __init__(self, config: LayerConfig) -> None:
         super().__init__()
-        with torch.device("cpu"):  # real values, also in a blank head
+        with torch.device("cpu"):  # real values even if the head is on the meta device
             self._exact, self.scale = _frequencies(config)
         self.register_buffer("frequencies", self._exact, persistent=False)  # (d/2,)
 
@@ -50,7 +50,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _frequencies(config: LayerConfig) -> tuple[Tensor, float]:
-    """(d/2,) radians per position, and what cosines and sines are multiplied by."""
+    """(d/2,) radians per position, and the factor of cosines and sines."""
     scaling = dict(config.rope_scaling or {})
     kind = scaling.pop("rope_type", None) or scaling.pop("type", None) or "default"
     scaling.pop("type", None)

@@ -1,14 +1,14 @@
-"""SPIRe: the target's embedding, its last layers and its output matrix, made into a draft (arXiv 2504.06419).
+"""SPIRe: a draft made of the target's embedding, last layers and output matrix (arXiv 2504.06419).
 
-A layer's keys of the text are made of what the target computed: the stream that entered this layer there. So the draft
-reads no text by itself. Of the text it sees the first tokens and the latest ones alone, so its keys stay few.
+A layer's keys of the text are computed from the target's hidden state at the input of the same layer. So the draft does
+not read the text itself. It attends to the first and the latest tokens of the text only, so it has few keys.
 
     target   embedding ─ layer 0 … layer L-2 ─ layer L-1 ─ output      state L-2 of token t ─▶ keys of draft layer 0
     draft    embedding ─────────── layer L-2 ─ layer L-1 ─ output      state L-1 of token t ─▶ keys of draft layer 1
 
-Behind the text there are no states of the target. What a drafted token leaves to those after it is feedback memory: for
-layer i the mixture m_i = Σ_l softmax_l(w_il) x_l of its streams x_0 (its embedding) … x_n (the last layer's output), so
-that a layer's keys know what higher layers found. To itself a token shows its ordinary keys.
+Drafted tokens have no target states. Their keys for later tokens are feedback memory: layer i's are computed from the
+mixture m_i = Σ_l softmax_l(w_il) x_l of the token's streams x_0 (embedding) … x_n (last layer's output), so that a
+layer's keys contain what higher layers computed. For itself, a token has its ordinary keys.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from slipstream.targets.states import layers_name
 from slipstream.targets.trees import unwrapped
 
 FEW = 4  # tokens on which layers are compared: within any sliding window
-SHARE = 4  # a quarter of the target's layers, as published: 2 of 8, and 20 of 80 where it is extrapolated
+SHARE = 4  # a quarter of the target's layers, as published: 2 of 8, extrapolated to 20 of 80
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpireConfig(LayerConfig):
-    aux_layers: tuple[int, ...]  # the state that each layer's keys of the text are made of, by transformers' numbers
+    aux_layers: tuple[int, ...]  # the state that each layer's keys of the text come from, by transformers' numbers
     draft_vocab_size: int
-    recent: int | None = 64  # the latest tokens of the text that it sees; None: all
-    sinks: int = 1  # the first ones, which it sees too
-    feedback: bool = True  # whether drafted tokens leave a mixture of all their streams; else ordinary keys
+    recent: int | None = 64  # how many of the text's latest tokens it attends to; None: all
+    sinks: int = 1  # how many of its first tokens it attends to as well
+    feedback: bool = True  # whether drafted tokens have feedback memory; else ordinary keys
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -52,17 +52,17 @@ class SpireConfig(LayerConfig):
 
     @property
     def kept(self) -> int | None:
-        """How many tokens of a text it keeps keys of. None: of all."""
+        """The number of a text's tokens that have keys. None: all."""
         return None if self.recent is None else self.sinks + self.recent
 
     def column(self, index: Tensor) -> Tensor:
-        """Where the keys of a text's tokens (…) lie. The latest take the places of those that are seen no more."""
+        """The columns of the keys of a text's tokens (…). New tokens overwrite those outside the window."""
         if self.recent is None:
             return index
         return torch.where(index < self.sinks, index, self.sinks + (index - self.sinks) % self.recent)
 
     def seen(self, index: Tensor, last: Tensor | int) -> Tensor:
-        """Whether tokens of these numbers are seen after a text that ends with number `last`."""
+        """Whether tokens with these indices are attended to after a text whose last index is `last`."""
         before = index <= last
         return before if self.recent is None else before & ((index < self.sinks) | (index > last - self.recent))
 
@@ -98,10 +98,10 @@ class Spire(LayeredHead):
         dtype: torch.dtype = torch.float32,
         **sizes: Any,
     ) -> Self:
-        """layers: how many of the target's last ones; a quarter unless told. window: latest tokens that it sees, 0:
-        all. activations: keys of the text are made of the target's states; else of its tokens' embeddings. pruned:
-        begin with the target's own layers; else at random. draft_ids and tied as for eagle3; sizes: fields of
-        SpireConfig."""
+        """layers: how many of the target's last ones, by default a quarter. window: how many of the latest tokens it
+        attends to, 0: all. activations: keys of the text come from the target's states; else from token embeddings.
+        pruned: start from the target's own layers; else from random ones. draft_ids and tied as for eagle3; sizes:
+        fields of SpireConfig."""
         size, text = Lender.of(model), model.config.get_text_config()
         count = max(1, size.layers // SHARE) if layers is None else layers
         if not 1 <= count < size.layers:
@@ -125,17 +125,17 @@ class Spire(LayeredHead):
             },
         )
         head = cls.begin(config, cls.lendable(config) if tied else (EMBEDDING,), model, seed, dtype)
-        if feedback:  # all streams alike
+        if feedback:  # equal shares of all streams
             head.feedback_weights.data.zero_()
         head.start_vocabulary(model, ids)
         if pruned:
             head.take_layers(model, cut)
         return head
 
-    # ---- what it is cut from
+    # ---- starting from the target's layers
 
     def take_layers(self, model: Any, cut: dict[str, Tensor]) -> None:
-        """Begin with the target's last layers, if they are what this head's layers are."""
+        """Start from the target's last layers. Raise if they compute something else than this head's layers."""
         layers: Any = self._modules["layers"]
         mine = {f"layers.{name}": tuple(tensor.shape) for name, tensor in layers.state_dict().items()}
         its = {name: tuple(tensor.shape) for name, tensor in cut.items()}
@@ -148,7 +148,7 @@ class Spire(LayeredHead):
 
     @torch.no_grad()
     def _distance(self, model: Any) -> float:
-        """How far its last states are from the target's, if its layers are given what the target's are given."""
+        """Relative distance of its last states from the target's, with the target's inputs to these layers."""
         whole, first = unwrapped(model), self.lender.layers - self.config.num_hidden_layers
         ids = torch.arange(FEW, device=self.norm.weight.device)[None] % self.lender.vocab_size
         hidden = whole.base_model(input_ids=ids, use_cache=False, output_hidden_states=True).hidden_states
@@ -161,7 +161,7 @@ class Spire(LayeredHead):
     # ---- steps
 
     def read(self, states: Tensor) -> Sequence[Tensor]:
-        """(…, ·) as join gives them -> for each layer (…, H), of which it makes keys."""
+        """(…, ·) as `join` returns them -> for each layer (…, H), the input of its keys."""
         return states.to(self.dtype).chunk(self.config.num_hidden_layers, dim=-1)
 
     def remember(self, memory: Sequence[Tensor], positions: Tensor, attends: Sequence[Attend]) -> None:
@@ -172,9 +172,9 @@ class Spire(LayeredHead):
     def step(
         self, x: Tensor, memory: Sequence[Tensor] | None, positions: Tensor, attends: Sequence[Attend]
     ) -> tuple[list[Tensor], Tensor]:
-        """Embeddings (b, w, H) of tokens, the queries -> their streams (b, w, H), before each layer and after the last,
-        and the last one under the norm. memory: of text that is read along, for each layer (b, n, H); positions are
-        those of n + w then."""
+        """Embeddings (b, w, H) of the queries' tokens -> their streams (b, w, H), before each layer and after the last,
+        and the last one after the norm. memory: inputs of the keys of new text, for each layer (b, n, H); then
+        positions are those of n + w tokens."""
         streams, rest, h = [x], None, x
         for number, (layer, attend) in enumerate(zip(self.decoders, attends, strict=True)):
             if rest is None:
@@ -190,8 +190,8 @@ class Spire(LayeredHead):
         return [*streams, last], normed
 
     def left(self, streams: Sequence[Tensor]) -> Sequence[Tensor] | None:
-        """What tokens of these streams leave to those after them, for each layer (…, H). None: the keys that they
-        showed to themselves."""
+        """The inputs of tokens' keys for later tokens, from their streams, for each layer (…, H). None: their ordinary
+        keys, since there is no feedback memory."""
         if not self.config.feedback:
             return None
         shares = self.feedback_weights.float().softmax(-1).to(streams[0].dtype)  # (n, n + 1)
@@ -200,7 +200,7 @@ class Spire(LayeredHead):
     # ---- whole texts
 
     def hidden_blocks(self, states: Tensor, tokens: Tensor, blocks: Blocks) -> Tensor:
-        """Drafts of the true tokens, after all ends of blocks at once: (b, t, ·), (b, t) -> (b, count, depths, H)."""
+        """Teacher-forced drafts after the ends of all blocks at once: (b, t, ·), (b, t) -> (b, count, depths, H)."""
         ends, text = blocks.ends(tokens.device), torch.arange(blocks.length, device=tokens.device)
         seen = self.config.seen(text, ends[:, None])  # (count, keys so far)
         own = torch.eye(blocks.count, dtype=torch.bool, device=tokens.device)
@@ -216,7 +216,7 @@ class Spire(LayeredHead):
             streams, normed = self.step(self.embed(chosen), None, positions, under(torch.cat((seen, own), dim=1)))
             found.append(normed)
             left = self.left(streams)
-            if left is not None:  # what a token shows to itself is seen no more
+            if left is not None:  # a token's ordinary keys are for itself only: hide them from now on
                 seen = torch.cat((seen, torch.zeros_like(own)), dim=1)
                 self.remember(left, positions, under(torch.cat((seen, own), dim=1)[:0]))
             seen = torch.cat((seen, own), dim=1)
@@ -230,7 +230,7 @@ class Spire(LayeredHead):
 
 
 def last_layers(model: Any, count: int) -> dict[str, Tensor]:
-    """The tensors of a target's last layers, as `layers.0.…` on."""
+    """The tensors of a target's last layers, renamed to `layers.0.…` and so on."""
     whole = unwrapped(model)
     place, first = layers_name(whole), Lender.of(model).layers - count
     found = {}
@@ -245,7 +245,7 @@ def cut_fields(text: Any, cut: dict[str, Tensor], count: int, name: str) -> dict
     """The fields of a LayerConfig for these tensors of a target with this config."""
     config = {key: value[-count:] if key == "layer_types" and value else value for key, value in text.to_dict().items()}
     try:
-        # What each layer looks back at is this head's own affair.
+        # The target's sliding windows don't apply: this head has a window of its own.
         return {**layer_fields(config, cut, "layers.0."), "windows": ()}
     except (KeyError, TypeError, ValueError) as error:
         raise _other_form(name, f"its config: {error}") from error

@@ -1,4 +1,4 @@
-"""VocabularyHead: an output matrix of its own or the target's, over all tokens or those that the head can guess."""
+"""VocabularyHead: an output matrix of its own or the target's, over all tokens or over a smaller vocabulary."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class VocabularyHead(Head):
     norm: RMSNorm
 
     def add_vocabulary(self, width: int) -> None:
-        """What it needs, for states of this width."""
+        """Add the output matrix and the ids, for states of this width."""
         few, every = self.config.draft_vocab_size, self.config.vocab_size
         if OUTPUT not in self.borrowed:
             self.lm_head = nn.Linear(width, few, bias=False)
@@ -33,8 +33,8 @@ class VocabularyHead(Head):
         self.register_buffer("_rows", None, persistent=False)  # (V', H) the target's output rows of its draft ids
 
     def start_vocabulary(self, model: Any, ids: Tensor) -> None:
-        """For a fresh head: bound to its model, it guesses these tokens (V',), through a copy of the target's matrix if
-        it has one of its own, and its last norm gives states of the scale that this matrix was made for."""
+        """Initialise a new head: bind it to its model, set its vocabulary (V',), copy the target's output matrix if it
+        has its own, and copy the scale of the target's final norm, which this matrix was trained with."""
         if len(ids) < self.config.vocab_size:
             self.set_draft_ids(ids)
         if (scale := _final_scale(model)) is not None:
@@ -72,14 +72,14 @@ class VocabularyHead(Head):
         return matrix if ids is None else matrix[ids.to(matrix.device)]
 
     def output(self, x: Tensor) -> Tensor:
-        """(…, H) under the last norm -> (…, V')."""
+        """(…, H) after the last norm -> (…, V')."""
         if OUTPUT not in self.borrowed:
             return self.lm_head(x)
         return self.lender.logits(x) if self._rows is None else product(x.to(self._rows.dtype), self._rows)
 
 
 def check_draft_ids(ids: Sequence[int] | Tensor | None, vocabulary: int) -> Tensor:
-    """(V',) ascending, each once. None: all."""
+    """(V',) ascending, without duplicates. None: all."""
     chosen = torch.as_tensor(range(vocabulary) if ids is None else ids, device="cpu").long().unique()  # sorted
     if not len(chosen) or int(chosen[0]) < 0 or int(chosen[-1]) >= vocabulary:
         raise OptionError(f"draft_ids must be token ids from 0 to {vocabulary - 1}, at least one of them")
@@ -87,11 +87,11 @@ def check_draft_ids(ids: Sequence[int] | Tensor | None, vocabulary: int) -> Tens
 
 
 def _final_scale(model: Any) -> Tensor | None:
-    """(H,) what the target's final norm, whatever its kind, multiplies a state of unit size by."""
+    """(H,) the factor by which the target's final norm, of any kind, multiplies a state of unit size."""
     norm: Any = final_norm(model)
     if norm is None or getattr(norm, "weight", None) is None:
         return None
     unit = torch.ones_like(norm.weight)
-    unit[1::2] = -1  # a mean of zero, so that taking it away changes nothing
+    unit[1::2] = -1  # mean zero, for norms that subtract the mean
     with torch.no_grad():
         return (norm(unit) - norm(-unit)) / 2 * unit

@@ -1,1 +1,1 @@
-"""What fixed steps compute on a GPU: kernels whose result for a row depends on that row alone."""
+"""Kernels of fixed-shape steps on a GPU. Their result for a row depends on that row alone."""

@@ -1,4 +1,4 @@
-"""New keys and values into the cache, and accepted ones into their places, in one launch each."""
+"""Write new keys and values into the cache, and move accepted ones to their final columns, in one launch each."""
 
 from __future__ import annotations
 
@@ -126,8 +126,8 @@ def _move(  # type: ignore[no-untyped-def]
     PAD: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """One head of one layer. A column may be a source and, later, a place: one thread has the same number of all
-    columns, and goes through them in order."""
+    """One head of one layer. A column that is read may be overwritten later. That is safe: a thread handles the same
+    elements of all columns, in order."""
     wait_turn(EARLY)
     head, layer, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = tl.load(rows + sequence).to(tl.int64)

@@ -1,8 +1,8 @@
-"""Sampling where the logits are: one token for every row of a step, by the rules and the noise of `sampling.py`.
+"""Sampling on the logits' device: one token for every row of a step, by the rules and with the noise of `sampling.py`.
 
-Everything is read from tensors of fixed shape and nothing goes through the host, so a captured CUDA graph can draw for
-other requests at every replay. What a row draws depends on that row's logits, options, history and key alone. On a GPU
-the work is done in Triton (`draw_triton.py`), elsewhere in plain torch.
+All inputs are tensors of fixed shape and nothing goes through the host, so a captured CUDA graph can serve other
+requests at every replay. A row's token depends on that row's logits, options, history and key alone. In Triton on a GPU
+(`draw_triton.py`), in plain torch elsewhere.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from slipstream.sampling import Sampling, gumbel
 
 
 def drawable(sampling: Sampling) -> bool:
-    """Whether tokens can be drawn here: what calls user code or looks for words stays with `Sampler`."""
+    """Whether tokens can be drawn here. Logits processors and bad words need `Sampler`."""
     return not (sampling.processors or sampling.bad_words)
 
 
@@ -28,8 +28,8 @@ def needs_history(sampling: Sampling) -> bool:
 
 
 def draw(logits: torch.Tensor, draws: Draws, history: History | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """From logits (b, n, V): tokens (b, n) int32, and (b, n) float32 the logit that each won with, after biases and
-    penalties: NaN where the row has one, -inf where nothing was possible. `check_choice` judges it."""
+    """From logits (b, n, V): tokens (b, n) int32, and the logit of each after biases and penalties, (b, n) float32. The
+    logit is NaN where any of the row's is, -inf where no token was possible; `check_choice` raises for these."""
     if logits.device.type == "cuda":
         from slipstream.kernels.draw_triton import draw_rows
 
@@ -74,14 +74,14 @@ def _adjusted(logits: torch.Tensor, draws: Draws, history: History | None) -> to
 
 
 def _most_probable(x: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """Which of x (b, n, V) are among the k largest, ties with the last of them included."""
+    """Which of x (b, n, V) are among the k largest, including ties with the k-th."""
     size = x.shape[-1]
     at = (k.long() - 1).clamp(0, size - 1).expand(*x.shape[:-1], 1)
     return (x >= torch.sort(x, dim=-1, descending=True).values.gather(-1, at)) | (k <= 0)
 
 
 def _nucleus(p: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
-    """Which of p (b, n, V) are the fewest that together reach `mass`: the most probable first, then by token id."""
+    """Which of p (b, n, V) are in the smallest set that reaches `mass`, by falling probability, then by token id."""
     ordered, order = torch.sort(p, dim=-1, descending=True, stable=True)
     before = ordered.double().cumsum(-1) - ordered
     return torch.zeros_like(p, dtype=torch.bool).scatter(-1, order, before < mass) | (mass >= 1)
@@ -91,7 +91,7 @@ def _nucleus(p: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
 
 
 def noise_keys(seed: int, sample: int, positions: NDArray[np.integer[Any]]) -> NDArray[np.int32]:
-    """(n, 2) the low and the high half of `noise_key(seed, sample, position)` for each position (n,)."""
+    """(n, 2): the low and the high half of `noise_key(seed, sample, position)` for each position (n,)."""
     mask = 0xFFFFFFFFFFFFFFFF
     keys: NDArray[np.uint64] = _keys(np.uint64(seed & mask), np.uint64(sample & mask), positions.astype(np.uint64))
     return keys.astype("<u8").view("<i4").reshape(-1, 2)

@@ -1,4 +1,4 @@
-"""What drawing tokens on the device reads: each sequence's options and noise, and the text that penalties look at."""
+"""Inputs of sampling on the device: each sequence's options and noise, and the text that penalties depend on."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from slipstream.sampling import Sampling
 
 @dataclass(frozen=True)
 class Draws:
-    """How each sequence draws, as views of one int32 tensor: numpy on the host, torch on the device. Zeros: greedy."""
+    """Sampling options of each sequence, as views of one int32 tensor: numpy on the host, torch on the device. All
+    zeros: greedy."""
 
     temperature: Any  # (b,) float32
     top_p: Any
@@ -46,11 +47,11 @@ class Draws:
 
 @dataclass(frozen=True)
 class History:
-    """What biases and penalties look at: per slot the text so far, per row the drafted path that leads to it.
+    """What biases and penalties depend on: the text of each slot, and the drafted path to each row.
 
-    The boundary is the committed length. `prompt` and `emitted` hold what was committed, as the cache does. The root
-    and all drafts, decided or not, are in `ids`; each row finds those before it, and itself, by its path. So a step
-    writes nothing here: what was accepted is added by `commit`, along with the accepted keys.
+    `prompt` and `emitted` hold the committed tokens, as the cache does. The root and all drafted tokens are in `ids`;
+    a row finds its ancestors and itself there by its path. So a step writes nothing here: accepted tokens are added by
+    `commit`, along with the accepted keys.
     """
 
     prompt: torch.Tensor  # (slots, V) uint8, whether the prompt has the token
@@ -59,10 +60,10 @@ class History:
     slots: torch.Tensor  # (b,) int32, each sequence's
     ids: torch.Tensor  # int32, the tokens of all rows
     depths: torch.Tensor  # (b, n) int32, negative for padding
-    paths: torch.Tensor  # (b, n, D) int32, [s, i, k]: which of `ids` is row i's ancestor at depth k, itself at the end
+    paths: torch.Tensor  # (b, n, D) int32, [s, i, k]: index in `ids` of row i's ancestor at depth k, itself at the end
 
     def begin(self, slot: int, prompt: Sequence[int], logit_bias: Mapping[int, float]) -> None:
-        """`slot` holds a new sequence. Between steps, not within one."""
+        """`slot` gets a new sequence. Call between steps only."""
         for state in (self.prompt, self.emitted, self.bias):
             state[slot] = 0
         self.prompt[slot, torch.tensor(list(prompt), dtype=torch.long)] = 1
@@ -71,6 +72,6 @@ class History:
         )
 
     def commit(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:
-        """tokens: (s, m) int32, what the sequences in these slots (s,) have newly committed; negative: nothing."""
+        """tokens: (s, m) int32, newly committed by the sequences in these slots (s,); negative: padding."""
         at = slots[:, None].long() * self.emitted.shape[1] + tokens.clamp(min=0)
         self.emitted.view(-1).scatter_add_(0, at.flatten(), (tokens >= 0).int().flatten())

@@ -1,13 +1,13 @@
-"""`draw` in Triton. Every row is cut into chunks of the vocabulary, so that few rows fill a GPU too.
+"""`draw` in Triton. Every row is divided into chunks of the vocabulary, so that few rows fill a GPU too.
 
-Noise first: a token is drawn among all, and one look at those before it tells whether it is among the top k and in the
-nucleus. If it is not, neither are those after it, and the next is drawn among those before. So however flat a
-distribution is, a few looks are enough, and nothing is sorted.
+Noise is applied before the filters, and nothing is sorted. A token is drawn from all; then one pass over the more
+probable tokens tells whether it is among the top k and in the nucleus. If it is not, neither are the less probable
+ones, and the next token is drawn from the more probable ones. A few passes are enough, however flat the distribution.
 
-`_adjust` applies biases and penalties, where there are any. `_peaks` finds the largest logit of every few tokens. The
-k-th largest peak has at least k tokens at or above it: `_floor` finds it, and the top k are no lower. `_list` adds the
-noise, draws within each chunk, and lists the tokens that a top k or a nucleus may keep. `_pick`, one program per row,
-looks at the list. Weights are integers, so that their sums don't depend on the order of the list.
+`_adjust` applies biases and penalties, where there are any. `_peaks` finds the largest logit of every group of tokens.
+At least k tokens are at or above the k-th largest peak: `_floor` finds it, as a lower bound for the top k. `_list` adds
+the noise, draws within each chunk, and lists the tokens that top k or nucleus may keep. `_pick`, one program per row,
+applies the filters to the list. Weights are integers, so that sums don't depend on the list's order.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
 
 from slipstream.kernels.draw_inputs import Draws, History
 
-# These decide who computes what, not the answer.
+# These divide the work among programs and do not change the result.
 CHUNK = 2048  # tokens per program
-PEAK = 64  # tokens that share a peak
+PEAK = 64  # tokens of a group, which has one peak
 BLOCK = 2048  # listed tokens read at once
 
 NOBODY = tl.constexpr(0x7FFFFFFF)  # larger than any rank
 BEYOND = tl.constexpr(1 << 62)  # larger than any place in the order
 ONE = tl.constexpr(2.0**39)  # the weight of a row's most probable token
-EXACT = {"enable_fp_fusion": False}  # a product and a sum are rounded each, as on a CPU
+EXACT = {"enable_fp_fusion": False}  # products and sums are rounded separately, as on a CPU
 
 
 def draw_rows(logits: torch.Tensor, draws: Draws, history: History | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `draw.draw`. The launches depend on shapes alone: a captured CUDA graph follows the tensors' contents."""
+    """See `draw.draw`. Launches depend on shapes alone, so a captured CUDA graph can be replayed with other data."""
     b, n, vocabulary = logits.shape
     assert vocabulary < 1 << 24, "a row's weight has 64 bits, and a token 24 of its place in the order"
     assert draws.keys.shape == (b, n, 2), "one key per row"
@@ -108,7 +108,7 @@ def _on_path(ids, paths, end, k):  # type: ignore[no-untyped-def]
     return tl.load(ids + row, mask=k < end, other=-1)
 
 
-# Where a step's numbers lie in the one tensor that goes up with it must not lead to other machine code.
+# A step's inputs are views of one tensor. Their alignment in it must not lead to another compilation.
 # fmt: off
 @triton.jit(do_not_specialize=["repetition", "presence", "frequency", "slots", "ids", "depths", "paths",
                                "by_sequence", "by_row", "n", "depth_limit"])
@@ -118,7 +118,7 @@ def _adjust(  # type: ignore[no-untyped-def]
     CHUNK: tl.constexpr, PAD_D: tl.constexpr, OTHERS: tl.constexpr,
 ):
     # fmt: on
-    """A chunk by the committed text, and once more those of its tokens that are on the row's path."""
+    """Adjust a chunk for the committed text, then once more those of its tokens that are on the row's path."""
     chunk, row = tl.program_id(0), tl.program_id(1)
     sequence, i = row // n, row % n
     logits += sequence.to(tl.int64) * by_sequence + i.to(tl.int64) * by_row
@@ -138,7 +138,7 @@ def _adjust(  # type: ignore[no-untyped-def]
     times = tl.load(emitted + at, mask=there, other=0)
     plus = tl.load(bias + at, mask=there, other=0.0)
     tl.store(out + at, _penalised(x, before, times, plus, repeat, present, frequent), mask=there)
-    tl.debug_barrier()  # what is stored below is stored last
+    tl.debug_barrier()  # the stores below must come last
 
     end = tl.minimum(tl.load(depths + row) + 1, depth_limit)
     paths += row.to(tl.int64) * depth_limit
@@ -155,7 +155,7 @@ def _adjust(  # type: ignore[no-untyped-def]
     tl.store(out + token, _penalised(x, before, times, plus, repeat, present, frequent), mask=there)
 
 
-# ---- a row's numbers
+# ---- values of a row
 
 
 @triton.jit
@@ -175,7 +175,7 @@ def _top(tops, row, chunks, PAD: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _distance(x, top):  # type: ignore[no-untyped-def]
-    """From the largest logit, 0 or more: its bits, taken as an integer, have the same order."""
+    """Distance from the largest logit. It is not negative, so its bits read as an integer have the same order."""
     return tl.where(x == top, 0.0, top - x)
 
 
@@ -186,14 +186,14 @@ def _weight(distance):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _rank(x):  # type: ignore[no-untyped-def]
-    """An integer that is the smaller, the larger x is; both zeros have the same."""
+    """An integer that falls as x grows; the same for 0 and -0."""
     bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
     return ~(bits ^ ((bits >> 31) & 0x7FFFFFFF))
 
 
 @triton.jit
 def _noisy(x, token, keys, row, temperature):  # type: ignore[no-untyped-def]
-    """With the noise of `sampling.gumbel`, in float64."""
+    """x plus the noise of `sampling.gumbel`, in float64."""
     noisy = x.to(tl.float64)
     if temperature > 0:
         bits = token.to(tl.uint32) * 0x9E3779B1
@@ -209,20 +209,20 @@ def _noisy(x, token, keys, row, temperature):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _order(distance, token):  # type: ignore[no-untyped-def]
-    """An integer that is the smaller, the earlier a nucleus takes the token: by distance, then by id."""
+    """An integer with the order in which a nucleus takes tokens: by distance, then by id."""
     return (distance.to(tl.int32, bitcast=True).to(tl.int64) << 24) | token
 
 
 @triton.jit
 def _best(noisy, order, among):  # type: ignore[no-untyped-def]
-    """The largest, and the first in order that has it."""
+    """The largest noisy value, and the smallest order among the tokens that have it."""
     best = tl.max(tl.where(among, noisy, float("-inf")), 0)
     return best, tl.min(tl.where(among & (noisy == best), order, BEYOND), 0)
 
 
 @triton.jit
 def _filters(temperature, top_k, top_p, sequence, vocabulary):  # type: ignore[no-untyped-def]
-    """temperature, k and p, and whether k and p leave anything out."""
+    """Temperature, k and p, and whether top k and top p apply."""
     t = tl.load(temperature + sequence)
     k = tl.load(top_k + sequence)
     p = tl.load(top_p + sequence)
@@ -231,8 +231,8 @@ def _filters(temperature, top_k, top_p, sequence, vocabulary):  # type: ignore[n
 
 @triton.jit
 def _share(p, mass):  # type: ignore[no-untyped-def]
-    """A token goes when those before it weigh this. The mass is rounded as `Sampler` rounds it, or two tokens of equal
-    weight would not be half of it each because of what all others weigh together."""
+    """The nucleus leaves out a token if those before it weigh at least this. The mass is rounded as `Sampler` rounds
+    it. Otherwise the tiny weights of all other tokens would keep two equal ones from being half of the mass each."""
     return tl.ceil(p.to(tl.float64) * mass.to(tl.float32).to(tl.float64)).to(tl.int64)
 
 
@@ -260,9 +260,9 @@ def _peaks(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _kth(values, size, k, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The rank of the k-th largest, by halving what lies between the first and the last."""
+    """The rank of the k-th largest value, by bisection between the smallest and the largest rank."""
     one = tl.arange(0, BLOCK)
-    ranks = _ranks(values, one, size)  # the first block stays at hand, and mostly there is no other
+    ranks = _ranks(values, one, size)  # the first block stays in registers, and mostly there is no other
     lows, highs = ranks, tl.where(one < size, ranks, ~NOBODY)
     for start in range(BLOCK, size, BLOCK):
         more = _ranks(values, start + one, size)
@@ -312,7 +312,7 @@ def _list(  # type: ignore[no-untyped-def]
     distance = _distance(x, top)
     able = (at < vocabulary) & (_rank(x) <= tl.load(floors + row))
     if by_p & (by_k == 0):
-        # The nucleus ends where all V tokens together no longer weigh 1 - p; one more, for the rounding of sums.
+        # Beyond this distance even V tokens together weigh less than 1 - p. The 1 more is for the rounding of sums.
         able &= distance <= tl.log(vocabulary / (1 - p)) + 1
         tl.store(masses + row * chunks + chunk, tl.sum(tl.where(at < vocabulary, _weight(distance), 0), 0))
     best = tl.full((), float("-inf"), tl.float64)
@@ -334,7 +334,7 @@ def _list(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _before(ids, values, noisies, size, top, limit, end, least, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of the listed tokens up to rank `limit`: what those before `end` weigh, and who is drawn among them."""
+    """Of the listed tokens up to rank `limit` and before `end` in order: their weight, and one drawn from them."""
     sums = tl.zeros((BLOCK,), tl.int64)
     bests = tl.full((BLOCK,), float("-inf"), tl.float64)
     winners = tl.full((BLOCK,), BEYOND, tl.int64)

@@ -1,23 +1,24 @@
 """Attention whose result for a row depends, bit for bit, only on the row's own token path.
 
-Sums in floating point depend on their order, so the order is fixed by absolute position alone. Positions are cut into
-blocks of BLOCK, blocks are gathered into splits. A block gives a row its partial (top score, sum of weights, weighted
-sum of values); the blocks of a split are merged from left to right, and so are the splits. What a row can't see counts
-as an exact zero wherever it appears. Neither the row's place in batch and tree, nor its neighbours, nor where in memory
-its keys lie, nor the cache's capacity has a say in any of it. Nor has the height of a tile: tensor cores treat each row
-alike, a top score has no order, and weights are summed pair by pair.
+Sums in floating point depend on their order, so the order is fixed by absolute position alone. Positions are divided
+into blocks of BLOCK, and blocks are grouped into splits. Each block gives a row a partial result (top score, sum of
+weights, weighted sum of values). The blocks of a split are merged from left to right, then the splits are. A masked
+position adds an exact zero. So the result does not depend on the row's place in the batch or the tree, on the other
+rows, on where its keys lie in memory, or on the cache's capacity. Nor does it depend on the height of a tile: tensor
+cores compute each row alike, a maximum has no order, and weights are summed pairwise.
 
-Two launches. The first makes partials. Blocks of text alone are the same for all rows of a sequence: a program reads
-them once for a tile of rows and merges whole splits. The late blocks, from the end of the text on, are read row by row
-through the row's path. A position goes from late to text as the text grows, so both are one code, told apart by numbers
-alone: the same instructions on tiles of the same shape. The second launch merges late blocks into their splits, and the
-splits, by the very function that the first one merges with.
+There are two launches. The first computes partials. A block that holds committed text alone is the same for all rows of
+a sequence: a program reads it once for a tile of rows, and merges splits that are complete. The tail blocks, from the
+one that holds the end of the text on, also hold drafted tokens: they are read row by row, along the row's path. A
+tail block becomes a text block as the text grows, and must give the same bits then. So both kinds run the same
+instructions on tiles of the same shape, and differ in data only. The second launch merges tail blocks into their
+splits, then the splits, with the same function that the first launch uses.
 
 Text may lie in pages of PAGE positions, anywhere in the cache: a table says where each page of a sequence is.
 
-Whoever wants to know what the roots attend to gives `told` and `heard`: then the first launch also writes down how much
-weight each block of text has for a root, and a third one makes shares of it, by page. Without them no instruction of
-the first two is another.
+`block_weights` and `page_shares` are given to measure what the roots attend to. Then the first launch also stores the
+weight of each text block for each root, and a third launch turns these into shares per page. Without them the first two
+launches run exactly the same instructions.
 """
 
 from __future__ import annotations
@@ -32,23 +33,24 @@ from slipstream.kernels.overlap import overlap, wait_turn
 from slipstream.kernels.sizes import BLOCK, PAGE, TILE, WIDE
 
 # These, BLOCK and PAGE decide the bits, so none may depend on the number of rows or sequences or on the capacity.
-NARROW, MIDDLE = 64, 256  # a split is one page up to this page, then 4, from this one on 16: so few in long texts
+# A split is 1 page below page NARROW, 4 pages below page MIDDLE, 16 from there on, so that long texts have few splits.
+NARROW, MIDDLE = 64, 256
 
-# These decide who computes what, not the bits.
-WARPS = {TILE: 2, WIDE: 4}  # of the first launch: four take the wide products of a Hopper
+# These divide the work among programs and do not change the bits.
+WARPS = {TILE: 2, WIDE: 4}  # of the first launch: the wide products of a Hopper need four
 COMBINING = 1  # warps of the second launch
-STAGES = 3  # blocks on their way from memory to a program
-SHARED = 512  # about how many programs read blocks of text: more than fill a GPU, few where capacity is unused
-CHUNK = 8  # splits that the second launch has on their way at a time
-TOLD = 32  # pages that the third launch looks at at a time
-OWN = 512  # about how many programs read late blocks: beyond it one takes several key heads
+STAGES = 3  # blocks that a program loads ahead
+SHARED = 512  # about how many programs read text blocks: more than fill a GPU, few where capacity is unused
+CHUNK = 8  # splits that the second launch loads at a time
+PAGES_AT_ONCE = 32  # pages that the third launch reads at a time
+OWN = 512  # about how many programs read tail blocks: above that, a program handles several key heads
 
 LOG2_E = 1.4426950408889634
 
 
 @dataclass(frozen=True)
 class Scratch:
-    """Room for partials. Layers that run one after the other share it, and so do smaller shapes."""
+    """Memory for partials. Layers share it, as they run one after the other, and smaller shapes fit in it too."""
 
     stats: torch.Tensor  # (partials × 2) top score and sum of weights
     sums: torch.Tensor  # (partials × dv) weighted sums of values
@@ -61,31 +63,31 @@ class Scratch:
 
 @dataclass(frozen=True)
 class Launch:
-    """How the work of one shape is cut up."""
+    """How the work of one shape is divided."""
 
     tiles: int
     turns: int  # programs that share a tile's splits
-    splits: int  # slots for partials of text: one for each split; where one program merges all, two
-    late: int  # slots for late blocks
+    splits: int  # slots for partials of text: one for each split; two where one program merges them all
+    tail: int  # slots for tail blocks
 
     @property
     def slots(self) -> int:
-        return self.splits + self.late
+        return self.splits + self.tail
 
     @classmethod
     def of(
         cls, b: int, n: int, groups: int, kv_heads: int, capacity: int, depth: int, tiles: int = 0, tile: int = TILE
     ) -> Launch:
-        """capacity: positions that a sequence may have. tiles: of a table; 0: every sequence has n rows."""
+        """capacity: positions that a sequence may have. tiles: rows of the tile table; 0: each sequence has n rows."""
         tiles = tiles or -(-n * groups // tile)
         splits = split_of(-(-capacity // PAGE) - 1) + 1
         turns = min(splits, -(-SHARED // (tiles * kv_heads * b)))
-        late = (BLOCK - 2 + depth) // BLOCK + 1  # that `depth` positions can touch, wherever in a block they begin
-        return cls(tiles, turns, splits if turns > 1 or splits < 2 else 2, late)
+        tail = (BLOCK - 2 + depth) // BLOCK + 1  # as many as `depth` positions can touch, from anywhere in a block
+        return cls(tiles, turns, splits if turns > 1 or splits < 2 else 2, tail)
 
     @property
     def merged(self) -> bool:
-        """Whether a program goes through all splits of its tile. Then it merges those that are complete."""
+        """Whether one program reads all splits of its tile. Then it merges the complete ones itself."""
         return self.turns == 1 and self.splits == 2
 
 
@@ -115,36 +117,38 @@ def scratch(
     tiles: int = 0,
     tile: int = TILE,
 ) -> Scratch:
-    """For up to n rows, and paths up to that depth. Made outside a captured graph, since a replay must find it where it
-    was."""
+    """For up to n rows, and paths up to `depth`. Allocated outside a captured graph: a replay needs the same
+    addresses."""
     shape = heads, kv_heads, capacity, depth, tiles, tile
     return Scratch.of(max(partials(b, i, *shape) for i in range(n if tiles else 1, n + 1)), value_dim, device)
 
 
 def exact_attention(
     query: torch.Tensor,  # (b, heads, n, d)
-    keys: torch.Tensor,  # (pool rows, kv heads, capacity, d); columns that no row reads may hold anything
+    keys: torch.Tensor,  # (pool rows, kv heads, capacity, d); columns that no row attends to may hold anything
     values: torch.Tensor,  # (pool rows, kv heads, capacity, dv)
     rows: torch.Tensor,  # (b,) or (b, n) int32, each sequence's row of the pool, or of the tables
     lengths: torch.Tensor,  # (b,) or (b, n) int32, tokens of text: position p lies in column p, or where its page is
-    depths: torch.Tensor,  # (b, n) int32; a row reads positions 0 .. length + depth. -1: all of it is text, its own key
-    # too, as in a prompt. Less: padding, gives zeros
-    paths: torch.Tensor,  # (b, n, D) int32, [s, i, k]: the column of row i's ancestor at depth k, its own at its depth
+    # (b, n) int32; a row attends to positions 0 .. length + depth. -1: a row of a prompt, where all of them are text,
+    # its own position included. Less: padding, the result is zeros
+    depths: torch.Tensor,
+    # (b, n, D) int32, [s, i, k]: the column of row i's ancestor at depth k; at its own depth, its own column
+    paths: torch.Tensor,
     scratch: Scratch,
     *,
     scale: float,
     window: int | None = None,  # a row sees the last `window` positions, its own included
     soft_cap: float | None = None,  # a score becomes cap × tanh(score / cap)
     tables: torch.Tensor | None = None,  # (·, pages) int32: where each page of a sequence lies in the one row of keys
-    # (·, 2) int32, if a batch's rows belong to several sequences: the first row of the tile's sequence, and which of
-    # its tiles it is; a negative row: none
+    # (·, 2) int32, if the one list of rows belongs to several sequences: the first row of the tile's sequence, and the
+    # tile's number within that sequence. A negative row: an unused entry
     tiles: torch.Tensor | None = None,
-    tile: int = TILE,  # their rows × grouped heads: TILE or WIDE
-    told: torch.Tensor | None = None,  # (blocks, n, heads) float32, scratch
-    # (n, heads, pages) float32: to it is added which share of its weights a root, a row of depth 0, has on each page
-    heard: torch.Tensor | None = None,
+    tile: int = TILE,  # rows × grouped heads of a tile: TILE or WIDE
+    block_weights: torch.Tensor | None = None,  # (blocks, n, heads) float32, scratch: log2 of each root's weights
+    # (n, heads, pages) float32: each root (a row of depth 0) adds the share of its attention weight on each page
+    page_shares: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """(b, n, heads, dv). The launches depend on shapes alone: a captured CUDA graph follows the integer tensors."""
+    """(b, n, heads, dv). Launches depend on shapes alone, so a captured CUDA graph can be replayed with other data."""
     b, heads, n, d = query.shape
     kv_heads, capacity, dv = values.shape[1:]
     groups = heads // kv_heads
@@ -165,9 +169,13 @@ def exact_attention(
     assert capacity * max(keys.stride(2), values.stride(2)) < 1 << 31, "a row's keys lie within 2³¹ numbers"
     assert scratch.sums.numel() >= b * launch.slots * n * heads * dv, "the scratch was made for a smaller shape"
     assert scratch.stats.numel() >= b * launch.slots * n * heads * 2, "the scratch was made for a smaller shape"
-    assert heard is None or (b == 1 and heard.shape[:2] == (n, heads) and heard.is_contiguous()), "one list of rows"
-    assert (heard is None) == (told is None), "what is told is heard"
-    assert told is None or told.numel() >= -(-longest // BLOCK) * n * heads, "there is room for every block"
+    assert page_shares is None or (b == 1 and page_shares.shape[:2] == (n, heads) and page_shares.is_contiguous()), (
+        "one list of rows"
+    )
+    assert (page_shares is None) == (block_weights is None), "block_weights and page_shares go together"
+    assert block_weights is None or block_weights.numel() >= -(-longest // BLOCK) * n * heads, (
+        "there is room for every block"
+    )
 
     out = torch.empty((b, n, heads, dv), dtype=query.dtype, device=query.device)
     span = min(tile, groups * max(1, b * n * kv_heads // OWN))
@@ -181,31 +189,31 @@ def exact_attention(
         "MIDDLE": MIDDLE,
         "WINDOW": window is not None,
         "MERGED": launch.merged,
-        "enable_fp_fusion": False,  # a product and a sum are rounded once only where the code says so, alike everywhere
+        "enable_fp_fusion": False,  # only tl.fma rounds a product and a sum once; the compiler must not choose
         **overlap(),
     }
     # fmt: off
     _partials[(launch.tiles * kv_heads * launch.turns + n * -(-heads // span), b)](
-        query, keys, values, rows, lengths, depths, paths, tables, tiles, scratch.stats, scratch.sums, told,
+        query, keys, values, rows, lengths, depths, paths, tables, tiles, scratch.stats, scratch.sums, block_weights,
         *query.stride()[:3], *keys.stride()[:3], *values.stride()[:3],
         *rows.stride(), depths.stride(0), *paths.stride()[:2], 0 if tables is None else tables.stride(0),
         n, launch.slots, launch.splits, launch.tiles, launch.turns, span,
         scale if soft_cap else scale * LOG2_E, soft_cap or 0.0, window or 0,
         GROUPS=groups, DK=d, PAD_K=triton.next_power_of_2(max(d, 16)), TILE=tile, CAP=bool(soft_cap), STAGES=STAGES,
-        # Full precision and large heads need more registers than two warps have.
+        # float32 and large heads need more registers than two warps have.
         num_warps=4 if query.dtype == torch.float32 or dv > 128 else WARPS[tile],
         **constants,
     )
     _combine[(heads, n, b)](
         lengths, depths, scratch.stats, scratch.sums, out, *lengths.stride(), depths.stride(0),
         n, launch.slots, launch.splits, window or 0,
-        LATE=launch.late, CHUNK=CHUNK, num_warps=COMBINING, **constants,
+        TAIL=launch.tail, CHUNK=CHUNK, num_warps=COMBINING, **constants,
     )
-    if heard is not None:
+    if page_shares is not None:
         _share[(heads, n)](
-            lengths, depths, scratch.stats, told, heard, lengths.stride(1), n, launch.splits, window or 0,
-            heard.shape[2], HEADS=heads, BLOCK=BLOCK, PAGE=PAGE, WINDOW=window is not None, PAGES=TOLD,
-            num_warps=COMBINING, **overlap(),
+            lengths, depths, scratch.stats, block_weights, page_shares, lengths.stride(1), n, launch.splits,
+            window or 0, page_shares.shape[2], HEADS=heads, BLOCK=BLOCK, PAGE=PAGE, WINDOW=window is not None,
+            PAGES=PAGES_AT_ONCE, num_warps=COMBINING, **overlap(),
         )
     # fmt: on
     return out
@@ -213,8 +221,8 @@ def exact_attention(
 
 @triton.jit
 def _merge(top1, sum1, acc1, top2, sum2, acc2):  # type: ignore[no-untyped-def]
-    """Two partials of the same rows: tops and sums (rows,), acc (rows, dv). One that saw nothing, (-inf, 0, 0), leaves
-    the other as it is."""
+    """Merge two partials of the same rows: tops and sums (rows,), acc (rows, dv). An empty partial, (-inf, 0, 0),
+    leaves the other unchanged."""
     top = tl.maximum(top1, top2)
     origin = tl.where(top == float("-inf"), 0.0, top)  # inf - inf is not a number
     weight1, weight2 = tl.exp2(top1 - origin), tl.exp2(top2 - origin)
@@ -224,14 +232,14 @@ def _merge(top1, sum1, acc1, top2, sum2, acc2):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _take(q, k, v, see, top, total, acc, scale, cap, TILE: tl.constexpr, BLOCK: tl.constexpr, CAP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A partial of rows q (TILE, dk), and one more block: k (BLOCK, dk), v (BLOCK, dv), see (TILE, BLOCK). Besides, the
-    block's own top score and sum of weights."""
+    """Add one block to the partial of rows q (TILE, dk): k (BLOCK, dk), v (BLOCK, dv), see (TILE, BLOCK) is the mask.
+    Also returns the block's own top score and sum of weights."""
     scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale  # (TILE, BLOCK)
     if CAP:
-        # tanh x = 1 - 2 / (exp 2x + 1), which holds at both ends of the range too. 1.44… is log2 e.
+        # tanh x = 1 - 2 / (exp 2x + 1), which is right at both ends of the range too. 1.44… is log2 e.
         grown = tl.exp2(scores * (2 * 1.4426950408889634 / cap))
         scores = (1.0 - 2.0 / (grown + 1.0)) * (cap * 1.4426950408889634)
-    scores = tl.where(see, scores, float("-inf"))  # in powers of two from here on
+    scores = tl.where(see, scores, float("-inf"))  # logarithms to base 2 from here on
     block_top = tl.max(scores, 1)
     origin = tl.where(block_top == float("-inf"), 0.0, block_top)
     weights = tl.exp2(scores - origin[:, None])
@@ -243,13 +251,13 @@ def _take(q, k, v, see, top, total, acc, scale, cap, TILE: tl.constexpr, BLOCK: 
 
 @triton.jit
 def _sum(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of each row. Only two numbers are added at a time, so the order does not depend on which thread holds what."""
-    x = tl.sum(tl.reshape(x, (ROWS, 2, COLUMNS // 2)), 1)  # a thread holds these
-    x = tl.sum(tl.reshape(x, (ROWS, COLUMNS // 4, 2)), 2)  # and these
-    x = tl.sum(tl.reshape(x, (ROWS, COLUMNS // 8, 2)), 2)  # neighbours in a warp
+    """The sum of each row. Each call adds two numbers, so the order does not depend on which thread holds which."""
+    x = tl.sum(tl.reshape(x, (ROWS, 2, COLUMNS // 2)), 1)  # within a thread
+    x = tl.sum(tl.reshape(x, (ROWS, COLUMNS // 4, 2)), 2)  # within a thread
+    x = tl.sum(tl.reshape(x, (ROWS, COLUMNS // 8, 2)), 2)  # between threads of a warp
     x = tl.sum(tl.reshape(x, (ROWS, COLUMNS // 16, 2)), 2)
     tl.static_assert(COLUMNS == 32)
-    return tl.sum(x, 1)  # maybe another warp's
+    return tl.sum(x, 1)  # possibly between warps
 
 
 @triton.jit
@@ -261,8 +269,8 @@ def _split_of(page, NARROW: tl.constexpr, MIDDLE: tl.constexpr):  # type: ignore
 
 @triton.jit
 def _first_page(split, NARROW: tl.constexpr, MIDDLE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of a split."""
-    LAST: tl.constexpr = NARROW + (MIDDLE - NARROW) // 4  # the first of 16 pages
+    """The first page of a split."""
+    LAST: tl.constexpr = NARROW + (MIDDLE - NARROW) // 4  # the first split of 16 pages
     return tl.where(
         split < NARROW, split, tl.where(split < LAST, NARROW + (split - NARROW) * 4, MIDDLE + (split - LAST) * 16)
     )
@@ -270,25 +278,26 @@ def _first_page(split, NARROW: tl.constexpr, MIDDLE: tl.constexpr):  # type: ign
 
 @triton.jit
 def _text_blocks(length, depth, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """How many blocks a row reads as text. Where more than text follows, these are of text alone."""
+    """How many text blocks a row has. A row of a prompt (depth < 0) reads the last, unfinished one as text too; other
+    rows read it as a tail block."""
     return tl.where(depth < 0, length + BLOCK - 1, length) // BLOCK
 
 
 @triton.jit
 def _first_seen(length, depth, window, BLOCK: tl.constexpr, WINDOW: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The first block that a row of a sequence sees, or one before it: deeper rows may see less, which is left to the
-    mask."""
+    """The first block that a row with this window needs to read. The depth of a drafted row counts as 0: deeper rows
+    may need fewer blocks, and the mask leaves out the rest."""
     if WINDOW:
         return tl.maximum(length + tl.minimum(depth, 0) - window + 1, 0) // BLOCK
     return length * 0
 
 
-# Numbers that go with the launch's shape are not specialised: 1 must not lead to other machine code than 2.
+# Numbers that depend on the launch's shape are not specialised: 1 must not compile to other machine code than 2.
 # fmt: off
 @triton.jit(do_not_specialize=["row_sequence", "row_row", "depth_sequence", "path_sequence", "path_row", "table_row",
                                "n", "slots", "splits", "tiles", "turns", "span", "window"])
 def _partials(  # type: ignore[no-untyped-def]
-    query, keys, values, rows, lengths, depths, paths, tables, tile_table, stats, sums, told,
+    query, keys, values, rows, lengths, depths, paths, tables, tile_table, stats, sums, block_weights,
     q_sequence, q_head, q_row, k_row, k_head, k_column, v_row, v_head, v_column,  # strides
     row_sequence, row_row, depth_sequence, path_sequence, path_row, table_row,  # strides
     n, slots, splits, tiles, turns, span, scale, cap, window,
@@ -298,11 +307,15 @@ def _partials(  # type: ignore[no-untyped-def]
     WINDOW: tl.constexpr, MERGED: tl.constexpr, CAP: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):
     # fmt: on
-    """Shared programs, the first ones: a tile of rows × grouped heads, one key head, some splits of text, one block
-    after the other; into slot `split`, or, merged, the complete splits into slot 0 and the last one into slot 1.
-    Own programs, the others: one row, `span` heads, every late block, one key head after the other; into slots `splits`
-    + the late block's number. A step of either is a product of the whole tile with one block of keys; rows of the tile
-    that don't read this key head see nothing in it."""
+    """Partials of text blocks, by the first `tiles × key heads × turns` programs ("shared"), and of tail blocks, by the
+    other programs ("own").
+
+    A shared program: a tile of rows × grouped heads, one key head, some splits of text, block after block. It stores
+    each split in slot `split`; or, if MERGED, all complete splits in slot 0 and the last, incomplete one in slot 1.
+    An own program: one row, `span` heads, every tail block, one key head after the other. It stores tail block i in
+    slot `splits` + i.
+    An iteration of either multiplies the whole tile with one block of keys. Rows of the tile that belong to another key
+    head are masked."""
     PER: tl.constexpr = PAGE // BLOCK
     KV_HEADS: tl.constexpr = HEADS // GROUPS
     program, sequence = tl.program_id(0), tl.program_id(1)
@@ -321,7 +334,7 @@ def _partials(  # type: ignore[no-untyped-def]
         tile = tl.load(tile_table + tile * 2 + 1)
         if shared & (begin_row < 0):
             return
-    first = tl.where(shared, begin_row, node)  # a row of the sequence
+    first = tl.where(shared, begin_row, node)  # any row of the sequence
     rows += sequence * row_sequence
     lengths += sequence * row_sequence
     pool_row = tl.load(rows + first * row_row)
@@ -339,10 +352,10 @@ def _partials(  # type: ignore[no-untyped-def]
     text = tl.where(valid, _text_blocks(length, depth, BLOCK), 0)  # (TILE,) blocks
     seen = tl.min(tl.where(valid, _first_seen(length, depth, window, BLOCK, WINDOW), 1 << 30), 0)
     whole, last_position = tl.max(text, 0), tl.max(position, 0)
-    text_end = tl.load(lengths + first * row_row)  # of the one row; what is shared is text anyway
-    end = tl.minimum(tl.where(shared, whole * BLOCK, last_position + 1), last_position + 1)  # is not read any more
+    text_end = tl.load(lengths + first * row_row)  # used by own programs only, for their one row
+    end = tl.minimum(tl.where(shared, whole * BLOCK, last_position + 1), last_position + 1)  # exclusive
 
-    # A shared program's blocks. Ranges of equal length, begun and ended where a split does.
+    # The blocks of a shared program: ranges of about equal length, cut at the boundaries of splits.
     begin_page, end_page = seen // PER, (whole + PER - 1) // PER
     cut = begin_page + (end_page - begin_page) * turn // turns
     next_cut = begin_page + (end_page - begin_page) * (turn + 1) // turns
@@ -374,12 +387,12 @@ def _partials(  # type: ignore[no-untyped-def]
 
     if shared:
         key, value = keys + kv_head.to(tl.int64) * k_head, values + kv_head.to(tl.int64) * v_head
-        # A split is complete if nothing late belongs to it.
+        # A split is complete if no tail block belongs to it.
         complete = -1
         if MERGED:
-            late = tl.max(tl.where(valid, depth, -1), 0) >= 0
+            tail = tl.max(tl.where(valid, depth, -1), 0) >= 0
             ended = _split_of((whole - 1) // PER, NARROW, MIDDLE) + 1
-            complete = tl.where(late, _split_of(whole // PER, NARROW, MIDDLE), ended)
+            complete = tl.where(tail, _split_of(whole // PER, NARROW, MIDDLE), ended)
         all_top, all_total, all_acc = top, total, acc
         split = _split_of(begin_block // PER, NARROW, MIDDLE)
         here = begin_block // PER  # where the page lies
@@ -400,11 +413,15 @@ def _partials(  # type: ignore[no-untyped-def]
             top, total, acc, block_top, block_total = _take(
                 q, k, v, see, top, total, acc, scale, cap, TILE, BLOCK, CAP
             )
-            if told is not None:  # a row that sees nothing of the block: the logarithm of no weight is -inf
-                tl.store(told + (block * pitch + inner), block_top + tl.log2(block_total), mask=valid & (depth == 0))
+            if block_weights is not None:  # -inf, the logarithm of 0, if the row attends to nothing in the block
+                tl.store(
+                    block_weights + (block * pitch + inner),
+                    block_top + tl.log2(block_total),
+                    mask=valid & (depth == 0),
+                )
             next_page = tl.minimum(block + 1, end_block - 1) // PER
             here = next_page
-            if tables is not None:  # a block ahead, so that nobody waits for it
+            if tables is not None:  # loaded a block ahead, to hide its latency
                 here = tl.load(tables + next_page)
             following = _split_of((block + 1) // PER, NARROW, MIDDLE)
             if (following != split) | (block + 1 == end_block):
@@ -425,8 +442,8 @@ def _partials(  # type: ignore[no-untyped-def]
             tl.store(wide_sum, all_acc, mask=sum_mask)
     else:
         paths += sequence.to(tl.int64) * path_sequence + node * path_row
-        reads = head // GROUPS  # (TILE,) the key head
-        zero = tl.zeros((), tl.int64)  # keys of a head may lie 2³¹ numbers after those of the first
+        reads = head // GROUPS  # (TILE,) each row's key head
+        zero = tl.zeros((), tl.int64)  # 64 bits: keys of a head may lie 2³¹ numbers after those of the first
         for block in range(whole, (end + BLOCK - 1) // BLOCK):
             page = block // PER
             at = block * BLOCK + tl.arange(0, BLOCK)  # (BLOCK,) positions
@@ -460,12 +477,12 @@ def _partials(  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=["row_sequence", "row_row", "depth_sequence", "n", "slots", "splits", "window"])
 def _combine(  # type: ignore[no-untyped-def]
     lengths, depths, stats, sums, out, row_sequence, row_row, depth_sequence, n, slots, splits, window,
-    LATE: tl.constexpr, CHUNK: tl.constexpr, HEADS: tl.constexpr, DV: tl.constexpr, PAD_V: tl.constexpr,
+    TAIL: tl.constexpr, CHUNK: tl.constexpr, HEADS: tl.constexpr, DV: tl.constexpr, PAD_V: tl.constexpr,
     BLOCK: tl.constexpr, PAGE: tl.constexpr, NARROW: tl.constexpr, MIDDLE: tl.constexpr,
     WINDOW: tl.constexpr, MERGED: tl.constexpr, EARLY: tl.constexpr,
 ):
     # fmt: on
-    """One head of one row."""
+    """Merge the partials of one head of one row: text splits first, then the splits that have tail blocks."""
     PER: tl.constexpr = PAGE // BLOCK
     head, row, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     wait_turn(EARLY)
@@ -503,12 +520,12 @@ def _combine(  # type: ignore[no-untyped-def]
             tops = tl.load(stats + slot * 2, mask=there, other=float("-inf"))
             totals = tl.load(stats + slot * 2 + 1, mask=there, other=0.0)
             accs = tl.load(sums + slot[:, None] * DV + dv, mask=there[:, None] & inside, other=0.0)
-            for i in tl.static_range(CHUNK):  # one after the other
+            for i in tl.static_range(CHUNK):  # merged one after the other
                 part_top = tl.max(tl.where(number == i, tops, float("-inf")), 0) + total * 0
                 part_total = tl.sum(tl.where(number == i, totals, 0.0), 0) + total * 0
                 part_acc = tl.sum(tl.where((number == i)[:, None], accs, 0.0), 0)[None, :]
                 top, total, acc = _merge(top, total, acc, part_top, part_total, part_acc)
-    # The splits that late blocks belong to.
+    # The splits that have tail blocks.
     end = tl.where(padding | (depth < 0), 0, _split_of(tl.maximum(position, 0) // PAGE, NARROW, MIDDLE) + 1)
     for split in range(tl.maximum(complete, begin), end):
         there = split + one < text_splits  # (1,)
@@ -516,16 +533,16 @@ def _combine(  # type: ignore[no-untyped-def]
         part_top = tl.load(stats + slot * 2 + one, mask=there, other=float("-inf"))
         part_total = tl.load(stats + slot * 2 + 1 + one, mask=there, other=0.0)
         part_acc = tl.load(sums + slot * DV + dv, mask=there[:, None] & inside, other=0.0)
-        for number in tl.static_range(LATE):
+        for number in tl.static_range(TAIL):
             block = whole + number + one  # (1,)
             mine = (block * BLOCK <= position) & (_split_of(block // PER, NARROW, MIDDLE) == split)
             slot = (splits + number) * pitch
-            late_top = tl.load(stats + slot * 2 + one, mask=mine, other=float("-inf"))
-            late_total = tl.load(stats + slot * 2 + 1 + one, mask=mine, other=0.0)
-            late_acc = tl.load(sums + slot * DV + dv, mask=mine[:, None] & inside, other=0.0)
-            part_top, part_total, part_acc = _merge(part_top, part_total, part_acc, late_top, late_total, late_acc)
+            tail_top = tl.load(stats + slot * 2 + one, mask=mine, other=float("-inf"))
+            tail_total = tl.load(stats + slot * 2 + 1 + one, mask=mine, other=0.0)
+            tail_acc = tl.load(sums + slot * DV + dv, mask=mine[:, None] & inside, other=0.0)
+            part_top, part_total, part_acc = _merge(part_top, part_total, part_acc, tail_top, tail_total, tail_acc)
         top, total, acc = _merge(top, total, acc, part_top, part_total, part_acc)
-    # Merging a block that the row can't see turns -0 into 0, leaving it out doesn't. So the result is never -0.
+    # Merging a masked block turns -0 into 0, skipping it does not. Adding 0 makes both 0.
     result = acc / tl.where(total == 0.0, 1.0, total)[:, None] + 0.0
     out += (sequence.to(tl.int64) * pitch + inner) * DV
     tl.store(out + dv, result.to(out.dtype.element_ty), mask=inside)
@@ -534,13 +551,14 @@ def _combine(  # type: ignore[no-untyped-def]
 # fmt: off
 @triton.jit(do_not_specialize=["row_row", "n", "splits", "window", "pages"])
 def _share(  # type: ignore[no-untyped-def]
-    lengths, depths, stats, told, heard, row_row, n, splits, window, pages,
+    lengths, depths, stats, block_weights, page_shares, row_row, n, splits, window, pages,
     HEADS: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, PAGES: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     # fmt: on
-    """One head of one row, if that is a root: its weights by page, which are 1 together, are added to those of other
-    layers. Text is known by block; the one late block that a root sees is where the text ends."""
+    """One head of one row, if that row is a root: add its share of attention weight on each page to that of the other
+    layers. The shares of a layer sum to 1. A root has exactly one tail block, the one where the text ends; the weights
+    of its text blocks are in `block_weights`."""
     PER: tl.constexpr = PAGE // BLOCK
     head, row = tl.program_id(0), tl.program_id(1)
     wait_turn(EARLY)
@@ -548,29 +566,29 @@ def _share(  # type: ignore[no-untyped-def]
     if depth != 0:
         return
     length = tl.load(lengths + row * row_row)
-    whole = length // BLOCK  # the late block's number
+    whole = length // BLOCK  # the number of the tail block
     seen = _first_seen(length, depth, window, BLOCK, WINDOW)
     pitch = n.to(tl.int64) * HEADS
     inner = row * HEADS + head
-    late = stats + (splits * pitch + inner) * 2
-    late = tl.load(late) + tl.log2(tl.load(late + 1))  # in powers of two, as all of this
+    tail = stats + (splits * pitch + inner) * 2
+    tail = tl.load(tail) + tl.log2(tl.load(tail + 1))  # log2 of its weight, like all weights here
     within = tl.arange(0, PAGES)[:, None] * PER + tl.arange(0, PER)[None, :]  # (PAGES, PER) blocks
 
-    top, total = late, late * 0 + 1.0
+    top, total = tail, tail * 0 + 1.0
     for first in range(seen // PER, whole // PER + 1, PAGES):
         block = first * PER + within
         there = (block >= seen) & (block < whole)
-        weight = tl.load(told + (block * pitch + inner), mask=there, other=float("-inf"))
+        weight = tl.load(block_weights + (block * pitch + inner), mask=there, other=float("-inf"))
         new = tl.maximum(top, tl.max(tl.max(weight, 1), 0))
         total = total * tl.exp2(top - new) + tl.sum(tl.sum(tl.exp2(weight - new), 1), 0)
         top = new
-    heard += inner.to(tl.int64) * pages
+    page_shares += inner.to(tl.int64) * pages
     for first in range(seen // PER, whole // PER + 1, PAGES):
         block = first * PER + within
         there = (block >= seen) & (block < whole)
-        weight = tl.load(told + (block * pitch + inner), mask=there, other=float("-inf"))
-        weight = tl.where(block == whole, late, weight)
+        weight = tl.load(block_weights + (block * pitch + inner), mask=there, other=float("-inf"))
+        weight = tl.where(block == whole, tail, weight)
         share = tl.sum(tl.exp2(weight - top), 1) / total  # (PAGES,)
         page = first + tl.arange(0, PAGES)
         mine = page <= whole // PER
-        tl.store(heard + page, tl.load(heard + page, mask=mine, other=0.0) + share, mask=mine)
+        tl.store(page_shares + page, tl.load(page_shares + page, mask=mine, other=0.0) + share, mask=mine)

@@ -1,6 +1,6 @@
-"""What a decoder layer does between its matrix products, in Triton: one launch for each stretch of it.
+"""The parts of a decoder layer between its matrix products, in Triton: one launch between each two products.
 
-A step is a few rows, so what it costs is the number of launches. Target and heads both use these.
+A step has few rows, so its cost here is the number of launches. Targets and heads both use these.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from torch import Tensor
 
 from slipstream.kernels.overlap import overlap, wait_turn
 
-BLOCK = 512  # numbers that a program takes where no row is summed up
+BLOCK = 512  # elements per program where nothing is summed over a row
 
 
 def steps(x: Tensor) -> tuple[int, int]:
-    """From sequence to sequence, from row to row. Of one sequence the first is 0, since nobody takes it: else it would
-    be its length, and Triton compiles anew for lengths that 16 divides."""
+    """Strides from sequence to sequence and from row to row. With one sequence the first is unused and set to 0:
+    Triton compiles a second version for strides that 16 divides."""
     return x.stride(0) if len(x) > 1 else 0, x.stride(1)
 
 
-# ---- attention: queries and keys are rotated, keys and values go to their places
+# ---- attention: rotate queries and keys, write keys and values into the cache
 
 
 def turn_by(
@@ -33,7 +33,7 @@ def turn_by(
     rows: Tensor,  # (b,) int32
     columns: Tensor,  # (b, n) int32
 ) -> Tensor:
-    """Gives the queries, (b, heads, n, d)."""
+    """See `ops.turn_keys`. Returns the queries, (b, heads, n, d)."""
     assert cosines.stride() == sines.stride(), "cosines and sines lie alike"
     return _turned_queries(qkv, cosines, sines, 1.0, keys, values, rows, columns, qkv.shape[1])
 
@@ -50,7 +50,7 @@ def turn(
     columns: Tensor,
     w: int,
 ) -> Tensor:
-    """Like `turn_by`, where angles are positions times frequencies, for the queries of the last w rows."""
+    """Like `turn_by`, but angles are positions times frequencies, and only the last w rows' queries are returned."""
     return _turned_queries(qkv, positions, frequencies, scale, keys, values, rows, columns, w, angles=True)
 
 
@@ -108,12 +108,12 @@ def _turn(  # type: ignore[no-untyped-def]
     EARLY: tl.constexpr,
 ):
     # fmt: on
-    """One head of one row: a query, a key or a value. A number is rotated with the one half a head further on."""
+    """One head of one row: a query, a key or a value. Element j is rotated together with element j + d/2."""
     i, head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     at = tl.arange(0, PAD)
     inside = at < HALF
     if ANGLES:
-        frequency = tl.load(other + at, mask=inside, other=0.0)  # depends on nobody, so it is read ahead
+        frequency = tl.load(other + at, mask=inside, other=0.0)  # no earlier kernel writes it, so load before waiting
     wait_turn(EARLY)
     qkv += sequence * x_sequence + i.to(tl.int64) * x_row + head * 2 * HALF + at
     first = tl.load(qkv, mask=inside, other=0.0).to(tl.float32)
@@ -149,7 +149,7 @@ def _turn(  # type: ignore[no-untyped-def]
 
 @torch.library.custom_op("slipstream::gated", mutates_args=())
 def gated(x: Tensor) -> Tensor:
-    """(…, 2I) gate and what it lets through, side by side -> (…, I) silu of the one times the other."""
+    """(…, 2I), gate and up projection side by side -> (…, I), silu(gate) × up."""
     x = x.contiguous()
     inner = x.shape[-1] // 2
     out = x.new_empty(*x.shape[:-1], inner)

@@ -1,9 +1,9 @@
-"""Matrix products x·Wᵀ for a handful of rows, close to the speed at which the weights can be read.
+"""Matrix products x·Wᵀ for few rows, close to the speed at which the weights can be read.
 
-A row's result depends on that row alone, bit for bit. The sum over the inputs is cut into parts by the shape of the
-weights, never by the number of rows, and the parts are added up in order. The weights take the tall side of the
-tensor cores' product, which is 64 high whatever the number of rows. Of a gated layer's weights a tile takes as many
-that make the gate as that make what it lets through, and ends with the one times the other.
+A row's result depends on that row alone, bit for bit: the sum over the inputs is divided into parts by the shape of the
+weights, never by the number of rows, and the parts are added in order. The weights are on the tall side of the tensor
+cores' product, which is 64 high whatever the number of rows. In a gated layer each tile has as many outputs of the gate
+as of the up projection, and multiplies them at the end.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from slipstream.kernels.overlap import fetch_ahead, overlap, wait_turn
 
 # These decide the bits.
 TALL = 64  # outputs that one product of the tensor cores makes
-PARTS = 128  # programs wanted at least: fewer tiles of outputs than that, and the inputs are cut into parts
-SHORTEST = 1024  # inputs that a part has at least
+PARTS = 128  # programs wanted: with fewer tiles of outputs, the inputs are divided into parts
+SHORTEST = 1024  # inputs of a part at least
 PIECE = 128  # a part is a multiple of this
 
-LOCKS = 4096  # tiles whose parts can be under way at a time
+LOCKS = 4096  # tiles that can be in progress at a time, where inputs are divided
 
 _locks: dict[torch.device, torch.Tensor] = {}
 
 
 def parts(outputs: int, inputs: int) -> int:
-    """Into how many parts the sum over the inputs is cut."""
+    """Into how many parts the sum over the inputs is divided."""
     return max(1, min(PARTS // -(-outputs // TALL), inputs // SHORTEST))
 
 
 def tile(rows: int, cut: int) -> dict[str, int]:
-    """How the work is cut up, measured on an H200. It decides no bits: each output is summed up in order by one
-    program, or by one for each part."""
+    """How the work is divided, measured on an H200. It does not change the bits: each output, or each part of it, is
+    summed in order by one program."""
     if rows <= 16:
         shape = (TALL, 128, 4, 4)
     elif rows <= 64:
-        shape = (TALL, 128, 4, 4) if cut > 1 else (TALL, 64, 4, 4)  # three of these run on a processor at a time
+        shape = (TALL, 128, 4, 4) if cut > 1 else (TALL, 64, 4, 4)  # three of the latter fit on a multiprocessor
     else:
         shape = (TALL, 128, 4, 4) if cut > 1 else (2 * TALL, 64, 5, 8)
     names = ("HIGH", "DEEP", "STAGES", "num_warps")
@@ -51,8 +51,8 @@ def skinny_linear(
     residual: torch.Tensor | None = None,
     gated: bool = False,
 ) -> torch.Tensor:
-    """x (…, K), weight (N, K), bias (N,) → (…, N). To the result, rounded, `residual` (…, N) is added. gated: the silu
-    of the first half of it times the second, (…, N/2)."""
+    """x (…, K), weight (N, K), bias (N,) → (…, N). `residual` (…, N) is added to the rounded result. gated: silu of the
+    result's first half times its second half, (…, N/2)."""
     outputs, inputs = weight.shape
     flat = x.reshape(-1, inputs)
     rows, made = len(flat), outputs // 2 if gated else outputs
@@ -94,7 +94,7 @@ def skinny_linear(
 
 
 def _unlocked(device: torch.device) -> torch.Tensor:
-    """Counters that are zero between launches: whoever counts up to the last part sets them back."""
+    """Counters that are zero between launches: the program that counts the last part resets its counter."""
     if device not in _locks:
         _locks[device] = torch.zeros(LOCKS, dtype=torch.int32, device=device)
     return _locks[device]
@@ -108,7 +108,7 @@ def _linear(  # type: ignore[no-untyped-def]
     STAGES: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr, GATED: tl.constexpr, EARLY: tl.constexpr,
 ):
     # fmt: on
-    """A tile of HIGH outputs × ROWS rows, over one part of the inputs. The last program to finish adds up all parts."""
+    """A tile of HIGH outputs × ROWS rows, over one part of the inputs. The last program to finish adds the parts."""
     tile_r, tile_o, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = tile_r * ROWS + tl.arange(0, ROWS)
     member = tl.arange(0, HIGH)
@@ -156,7 +156,7 @@ def _linear(  # type: ignore[no-untyped-def]
         acc = tl.zeros((HIGH, ROWS), tl.float32)
         for i in range(PARTS):
             piece = partial + i * rows.to(tl.int64) * outputs + place
-            acc += tl.load(piece, mask=mask, other=0.0, cache_modifier=".cg")  # past the first cache, which may be old
+            acc += tl.load(piece, mask=mask, other=0.0, cache_modifier=".cg")  # from L2: the L1 cache may be stale
         tl.store(lock, 0)
     if bias is not None:
         acc += tl.load(bias + output, mask=exists, other=0.0).to(tl.float32)[:, None]

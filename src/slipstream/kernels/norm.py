@@ -1,4 +1,4 @@
-"""Normalisation of rows, one program for each: what it computes for a row does not depend on how many there are."""
+"""Normalisation of rows, one program per row: a row's result does not depend on the number of rows."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _normalise(  # type: ignore[no-untyped-def]
 ):
     at = tl.arange(0, PAD)
     inside = at < width
-    w = tl.load(weight + at, mask=inside, other=0.0)  # weights depend on nobody, so they are read ahead
+    w = tl.load(weight + at, mask=inside, other=0.0)  # no earlier kernel writes weights, so load before waiting
     wait_turn(EARLY)
     row = tl.program_id(0).to(tl.int64)
     v = tl.load(x + row * x_row + at, mask=inside, other=0.0).to(tl.float32)
@@ -62,6 +62,6 @@ def _normalise(  # type: ignore[no-untyped-def]
         v *= w.to(tl.float32) + (1.0 if SHIFT else 0.0)
         if BIAS:
             v += tl.load(bias + at, mask=inside, other=0.0).to(tl.float32)
-    else:  # rounded before the weight, as most models do
+    else:  # rounded before the multiplication, as most models do
         v = v.to(out.dtype.element_ty).to(tl.float32) * w.to(tl.float32)
     tl.store(out + row * width + at, v.to(out.dtype.element_ty), mask=inside)

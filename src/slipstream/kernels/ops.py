@@ -1,5 +1,5 @@
-"""What a fixed step does outside the model's own code, as operations that torch.compile leaves alone: keys into the
-cache, attention by path. On a GPU in Triton, elsewhere in plain torch."""
+"""Operations of a fixed-shape step that torch.compile must not change: writing keys into the cache, attention along
+paths, matrix products, norms, choosing tokens. In Triton on a GPU, in plain torch elsewhere."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def turn_keys(
     rows: torch.Tensor,  # (b,) int32
     columns: torch.Tensor,  # (b, n) int32
 ) -> torch.Tensor:
-    """Queries and keys are rotated, keys and values go into the cache; gives the queries (b, heads, n, d)."""
+    """Rotate queries and keys, write keys and values into the cache, return the queries (b, heads, n, d)."""
     if qkv.device.type == "cuda":
         from slipstream.kernels.layer_pieces import turn_by
 
@@ -56,7 +56,7 @@ def turn_keys(
 
 
 def gate(x: torch.Tensor) -> torch.Tensor:
-    """(…, 2I) gate and what it lets through, side by side → (…, I)."""
+    """(…, 2I), gate and up projection side by side → (…, I), silu(gate) × up."""
     if x.device.type == "cuda":
         from slipstream.kernels.layer_pieces import gated
 
@@ -71,7 +71,7 @@ def move_keys(
     values: torch.Tensor,
     rows: torch.Tensor,  # (b,) int32
     sources: torch.Tensor,  # (b, D) int32, columns
-    places: torch.Tensor,  # (b, D) int32, never behind their sources
+    places: torch.Tensor,  # (b, D) int32 columns, none larger than its source
     counts: torch.Tensor,  # (b,) int32, how many of the D move
 ) -> None:
     if keys.device.type == "cuda":
@@ -88,8 +88,8 @@ def move_keys(
 def linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """x (…, K), weight (N, K), bias (N,) → (…, N), to which `residual` (…, N) is added. On a GPU, in half precision, a
-    row depends on itself alone."""
+    """x (…, K), weight (N, K), bias (N,) → (…, N), plus `residual` (…, N). On a GPU in half precision, a row's result
+    depends on that row alone."""
     if is_skinny(x, weight):
         from slipstream.kernels.linear import skinny_linear
 
@@ -114,7 +114,7 @@ def gated_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
 
 
 def is_skinny(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether there is a kernel whose rows depend on themselves alone."""
+    """Whether there is a kernel that computes each row independently of the others."""
     return x.device.type == "cuda" and x.dtype in (torch.bfloat16, torch.float16) and weight.shape[1] % 16 == 0
 
 
@@ -122,8 +122,8 @@ def is_skinny(x: torch.Tensor, weight: torch.Tensor) -> bool:
 def norm(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, centre: bool, shift: bool
 ) -> torch.Tensor:
-    """x (…, H) divided by its root mean square, times weight (H,). centre: its mean is taken away first; shift: the
-    weight is one less than the factor."""
+    """x (…, H) divided by its root mean square, times weight (H,). centre: subtract the mean first. shift: the factor
+    is weight + 1."""
     if x.device.type == "cuda":
         from slipstream.kernels.norm import normalise
 
@@ -145,8 +145,8 @@ def _normalised(x: torch.Tensor, *_: object) -> torch.Tensor:
 
 
 def best(logits: torch.Tensor) -> torch.Tensor:
-    """Of logits (b, n, V), as int32 (2, b, n): the most probable token after each row, of equals the first, and the
-    bits of its logit in float32, which is not a number where the row has one that isn't."""
+    """The most probable token after each row of logits (b, n, V), as int32 (2, b, n): its id (the first, in a tie), and
+    the bits of its logit in float32. That logit is NaN if any of the row's is."""
     if logits.device.type == "cuda":
         from slipstream.kernels.top import best_of_rows
 
@@ -162,8 +162,9 @@ def walk(
     chosen: torch.Tensor,  # (2, b, n) int32, as `best` gives it
     room: int,
 ) -> torch.Tensor:
-    """How far the tokens chosen after each node were drafted: (b, 1 + 2·room) int64. How many nodes that are, of which
-    the last `room` count; the tokens after them; and the nodes themselves. Both stand at the end of their room."""
+    """The path that greedy verification accepts, from the tokens chosen after each node: (b, 1 + 2·room) int64. Number
+    of nodes on it, at most `room`; the token chosen after each; the nodes. Both lists hold the last `room` nodes, and
+    are aligned to the end of their `room` entries."""
     if ids.device.type == "cuda":
         from slipstream.kernels.walk import walk_down
 
@@ -174,7 +175,7 @@ def walk(
         while len(path) == depth:
             token = chosen[0, s, path[-1]]
             below = (depths[s] == depth) & (parents[s] == path[-1]) & (ids[s] == token)
-            path += below.nonzero()[:1, 0].tolist()  # of equal siblings the first
+            path += below.nonzero()[:1, 0].tolist()  # the first, if siblings are equal
             depth += 1
         kept = path[-room:]
         line[0] = len(kept)
@@ -185,8 +186,8 @@ def walk(
 
 @torch.library.custom_op("slipstream::best_tokens", mutates_args=())
 def best_tokens(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The k most probable tokens after each row of logits (…, V), the best first: their log-probabilities (…, k) in
-    float32, and their ids."""
+    """The k most probable tokens after each row of logits (…, V), best first: log-probabilities (…, k) in float32, and
+    ids."""
     if logits.device.type == "cuda":
         from slipstream.kernels.top import top_rows
 
@@ -238,7 +239,7 @@ def _attended(query: torch.Tensor, _keys: torch.Tensor, values: torch.Tensor, *_
     return query.new_empty(b, n, heads, values.shape[3])
 
 
-@torch.library.custom_op("slipstream::attend_and_tell", mutates_args=("stats", "sums", "told", "heard"))
+@torch.library.custom_op("slipstream::attend_and_tell", mutates_args=("stats", "sums", "block_weights", "page_shares"))
 def attend_and_tell(
     query: torch.Tensor,  # (1, heads, n, d)
     keys: torch.Tensor,
@@ -251,21 +252,23 @@ def attend_and_tell(
     tiles: torch.Tensor | None,
     stats: torch.Tensor,
     sums: torch.Tensor,
-    told: torch.Tensor,  # scratch
-    heard: torch.Tensor,  # (n, heads, pages)
+    block_weights: torch.Tensor,  # scratch
+    page_shares: torch.Tensor,  # (n, heads, pages)
     scale: float,
     window: int | None,
     soft_cap: float | None,
     tile: int = TILE,
 ) -> torch.Tensor:
-    """`attend`, which adds to `heard` how much of its weight each root, a row of depth 0, has on each page."""
+    """Like `attend`; also adds to `page_shares` the share of each root's attention weight on each page. A root is a row
+    of depth 0."""
     options = {"scale": scale, "window": window, "soft_cap": soft_cap, "tables": tables}
     if query.device.type == "cuda":
         from slipstream.kernels.exact_attention import Scratch, exact_attention
 
-        room, cut = Scratch(stats, sums), {"tiles": tiles, "tile": tile, "told": told, "heard": heard}
-        return exact_attention(query, keys, values, rows, lengths, depths, paths, room, **cut, **options)  # type: ignore[arg-type]
-    return gathered_attention(query, keys, values, rows, lengths, depths, paths, heard=heard, **options)  # type: ignore[arg-type]
+        room, cut = Scratch(stats, sums), {"tiles": tiles, "tile": tile}
+        weigh = {"block_weights": block_weights, "page_shares": page_shares}
+        return exact_attention(query, keys, values, rows, lengths, depths, paths, room, **cut, **weigh, **options)  # type: ignore[arg-type]
+    return gathered_attention(query, keys, values, rows, lengths, depths, paths, page_shares=page_shares, **options)  # type: ignore[arg-type]
 
 
 attend_and_tell.register_fake(_attended)
@@ -284,9 +287,9 @@ def gathered_attention(
     window: int | None = None,
     soft_cap: float | None = None,
     tables: torch.Tensor | None = None,
-    heard: torch.Tensor | None = None,
+    page_shares: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention by path in plain torch: every row gathers its own keys. Rows of depth -2 are nobody's."""
+    """Attention along paths in plain torch: every row gathers its own keys. Rows of depth -2 are padding."""
     b, heads, n, d = query.shape
     kv, dv = values.shape[1], values.shape[3]
     out = query.new_zeros(b * n, kv, heads // kv, dv)
@@ -310,10 +313,10 @@ def gathered_attention(
     if soft_cap is not None:
         scores = soft_cap * torch.tanh(scores / soft_cap)
     weights = scores.masked_fill(~see[:, None, None], -torch.inf).softmax(-1)
-    if heard is not None:
+    if page_shares is not None:
         roots = (depths == 0)[:, 0]
         by_page = torch.nn.functional.pad(weights[roots], (0, -weights.shape[3] % PAGE)).unflatten(3, (-1, PAGE)).sum(4)
-        heard[here[roots], :, : by_page.shape[3]] += by_page.flatten(1, 2)
-    v = v.masked_fill(~see[:, None, :, None], 0.0)  # what nobody sees may be no number
+        page_shares[here[roots], :, : by_page.shape[3]] += by_page.flatten(1, 2)
+    v = v.masked_fill(~see[:, None, :, None], 0.0)  # masked columns may hold NaN, and 0 × NaN is NaN
     out[here] = (weights @ v).to(query.dtype)
     return out.reshape(b, n, heads, dv)

@@ -1,8 +1,8 @@
-"""Kernels that are brought onto the device while the one before them still runs, and wait there for its results.
+"""Programmatic dependent launch: a kernel is launched while the previous one still runs, and waits for its results.
 
-A step of a small model is hundreds of launches of a microsecond or two: the time from one kernel's end to the next
-one's begin would be as long again. Every kernel waits before it lets the next one in, so whatever ran two before has
-ended, and none reads too early.
+A step of a small model is hundreds of kernels of a microsecond or two, and without overlap the gaps between them take
+as long again. Every kernel first waits for the previous one and then allows the next to launch. So when a kernel
+starts its work, all earlier ones have ended.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
 def overlap() -> dict[str, Any]:
     """Options of a launch whose kernel calls `wait_turn`."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0):
-        return {"EARLY": False}  # the hardware is older than that
+        return {"EARLY": False}  # needs a Hopper GPU or newer
     return {"EARLY": True, "launch_pdl": True}
 
 
 @triton.jit
 def wait_turn(EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What the kernel before this one wrote can be read from here on, and the next kernel may come."""
+    """Wait until the previous kernel's writes can be read, then allow the next kernel to launch."""
     if EARLY:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -33,7 +33,7 @@ def wait_turn(EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def fetch_ahead(pointers):  # type: ignore[no-untyped-def]
-    """Bring the 128 bytes around each address into the L2 cache, for what does not depend on the kernel before."""
+    """Prefetch the 128 bytes around each address into the L2 cache. For data that no recent kernel writes."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
         "=r,l",

@@ -1,5 +1,5 @@
 """The most probable token of each row of logits, or the few most probable with their log-probabilities. Two launches:
-the first looks at chunks of a row, the second at what they found."""
+the first reduces chunks of a row, the second merges their results."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
 
 from slipstream.kernels.overlap import overlap, wait_turn
 
-CHUNK = 2048  # logits that one program of the first launch looks at
+CHUNK = 2048  # logits that one program of the first launch reads
 
 
 def top_rows(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -46,7 +46,7 @@ def best_of_rows(logits: torch.Tensor) -> torch.Tensor:
 
 @triton.jit
 def _take(values, ids):  # type: ignore[no-untyped-def]
-    """The largest value, of equals that with the smallest id; and the values without it."""
+    """The largest value, its id (the smallest, in a tie), and the values without it."""
     top = tl.max(values, 0)
     winner = tl.min(tl.where(values == top, ids, 2147483647), 0)
     return top, winner, tl.where(ids == winner, float("-inf"), values)
@@ -60,7 +60,7 @@ def _chunks(  # type: ignore[no-untyped-def]
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     token = chunk * CHUNK + tl.arange(0, CHUNK)
     x = tl.load(logits + row * row_stride + token, mask=token < vocabulary, other=float("-inf")).to(tl.float32)
-    x = tl.where(x == x, x, float("-inf"))  # what is not a number is nobody's guess
+    x = tl.where(x == x, x, float("-inf"))  # NaN is never chosen
     top = tl.max(x, 0)
     origin = tl.where(top == float("-inf"), 0.0, top)
     place = row * chunks + chunk
@@ -118,7 +118,7 @@ def _highest(tops, ids, out, chunks, rows, PAD: tl.constexpr, EARLY: tl.constexp
 
 @triton.jit
 def _first_of_the_largest(x, names):  # type: ignore[no-untyped-def]
-    """What is not a number is larger than any."""
+    """The largest value and its id (the smallest, in a tie). NaN counts as the largest."""
     bad = x != x
     broken = tl.max(bad.to(tl.int32), 0) > 0
     top = tl.max(tl.where(bad, float("-inf"), x), 0)

@@ -1,5 +1,5 @@
-"""Down a tree with the tokens that were chosen after its nodes, in one launch: what the host will accept, known to the
-device before the host has looked."""
+"""The path of a tree that greedy verification accepts, in one launch: the device can go on with it before the host has
+read the results."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ def _walk(  # type: ignore[no-untyped-def]
     while at >= 0:
         next_token = tl.sum(tl.where(node == at, picked, 0), 0)
         below = drafted & (above == at) & (token == next_token)
-        first = tl.min(tl.where(below, node, PAD_N), 0)  # of equal siblings
+        first = tl.min(tl.where(below, node, PAD_N), 0)  # the first, if siblings are equal
         on_path |= node == first
         at = tl.where(first < PAD_N, first, -1)
 
     count = tl.sum(on_path.to(tl.int32), 0)
-    place = ROOM - count + depth  # before 0: it does not fit
+    place = ROOM - count + depth  # negative: there is no room for it
     slot = tl.arange(0, PAD_R)
     here = on_path[None, :] & (place[None, :] == slot[:, None])  # (PAD_R, PAD_N)
     table += sequence * (1 + 2 * ROOM)

@@ -1,1 +1,1 @@
-"""From what a user names to a model and its tokenizer: hub ids, folders, adapters, GGUF files, the embedded model."""
+"""Load models and tokenizers: from hub ids, folders, adapters, GGUF files, and the embedded model."""

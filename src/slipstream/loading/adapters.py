@@ -1,4 +1,4 @@
-"""Adapter folders, as PEFT saves them: which base model they name, and which of them can work here."""
+"""Adapter folders of PEFT: which base model they name, and whether they are supported."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The adapter's settings; refused if it can't work here, before its base model is loaded for nothing."""
+    """The adapter's settings. Raise if it is not supported, before its base model is loaded."""
     path = folder / "adapter_config.json"
     try:
         config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -36,7 +36,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def check_kind(name: str, kind: str, invoked: bool = False) -> None:
-    """Refuse an adapter that does more than change weights. invoked: it wakes up at certain tokens (activated LoRA)."""
+    """Raise if an adapter does more than change weights. invoked: certain tokens activate it (activated LoRA)."""
     if kind in PROMPTS:
         raise ModelError(
             f"{name} carries a {kind} adapter, which puts virtual tokens before the text: "
@@ -52,8 +52,8 @@ def check_kind(name: str, kind: str, invoked: bool = False) -> None:
 def base_of(folder: Path, config: dict[str, Any]) -> str:
     """The base model that an adapter names: a folder or file if there is one, a hub id otherwise.
 
-    PEFT keeps the path as training was given it, so a relative one is looked for below the working directory, where
-    PEFT looks for it, and then beside the adapter, for folders that moved together.
+    PEFT saves the path that was given to training. A relative one is searched for in the working directory, as PEFT
+    does, and then next to the adapter, for folders that were moved together.
     """
     base = config.get("base_model_name_or_path")
     if not base:
@@ -73,7 +73,7 @@ def base_of(folder: Path, config: dict[str, Any]) -> str:
 
 
 def need_peft(folder: Path) -> None:
-    """Refuse an adapter that could not be put on a model, before the model is loaded."""
+    """Raise if peft is missing, before the model is loaded."""
     try:
         import peft  # noqa: F401
     except ImportError as error:
@@ -83,7 +83,7 @@ def need_peft(folder: Path) -> None:
 
 
 def put_on(model: Any, folder: Path) -> Any:
-    """The model with the adapter on it. It is not merged into the weights: that would round differently."""
+    """The model with the adapter. It is not merged into the weights, since that would round differently."""
     from peft import PeftModel
 
     try:

@@ -1,7 +1,6 @@
-"""GGUF files as ordinary checkpoints in the user's cache folder: each is converted once, by whoever loads it first.
+"""GGUF files as ordinary checkpoints in the user's cache folder: each is converted once, when it is first loaded.
 
-Weights keep their float32 values, bit for bit, whatever they are loaded as later; those that half precision holds
-exactly are stored so.
+Weights keep their float32 values exactly; those that half precision represents exactly are stored in half precision.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ from slipstream.kept import cache_folder
 if TYPE_CHECKING:
     import torch
 
-VERSION = 1  # one more when a file would be converted differently
-HEAD = 32 << 20  # bytes that hold any file's metadata: vocabulary, chat template, table of tensors
+VERSION = 1  # increased when files are converted differently
+HEAD = 32 << 20  # bytes that contain any file's metadata: vocabulary, chat template, table of tensors
 SLICES, SLICE = 256, 64 << 10
-LEFT_BEHIND = 24 * 3600  # seconds after which an unfinished conversion is nobody's any more
+LEFT_BEHIND = 24 * 3600  # seconds after which an unfinished conversion is deleted
 
 
 def models_folder() -> Path:
@@ -35,7 +34,7 @@ def models_folder() -> Path:
 
 
 def ensure(gguf: Path) -> Path:
-    """The folder of a GGUF file's checkpoint, converted first if need be."""
+    """The folder of a GGUF file's checkpoint, which is converted if necessary."""
     to = folder_of(gguf)
     if not is_ready(to):
         print(f"slipstream: converting {gguf.name} once, into {to} …", file=sys.stderr)
@@ -45,16 +44,16 @@ def ensure(gguf: Path) -> Path:
 
 
 def folder_of(gguf: Path) -> Path:
-    """Named for the file's content, and for the version of transformers, which decides what its numbers mean."""
+    """Named by the file's content and the version of transformers, which decides how its numbers are read."""
     import transformers
 
     return models_folder() / f"{gguf.stem}-{fingerprint(gguf)}-{transformers.__version__}"
 
 
 def fingerprint(gguf: Path) -> str:
-    """Tells files apart by what is in them: a path, a size or a date may stay when another file takes their place, as
-    another quantisation of the same layout does. Reading gigabytes would take seconds at every load, so of the weights
-    only evenly spread slices are read: a model trained or quantised differently differs nearly everywhere."""
+    """A hash of a file's content. Path, size and date may stay the same when a file is replaced, for example by another
+    quantisation of the same layout. Reading gigabytes would take seconds at every load, so only evenly spaced slices
+    of the weights are read: models that are trained or quantised differently differ nearly everywhere."""
     size = gguf.stat().st_size
     digest = hashlib.sha256(f"{VERSION} {size}".encode())
     last = max(HEAD, size - SLICE)
@@ -72,10 +71,10 @@ def is_ready(folder: Path) -> bool:
 
 @contextmanager
 def making(to: Path) -> Iterator[Path]:
-    """A folder to write, which becomes `to` when it is complete: whole or not at all, whoever else makes the same."""
+    """Yield a folder to write, which is renamed to `to` when it is complete. Another process may do the same."""
     try:
         to.parent.mkdir(parents=True, exist_ok=True)
-        for left in to.parent.glob(".making-*"):  # of a process that was killed
+        for left in to.parent.glob(".making-*"):  # from a killed process
             if time.time() - left.stat().st_mtime > LEFT_BEHIND:
                 shutil.rmtree(left, ignore_errors=True)
         with tempfile.TemporaryDirectory(dir=to.parent, prefix=".making-") as made:
@@ -83,7 +82,7 @@ def making(to: Path) -> Iterator[Path]:
             try:
                 (Path(made) / "model").rename(to)
             except OSError:
-                if not is_ready(to):  # nobody else finished it meanwhile
+                if not is_ready(to):  # no other process has finished it meanwhile
                     raise
     except (OSError, SafetensorError) as error:
         raise ModelError(
@@ -92,7 +91,7 @@ def making(to: Path) -> Iterator[Path]:
 
 
 def convert(gguf: Path, to: Path, name: str) -> None:
-    """Write a GGUF file as a checkpoint of transformers, with its tokenizer where it has a usable one."""
+    """Write a GGUF file as a checkpoint of transformers, with its tokenizer if that is usable."""
     import torch
 
     from slipstream.loading.gguf import log, read_model, read_tokenizer
@@ -105,14 +104,14 @@ def convert(gguf: Path, to: Path, name: str) -> None:
             raise ModelError(explain(str(gguf), error)) from error
         try:
             tokenizer = read_tokenizer(gguf)
-        except Exception as error:  # loading will say that there is none
+        except Exception as error:  # loading the model will report it
             log.debug("no tokenizer", exc_info=error)
             tokenizer = None
         model.config._name_or_path = name
         for weight in model.parameters():
             weight.data = narrowed(weight.data)
         model.save_pretrained(to)
-        model.config.dtype = torch.float32  # as all of them were: saving took the first one's
+        model.config.dtype = torch.float32  # saving wrote the first tensor's dtype
         model.config.save_pretrained(to)
         if tokenizer is not None:
             tokenizer.save_pretrained(to)
@@ -122,7 +121,7 @@ def narrowed(weight: torch.Tensor) -> torch.Tensor:
     """The weight in half precision if that changes none of its values."""
     import torch
 
-    parts = weight.flatten().split(1 << 20)  # the first one will mostly tell
+    parts = weight.flatten().split(1 << 20)  # mostly the first part decides
     for dtype in (torch.bfloat16, torch.float16):
         if weight.is_floating_point() and all(torch.equal(p.to(dtype).to(p.dtype), p) for p in parts):
             return weight.to(dtype)
@@ -130,7 +129,7 @@ def narrowed(weight: torch.Tensor) -> torch.Tensor:
 
 
 def listed() -> list[Path]:
-    """The folders of all converted models, the embedded one among them."""
+    """The folders of all converted models, including the embedded one."""
     return sorted(f for f in models_folder().glob("[!.]*") if is_ready(f))
 
 

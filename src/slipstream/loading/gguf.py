@@ -1,4 +1,4 @@
-"""A GGUF file as a float32 model and its tokenizer: transformers reads it, with what is slow about that done quickly.
+"""Read a GGUF file as a float32 model and its tokenizer, with transformers, whose slow parts are replaced.
 
 transformers goes through the file's metadata three times with the gguf package's reader, which makes several numpy
 objects of every token and every merge of a vocabulary: most of the time, ahead of dequantising.
@@ -28,7 +28,7 @@ _lock = threading.Lock()
 
 
 def read_model(path: Path) -> Any:
-    """The model in float32. Where `transformers` can keep weights in blocks, it is told not to."""
+    """The model in float32. Newer versions of transformers can keep weights quantised, which is switched off."""
     options: dict[str, Any] = {}
     if hasattr(transformers, "GgufConfig"):
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
@@ -48,7 +48,7 @@ def read_tokenizer(path: Path) -> Any:
 
 
 class QuickReader(gguf.GGUFReader):
-    """Gives what its base class gives, but strings of arrays as bytes, and numbers as views of one array."""
+    """Like its base class, but strings of arrays are bytes, and numbers are views of one array."""
 
     @property
     def data(self) -> Any:
@@ -74,7 +74,7 @@ class QuickReader(gguf.GGUFReader):
         return end - orig_offs, [inner, count, *values], list(range(2, 2 + len(values))), types
 
     def _strings(self, start: int, count: int) -> tuple[list[Any], int]:
-        """So many strings, each behind its length, and where the last one ends."""
+        """So many strings, each stored after its length, and the end of the last one."""
         raw, found = memoryview(self._data), []
         for _ in range(count):
             (length,) = struct.unpack_from("=Q", raw, start)
@@ -85,8 +85,8 @@ class QuickReader(gguf.GGUFReader):
 
 @contextmanager
 def quick_gguf() -> Iterator[None]:
-    """Whoever reads with the gguf package meanwhile reads quickly. The table of tensor names, which transformers makes
-    anew for each module of a model, is made once."""
+    """A block in which the gguf package reads quickly. The table of tensor names, which transformers makes for each
+    module of a model, is cached."""
     quick = {
         "GGUFReader": QuickReader,
         "dequantize": dequantize,

@@ -1,4 +1,4 @@
-"""The model hub: whether a name can be one of its names, and whether it can be asked."""
+"""The model hub: whether a name is valid there, and whether the hub is reachable."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
 
 def is_name(name: str) -> bool:
-    """Whether the hub could know this name."""
+    """Whether this is a valid name on the hub."""
     try:
         validate_repo_id(name)
     except HFValidationError:
@@ -21,9 +21,9 @@ def is_name(name: str) -> bool:
 
 @contextmanager
 def asked_once() -> Iterator[None]:
-    """For as long as something is fetched: where the hub doesn't answer, only what was fetched before is looked at.
+    """A block that fetches files: if the hub doesn't answer, only the local cache is used.
 
-    huggingface_hub asks six times for each file, and there are several files: a minute in which nothing happens.
+    huggingface_hub retries six times for each file, so with several files it would hang for a minute.
     """
     before = constants.HF_HUB_OFFLINE
     constants.HF_HUB_OFFLINE = before or not _answers()
@@ -36,6 +36,6 @@ def asked_once() -> Iterator[None]:
 def _answers() -> bool:
     try:
         get_session().head(constants.ENDPOINT, timeout=constants.HF_HUB_ETAG_TIMEOUT)
-    except Exception:  # whatever the library for requests raises, which differs between versions
+    except Exception:  # the HTTP library and its exceptions differ between versions
         return False
     return True

@@ -1,4 +1,4 @@
-"""What transformers says while it loads: hushed, and its errors explained."""
+"""transformers' messages while it loads: silenced, and its errors explained."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def explain(source: str, error: Exception) -> str:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Loading shows our own progress, or none: not one bar per library."""
+    """Silence the messages and progress bars of libraries during a block."""
     level, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    bar = modeling_gguf_pytorch_utils.tqdm  # the GGUF reader has a bar that nothing switches off
+    bar = modeling_gguf_pytorch_utils.tqdm  # the GGUF reader's bar can't be switched off
     modeling_gguf_pytorch_utils.tqdm = lambda items, **_: items
     try:
         yield

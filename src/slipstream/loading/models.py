@@ -1,4 +1,4 @@
-"""From what a user names (a hub id, a folder, an adapter, a GGUF file, nothing at all) to a model and its tokenizer."""
+"""Load a model and its tokenizer from a hub id, a folder, an adapter or a GGUF file; by default the embedded model."""
 
 from __future__ import annotations
 
@@ -33,16 +33,15 @@ def load_model(
 ) -> tuple[Any, Any]:
     """The model in evaluation mode, and its tokenizer. Without a source: the embedded model.
 
-    dtype: float32 on a CPU unless you say otherwise, the checkpoint's own elsewhere ("auto"); bfloat16 there for a GGUF
-    file, whose numbers have another form.
-    options go to transformers' `from_pretrained` (revision, quantization_config, attn_implementation, …).
+    dtype: by default float32 on a CPU, the checkpoint's own ("auto") elsewhere, where GGUF files, which have none, are
+    loaded as bfloat16. options go to transformers' `from_pretrained` (revision, quantization_config, …).
     """
     device = to_device(device)
     given, dtype = dtype, to_dtype(dtype or (torch.float32 if device.type == "cpu" else "auto"))
     place: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     if device_map is not None:
         place["device_map"] = device_map
-    name = None  # what the model is called, where its folder does not say so
+    name = None  # the model's name, if it is not its folder's
     if source is None:
         source, name = embedded.ensure(), embedded.NAME
     elif file := _gguf_file(source, options):
@@ -78,7 +77,7 @@ def load_model(
 
 
 def _load_adapted(folder: Path, **options: Any) -> tuple[Any, Any]:
-    """The base model that an adapter names with the adapter on it, and the adapter's tokenizer or else the base's."""
+    """An adapter's base model with the adapter, and the adapter's tokenizer or else the base model's."""
     config = adapters.read_config(folder)
     adapters.need_peft(folder)
     base = adapters.base_of(folder, config)
@@ -93,7 +92,7 @@ def _load_adapted(folder: Path, **options: Any) -> tuple[Any, Any]:
 
 
 def _gguf_file(source: str | Path, options: dict[str, Any]) -> Path | None:
-    """The GGUF file that is named, by its path or as `gguf_file` of a folder or of a hub's repository."""
+    """The GGUF file, if one is named: by its path, or by `gguf_file` in a folder or hub repository."""
     if name := options.pop("gguf_file", None):
         try:
             return Path(cached_file(source, name, **_of_the_hub(options)))
@@ -112,7 +111,7 @@ def _of_the_hub(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def blank_model(source: str | Path, trust_remote_code: bool = False) -> Any:
-    """A model as its config describes it, with sizes and names but no weights."""
+    """A model made from its config, with names and sizes but no weights."""
     place: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     path = Path(source)
     if path.suffix == ".gguf":
@@ -128,7 +127,7 @@ def blank_model(source: str | Path, trust_remote_code: bool = False) -> Any:
 
 
 def load_tokenizer(source: str | Path | None = None, trust_remote_code: bool = False) -> tuple[Any, int]:
-    """A tokenizer, of a model or by itself, and how many ids there are. Without a source: the embedded model's."""
+    """A tokenizer, of a model or alone, and the number of token ids. Without a source: the embedded model's."""
     source = source if source is not None else embedded.ensure()
     place: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     path = Path(source)
@@ -147,13 +146,14 @@ def load_tokenizer(source: str | Path | None = None, trust_remote_code: bool = F
         try:  # a model often has more ids than its tokenizer uses
             config = transformers.AutoConfig.from_pretrained(source, **place)
             return tokenizer, max(len(tokenizer), int(config.get_text_config().vocab_size))
-        except Exception:  # a tokenizer by itself
+        except Exception:  # a tokenizer without a model
             return tokenizer, len(tokenizer)
 
 
 @contextmanager
 def fetching(source: str | Path) -> Iterator[None]:
-    """What is no folder here comes from the model hub; what can't is refused before anybody is asked."""
+    """A block that loads a source. If it is no folder, it comes from the model hub; names that can't are refused before
+    the hub is asked."""
     if Path(source).is_dir():
         yield
         return
@@ -177,7 +177,7 @@ def _load_tokenizer(source: str | Path, place: dict[str, Any]) -> Any:
 
 
 def to_device(device: str | torch.device | None) -> torch.device:
-    """A device of this machine, asked for something small; if none is named, a GPU if there is one."""
+    """A device of this machine, after a small test; if none is named, a GPU if there is one."""
     try:
         found = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         torch.zeros(1, device=found).item()  # on `meta` nothing has a value

@@ -1,1 +1,1 @@
-"""What speculation would give, before anybody trains or serves anything: `slipstream plan`."""
+"""Forecasts of the speed-up of speculation, before anything is trained or served: `slipstream plan`."""

@@ -1,4 +1,4 @@
-"""From survival and costs to advice: how fast each drafter would be, how deep it should draft, and what to consider."""
+"""Compute a plan from survival and costs: the speed-up of each drafter, its best depth, and whether it pays."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from slipstream.plan.roofline import LAUNCH, SIZES, Chip, Shape, StepCost, head_
 from slipstream.plan.survival import Survival, fade, guessed
 from slipstream.plan.theory import Interval
 
-LOOKUP = 60e-6  # seconds in which the text or a store is searched for one sequence (docs/benchmarks.md)
+LOOKUP = 60e-6  # seconds to search the text or a store for one sequence (docs/benchmarks.md)
 LEVEL_ROWS = 8  # rows of one level of a head's draft: its width
-TREE_WIDTH = 8  # children of a node that are thought of
-FADE = 0.5  # how much less a node's second child is right than its first: a judgement, `fade` counts it in traces
-GAMMA = 8  # tokens ahead of a guess
-LENIENCES = (1.0, 0.5, 0.3, 0.1)  # those of the notes' table
+TREE_WIDTH = 8  # children of a node that are considered
+FADE = 0.5  # acceptance of a node's second child over that of its first: an assumption, `fade` measures it in traces
+GAMMA = 8  # depth of a chain if only α is given
+LENIENCES = (1.0, 0.5, 0.3, 0.1)  # values of lenience in the table
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 LOOKUPS = ("pld", "suffix", "rest")
@@ -32,12 +32,12 @@ NEEDS = {
     "model": "a smaller model with the same vocabulary",
     "magicdec": "nothing: the target drafts for itself with part of its keys",
 }
-PART = 512  # keys that magicdec drafts with: its own default
-# Where nothing is known: the α that gives the tokens per step which the embedded model has on Spec-Bench, with drafts
-# of so many nodes and levels (docs/benchmarks.md, docs/heads.md; `model`: T5's table in the speculative decoding paper;
-# `magicdec`: how often part of the keys says what all say, docs/log/long-texts.md). How far it may be off is a
-# judgement: texts that repeat themselves have far more, prose has far less.
-GUESSES: Mapping[str, tuple[float, float, int, int]] = {  # α, how far off, levels, nodes
+PART = 512  # keys that magicdec drafts with: its default
+# Used if nothing was measured: the α that gives the embedded model's tokens per step on Spec-Bench, with drafts of so
+# many levels and nodes (docs/benchmarks.md, docs/heads.md; `model`: T5's table in the speculative decoding paper;
+# `magicdec`: how often drafts on part of the keys equal the target's token, docs/log/long-texts.md). The half-width of
+# the interval is a judgement: repetitive texts have a much higher α, prose a much lower one.
+GUESSES: Mapping[str, tuple[float, float, int, int]] = {  # α, half-width, levels, nodes
     "pld": (0.48, 0.2, 10, 10),
     "suffix": (0.55, 0.2, 10, 31),
     "rest": (0.45, 0.2, 10, 31),
@@ -51,7 +51,7 @@ GUESSES: Mapping[str, tuple[float, float, int, int]] = {  # α, how far off, lev
 
 @dataclass(frozen=True)
 class Place:
-    """Where steps are taken, and what they take."""
+    """A device, and the costs of steps and drafts on it."""
 
     name: str
     batch: int
@@ -59,7 +59,7 @@ class Place:
     dtype: str
     step: Callable[[float], float]  # seconds of a step, by rows of each sequence
     draft: Callable[[str, int], float]  # seconds of a draft for all sequences, by drafter and levels
-    parts: StepCost | None = None  # of a plain step, where it is computed and not measured
+    parts: StepCost | None = None  # of a plain step, if it is computed by the roofline
 
     @property
     def plain(self) -> float:
@@ -69,7 +69,7 @@ class Place:
 def on_chip(
     name: str, chip: Chip, shape: Shape, batch: int, context: int, dtype: str, draft: Shape | None = None
 ) -> Place:
-    """A place by the roofline. draft: of the model that `model` drafts with."""
+    """A chip, with costs by the roofline. draft: shape of the model that `model` drafts with."""
 
     def cost(of: Shape, rows: float) -> float:
         return step_cost(of, chip, rows, batch, context, dtype).seconds
@@ -83,7 +83,7 @@ def on_chip(
             return levels * cost(draft, 1)
         if drafter == "magicdec":
             return levels * cost(on_part(shape, PART), 1)
-        if drafter == "medusa":  # all levels in one go
+        if drafter == "medusa":  # all levels at once
             return LAUNCH + levels * cost(head_shape(shape, drafter), 1)
         if drafter in HEADS:
             return levels * cost(head_shape(shape, drafter), LEVEL_ROWS)
@@ -94,7 +94,7 @@ def on_chip(
 
 
 def guess(drafter: str, alpha: Interval | None) -> Survival:
-    """Chains with this α, or what is usual for the drafter and its trees."""
+    """Survival of chains with this α; without α, what GUESSES has for the drafter."""
     if alpha is not None:
         return guessed(drafter, alpha, GAMMA)
     value, off, levels, nodes = GUESSES[drafter]
@@ -106,7 +106,7 @@ def guess(drafter: str, alpha: Interval | None) -> Survival:
 
 
 def consider(survival: Survival, place: Place, share: float | None = None) -> dict[str, Any]:
-    """How fast it would be, by depth, and what is best. share: operations of a drafted token over the target's."""
+    """The speed-up by depth, and the best. share: operations per drafted token, divided by those per target token."""
     name, plain = survival.drafter, place.plain
     by_depth = [_at_depth(survival, place, depth) for depth in range(1, survival.depth + 1)]
     best = max(by_depth, key=lambda one: one["speedup"]["value"], default=None)
@@ -137,7 +137,7 @@ def _at_depth(survival: Survival, place: Place, depth: int) -> dict[str, Any]:
 
 
 def _best_tree(survival: Survival, place: Place) -> dict[str, Any]:
-    """If it drafted a tree instead of a chain: the likeliest nodes, as many as pay."""
+    """The best tree instead of a chain: the most probable nodes, as many as pay."""
     children = theory.ranks(survival.alpha.value, TREE_WIDTH, FADE)
     plain = place.plain
     parents, speedup = theory.best_nodes(
@@ -156,7 +156,7 @@ def verdict(speedup: Mapping[str, float]) -> str:
 
 
 def lenience(alpha: float, c: float, place: Place) -> list[dict[str, Any]]:
-    """What lenience could give: between which values α lies, and the best speed-up at each."""
+    """For several values of lenience: the range of α, and the best speed-up at both ends."""
     steps = lambda rows: place.step(rows) / place.plain  # noqa: E731
     found = []
     for each in LENIENCES:

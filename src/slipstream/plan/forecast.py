@@ -1,4 +1,4 @@
-"""A forecast, and what came of it: tokens per step and speed-up on texts that nobody has seen, with intervals."""
+"""Forecasts of tokens per step and speed-up on unseen texts, with intervals, and their comparison with measurements."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from slipstream.plan import theory
 from slipstream.plan.survival import Tally, per_step
 from slipstream.plan.theory import Interval
 
-FAR = 0.15  # a forecast that is off by a larger share says why
+FAR = 0.15  # relative errors above this are explained
 STAGES = ("drafting", "verifying", "host")
 REASONS = {
     "drafting": "drafting took {measured:.2f} ms a step, not {expected:.2f}: a draft that overlaps with steps takes "
@@ -23,7 +23,7 @@ REASONS = {
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of a step by what they are spent on, and of a plain step."""
+    """Seconds of a step by stage, and of a plain step."""
 
     drafting: float
     verifying: float
@@ -34,13 +34,13 @@ class Times:
 @dataclass(frozen=True)
 class Forecast:
     tokens: Interval  # per step
-    speedup: Interval  # over plain decoding; without the prompts, which take both as long
+    speedup: Interval  # over plain decoding, without prompts, which take as long in both
     times: Times
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The same, measured."""
+    """What was measured, in the fields of a forecast."""
 
     tokens: float
     speedup: float
@@ -48,7 +48,7 @@ class Outcome:
 
 
 def forecast(known: Sequence[Tally], plain: float, unseen: int) -> Forecast:
-    """For so many unseen texts like the known ones. plain: seconds of a step of plain decoding."""
+    """A forecast for so many unseen texts like the known ones. plain: seconds of a plain step."""
     steps = sum(t.steps for t in known)
     speedup = theory.mean_ratio(
         [t.tokens * plain for t in known], [t.seconds for t in known], [t.category for t in known], unseen
@@ -57,7 +57,7 @@ def forecast(known: Sequence[Tally], plain: float, unseen: int) -> Forecast:
 
 
 def outcome(tallies: Sequence[Tally], plain: Sequence[Tally]) -> Outcome:
-    """What a drafter's answers and plain ones to the same prompts were."""
+    """Measured results of a drafter's answers and of plain answers to the same prompts."""
     steps, tokens = sum(t.steps for t in tallies), sum(t.tokens for t in tallies)
     each = sum(t.seconds for t in plain) / sum(t.tokens for t in plain)
     speedup = each / (sum(t.seconds for t in tallies) / tokens)
@@ -70,7 +70,7 @@ def _times(tallies: Sequence[Tally], steps: int, plain: float) -> Times:
 
 
 def why(expected: Forecast, found: Outcome) -> list[str]:
-    """What a forecast that was far off did not know, the largest share first; nothing where it was near."""
+    """Causes of a forecast's error, the largest first; none if the error is small."""
     off = found.speedup / expected.speedup.value - 1
     if abs(off) <= FAR:
         return []
@@ -80,18 +80,18 @@ def why(expected: Forecast, found: Outcome) -> list[str]:
     step = sum(getattr(found.times, stage) for stage in STAGES)
     for stage in STAGES:
         now, then = getattr(found.times, stage), getattr(expected.times, stage)
-        said = REASONS[stage].format(measured=1e3 * now, expected=1e3 * then)
-        causes.append(((then - now) / step, said))
+        sentence = REASONS[stage].format(measured=1e3 * now, expected=1e3 * then)
+        causes.append(((then - now) / step, sentence))
     plain = found.times.plain / expected.times.plain
-    said = f"a plain step took {1e3 * found.times.plain:.2f} ms, not {1e3 * expected.times.plain:.2f}"
-    causes.append((plain - 1, said))
-    # What moved the speed-up the way it went, by a third of what it was off, or more.
-    told = sorted([c for c in causes if c[0] * off > 0 and abs(c[0]) > abs(off) / 3], key=lambda c: -abs(c[0]))
-    return [said for _, said in told] or ["nothing alone: every stage was a little off"]
+    sentence = f"a plain step took {1e3 * found.times.plain:.2f} ms, not {1e3 * expected.times.plain:.2f}"
+    causes.append((plain - 1, sentence))
+    # Causes in the direction of the error that explain at least a third of it.
+    main = sorted([c for c in causes if c[0] * off > 0 and abs(c[0]) > abs(off) / 3], key=lambda c: -abs(c[0]))
+    return [sentence for _, sentence in main] or ["nothing alone: every stage was a little off"]
 
 
 def as_row(name: str, expected: Forecast, found: Outcome) -> dict[str, Any]:
-    """Both side by side, for JSON."""
+    """Forecast and outcome together, for JSON."""
     return {
         "drafter": name,
         "tokens": {**expected.tokens._asdict(), "measured": found.tokens, "held": expected.tokens.holds(found.tokens)},

@@ -1,4 +1,4 @@
-"""Costs of this machine: those by which `auto` decides. They are measured once, and followed with every answer."""
+"""Costs on this machine: those that `auto` uses. They are measured once, and updated with every answer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from slipstream.targets.timing import cpu_name
 
 
 def here(llm: LLM, batch: int, context: int, counted: dict[str, Survival]) -> Place:
-    """llm: with `auto`, which asked everybody when it was made. counted: drafters whose own times are known."""
+    """llm: with `auto`, which timed all its drafters when it was made. counted: drafters with measured times."""
     auto = llm.engine.drafter
     assert isinstance(auto, AutoDrafter)
     costs, sources, whole = auto.pilot.costs, auto.pilot.sources(batch), auto.pilot.sources(1)
@@ -35,7 +35,7 @@ def here(llm: LLM, batch: int, context: int, counted: dict[str, Survival]) -> Pl
     rows = lambda each: batch * (each - 1) + 1 if costs.flat else each  # noqa: E731
 
     def step(each: float) -> float:
-        """Between two numbers of rows, which a mean over steps may lie between."""
+        """Interpolated, since the mean number of rows over steps need not be an integer."""
         low = int(rows(each))
         share = rows(each) - low
         first = costs.seconds(low, batch)
@@ -47,13 +47,13 @@ def here(llm: LLM, batch: int, context: int, counted: dict[str, Survival]) -> Pl
 
 
 def _counted(survival: Survival) -> float:
-    """Seconds of a draft, as its steps were timed."""
+    """Seconds of a draft, the mean over the counted steps."""
     steps = sum(tally.steps for tally in survival.answers)
     return sum(tally.drafting for tally in survival.answers) / steps if steps else 0.0
 
 
 def _levels(part: Any) -> int:
-    """How deep a whole draft of it is; a lookup takes as long for any depth."""
+    """The depth of a full draft. Of a lookup 1, since it takes as long for any depth."""
     options = part.options
     return (
         getattr(options, "depth", None)

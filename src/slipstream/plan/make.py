@@ -1,4 +1,4 @@
-"""From what was asked to the plan's document."""
+"""Make the plan's document from the command's options."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NAME, VERSION = "slipstream plan", 1
 
 @dataclass(frozen=True)
 class Asked:
-    """What to plan for."""
+    """What to plan for: the command's options."""
 
     model: str | None = None  # None: the embedded one
     drafters: list[str] = field(default_factory=list)  # none: all that can be planned for
@@ -35,7 +35,7 @@ class Asked:
     survival: list[Path] = field(default_factory=list)  # traces and recordings
     alpha: Interval | None = None
     draft_model: str | None = None
-    options: dict[str, Any] = field(default_factory=dict)  # of a drafter that is replayed
+    options: dict[str, Any] = field(default_factory=dict)  # of drafters that are replayed
 
 
 def make(asked: Asked) -> dict[str, Any]:
@@ -80,7 +80,7 @@ def make(asked: Asked) -> dict[str, Any]:
 
 
 def shape_of_model(source: str | None) -> Shape:
-    """From its config alone."""
+    """A model's shape, from its config alone."""
     return _shape(blank_model(embedded.ensure() if source is None else source))
 
 
@@ -89,21 +89,21 @@ def _shape(model: Any) -> Shape:
 
 
 def _counted(asked: Asked, llm: LLM | None) -> list[Survival]:
-    """From the traces and recordings that were given."""
+    """Survival counted in the given traces and recordings."""
     traces = [path for path in asked.survival if not path.is_dir()]
     found = from_traces(traces) if traces else []
     folders = [path for path in asked.survival if path.is_dir()]
     if folders and not asked.drafters:
         raise OptionError("a recording can be replayed with any drafter: name some with --drafter")
     for folder in folders:
-        # Heads and draft models need the target's weights, wherever the plan is for.
+        # Heads and draft models need the target's weights, whatever device is planned for.
         model, tokenizer = (llm.model, llm.tokenizer) if llm is not None else load_model(asked.model)
         found += [from_recording(folder, name, asked.options, model, tokenizer) for name in asked.drafters]
     return found
 
 
 def _share(shape: Shape, drafter: str, small: Shape | None) -> float:
-    """Operations of a drafted token over those of the target's."""
+    """Operations per drafted token, divided by those per token of the target."""
     if drafter == "model" and small is not None:
         return small.parameters / shape.parameters
     if drafter == "magicdec":

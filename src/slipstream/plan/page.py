@@ -1,4 +1,4 @@
-"""A plan as one self-contained page: speed-ups with intervals, by depth and by batch, survival, and the words."""
+"""A plan as one self-contained page: speed-ups with intervals, by depth and by batch, survival, and sentences."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Series = list[tuple[str, list[tuple[float, float]]]]  # by drafter: points
 
 
 def write_page(document: Document, path: Path) -> None:
-    """It needs no other file and asks for none."""
+    """Write the page. It needs no other file."""
     write_text(path, page(document), errors="replace")
 
 
@@ -34,10 +34,10 @@ def page(document: Document) -> str:
     return sheet(document, "plan", escape(measured), _figures(document), _notes(summary(document)), *main)
 
 
-def _notes(said: Sequence[str]) -> str:
-    """A list, in which `words` are code."""
-    told = [re.sub("`([^`]+)`", r"<code>\1</code>", escape(each)) for each in said]
-    return f'<ul class="notes">{"".join(f"<li>{each}</li>" for each in told)}</ul>' if told else ""
+def _notes(sentences: Sequence[str]) -> str:
+    """A list, in which words in backticks become code."""
+    items = [re.sub("`([^`]+)`", r"<code>\1</code>", escape(each)) for each in sentences]
+    return f'<ul class="notes">{"".join(f"<li>{each}</li>" for each in items)}</ul>' if items else ""
 
 
 def _figures(document: Document) -> str:
@@ -97,7 +97,7 @@ def _charts(document: Document) -> str:
 
 
 def lines(series: Series, look: dict[str, Any], unit: str, across: str, doubling: bool, width: int) -> str:
-    """A line for each drafter. doubling: equal factors across are equal distances."""
+    """A line for each drafter. doubling: values on the x axis are evenly spaced."""
     points = [point for _, found in series for point in found]
     if not points:
         return ""
@@ -140,8 +140,8 @@ def _table(document: Document) -> str:
         speed, tokens, alpha = best["speedup"], best["tokens"], row["alpha"]
         cells = [_within(speed), _within(tokens), str(best["depth"]), number(best["rows"], 1), _within(alpha)]
         cells += [number(row["c"], 3), number(row["operations"], 1)]
-        told = "".join(f"<td>{cell}</td>" for cell in cells)
-        body.append(f'<tr class="row"><th scope="row">{escape(row["drafter"])}</th>{told}</tr>')
+        items = "".join(f"<td>{cell}</td>" for cell in cells)
+        body.append(f'<tr class="row"><th scope="row">{escape(row["drafter"])}</th>{items}</tr>')
     return numbers(heads, f"<tbody>{''.join(body)}</tbody>")
 
 

@@ -1,8 +1,8 @@
-"""The roofline: what a step takes on a chip at least, by what it reads (weights, keys) and computes.
+"""The roofline model: the time of a step on a chip, from what it reads (weights, keys) and computes.
 
 A step reads the weights once and each sequence's keys once, however many rows it verifies, and computes every row. It
-takes as long as the slower of the two, and what launching its layers takes. What the host does besides is in no
-roofline: costs that are measured (`--device here`) have it.
+takes as long as the slower of the two, plus the launches of its layers. The host's time is not included; measured costs
+(`--device here`) include it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LAUNCH = 25e-6
 
 
 class Chip(NamedTuple):
-    """What its maker says of it."""
+    """Figures of a chip's data sheet."""
 
     bandwidth: float  # bytes per second
     peak: float  # dense operations per second of its matrix units, multiplying and adding counted as two, in `dtype`
@@ -28,8 +28,8 @@ class Chip(NamedTuple):
     dtype: str = "bfloat16"
 
 
-# From the makers' data sheets, as pages of vendors, clouds and computing centres repeat them; each was looked up in one
-# of those or more. Sheets since the A100 print peaks with structured sparsity: half of that is dense.
+# From the makers' data sheets, as repeated by vendors, clouds and computing centres; each was found in at least one
+# such page. Sheets since the A100 give peaks with structured sparsity: the dense peak is half of that.
 CHIPS: Mapping[str, Chip] = {
     "B200": Chip(8.0e12, 2250e12, 180e9),  # HGX board at 1,000 W, 4,500 sparse; 192 GB are built in, 180 sold
     "H200": Chip(4.8e12, 989e12, 141e9),  # SXM sheet, 1,979 sparse; the NVL card has 1,671
@@ -55,7 +55,7 @@ def chip(name: str) -> Chip:
 
 @dataclass(frozen=True)
 class Shape:
-    """What of a model a step's time depends on."""
+    """The properties of a model that a step's time depends on."""
 
     layers: int
     hidden: int
@@ -66,7 +66,7 @@ class Shape:
     dense: int  # parameters that every row goes through, the output matrix among them
     experts: int = 0  # parameters of all experts
     chosen: float = 1.0  # share of the experts that a row goes through
-    windows: tuple[int | None, ...] = ()  # how far back each layer looks; None: all the way; 0: it keeps no keys
+    windows: tuple[int | None, ...] = ()  # positions that each layer attends to; None: all; 0: it has no keys
     again: int = 0  # parameters that every row goes through a second time
 
     @property
@@ -74,11 +74,11 @@ class Shape:
         return self.dense + self.experts
 
     def looked_at(self, context: int) -> float:
-        """Positions that all layers together look back at."""
+        """Positions attended to, summed over all layers."""
         return float(sum(context if window is None else min(window, context) for window in self.windows))
 
 
-# What configs call the number of experts.
+# Names of the number of experts in configs.
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
@@ -104,7 +104,7 @@ def shape_of(config: Any, parameters: Mapping[str, int]) -> Shape:
         kv_heads=getattr(text, "num_key_value_heads", None) or heads,
         head_size=getattr(text, "head_dim", None) or text.hidden_size // heads,
         vocabulary=text.vocab_size,
-        dense=total - experts - (0 if tied else embedding),  # of an embedding a row alone is read
+        dense=total - experts - (0 if tied else embedding),  # of an embedding only single rows are read
         experts=experts,
         chosen=(getattr(text, "num_experts_per_tok", None) or count) / count if experts else 1.0,
         windows=tuple(looks.get(kind, 0) for kind in types),
@@ -113,7 +113,7 @@ def shape_of(config: Any, parameters: Mapping[str, int]) -> Shape:
 
 @dataclass(frozen=True)
 class StepCost:
-    """Seconds of a step, by what takes them."""
+    """Seconds of a step, by cause."""
 
     weights: float
     keys: float
@@ -126,7 +126,7 @@ class StepCost:
 
     @property
     def bound(self) -> str:
-        """What most of it goes to."""
+        """The cause that takes most of the time."""
         if self.launches > max(self.weights + self.keys, self.arithmetic):
             return "launches"
         if self.arithmetic > self.weights + self.keys:
@@ -137,14 +137,14 @@ class StepCost:
 def step_cost(
     shape: Shape, on: Chip, rows: float = 1, batch: int = 1, context: int = 512, dtype: str = "bfloat16"
 ) -> StepCost:
-    """Of a step that computes so many rows of each of `batch` sequences, each `context` tokens long."""
+    """The cost of a step with so many rows for each of `batch` sequences of `context` tokens."""
     size, every = SIZES[dtype], rows * batch
-    touched = 1 - (1 - shape.chosen) ** every if shape.experts else 0.0  # share of the experts that some row goes to
+    touched = 1 - (1 - shape.chosen) ** every if shape.experts else 0.0  # share of the experts that are used by any row
     weights = size * (shape.dense + touched * shape.experts)
     keys = size * batch * 2 * shape.kv_heads * shape.head_size * shape.looked_at(context)
     through = 2 * every * (shape.dense + shape.again + shape.chosen * shape.experts)
     attention = 4 * every * shape.heads * shape.head_size * shape.looked_at(context)
-    # A float8 or int8 chip computes twice as fast; in float32 its tensor cores do not help, which is left at a half.
+    # In float8 or int8 the peak is twice as high. In float32, tensor cores don't help; half the peak is assumed.
     peak = on.peak * 2 / size
     return StepCost(
         weights / (REACHED * on.bandwidth),
@@ -155,15 +155,15 @@ def step_cost(
 
 
 def on_part(target: Shape, keys: int) -> Shape:
-    """A target that looks at so many of its keys at most."""
+    """A target that attends to so many of its keys at most."""
     return replace(target, windows=tuple(keys if window is None else min(window, keys) for window in target.windows))
 
 
 def drafting_on_part(
     target: Shape, on: Chip, batch: int, context: int, keys: int, depth: int, tokens: float, dtype: str = "bfloat16"
 ) -> float:
-    """How much faster than plain decoding a target is that drafts for itself on `keys` of its keys, `depth` tokens
-    ahead, each by a forward. tokens: that a step gives with them, the bonus token included."""
+    """The speed-up of a target that drafts for itself with `keys` of its keys, `depth` tokens, one forward each.
+    tokens: per step, including the bonus token."""
     return drafting_by(target, on_part(target, keys), on, batch, context, depth, tokens, dtype)
 
 
@@ -178,8 +178,8 @@ def drafting_by(
     dtype: str = "bfloat16",
     launches: bool = True,
 ) -> float:
-    """The same for a draft of its own that goes `depth` tokens ahead, a step for each. launches: False leaves out what
-    they take, as models on paper do."""
+    """The same for a draft model, `depth` tokens with one step each. launches: False leaves out the time of launches,
+    as published cost models do."""
 
     def seconds(shape: Shape, rows: float) -> float:
         cost = step_cost(shape, on, rows, batch, context, dtype)
@@ -189,8 +189,8 @@ def drafting_by(
 
 
 def spire_shape(target: Shape, layers: int, window: int | None = 64, sinks: int = 1, feedback: bool = True) -> Shape:
-    """A step of a draft of the target's last layers that sees the first and latest tokens (`drafters/spire.py`). Of
-    each token it makes keys twice if they are feedback memory."""
+    """A step of a spire draft: the target's last layers, attending to the first and the latest tokens
+    (`drafters/spire.py`). With feedback memory, keys are computed twice for each token."""
     body = (target.dense - target.hidden * target.vocabulary) * layers // target.layers
     keys = 2 * layers * target.hidden * target.kv_heads * target.head_size
     return replace(
@@ -209,13 +209,13 @@ def memory(shape: Shape, batch: int, context: int, dtype: str) -> float:
     return SIZES[dtype] * (shape.parameters + keys)
 
 
-# ---- what drafts are made of
+# ---- shapes of heads
 
-DRAFT_VOCABULARY = 32_000  # tokens among which EAGLE-3's published heads guess
+DRAFT_VOCABULARY = 32_000  # the vocabulary of EAGLE-3's published heads
 
 
 def head_shape(target: Shape, kind: str) -> Shape:
-    """One level of a trained head's draft: what it reads for each token that it goes further."""
+    """The shape of one level of a trained head's draft."""
     h, v = target.hidden, target.vocabulary
     attention = h * target.head_size * (2 * target.heads + 2 * target.kv_heads)
     layer = max(attention, (target.dense - h * v) // max(1, target.layers))

@@ -1,4 +1,4 @@
-"""Survival: how many drafted tokens steps keep, counted from traces, replayed recordings or live steps, or guessed."""
+"""Survival: how many drafted tokens steps accept, counted in traces, replays or live steps, or assumed from α."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from slipstream.plan.theory import Interval
 if TYPE_CHECKING:
     from slipstream.request import Step
 
-DEEPEST = 64  # drafted tokens of a step that are counted one by one
+DEEPEST = 64  # deeper tokens are counted at this depth
 GUESS = "a guess"
-ENOUGH = 30  # fewer cases say nothing
+ENOUGH = 30  # fewer cases are not used
 
 
 Reached = tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]
@@ -25,14 +25,14 @@ Reached = tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]
 
 @dataclass
 class Tally:
-    """What the steps of one answer kept. The prompt's own step, which drafts nothing, is left out."""
+    """Counts over the steps of one answer. The prompt's step, which has no draft, is left out."""
 
     category: str = ""
     steps: int = 0
-    kept: list[int] = field(default_factory=lambda: [0] * DEEPEST)  # by depth: steps that kept that many or more
-    nodes: list[int] = field(default_factory=lambda: [0] * DEEPEST)  # by depth: nodes that were drafted there
-    ranks: list[int] = field(default_factory=list)  # how often the 1st, 2nd, … of a node's children was kept
-    offered: list[int] = field(default_factory=list)  # and how often there was one, and none before it was right
+    kept: list[int] = field(default_factory=lambda: [0] * DEEPEST)  # by depth: steps that accepted at least that many
+    nodes: list[int] = field(default_factory=lambda: [0] * DEEPEST)  # by depth: drafted nodes
+    ranks: list[int] = field(default_factory=list)  # how often the 1st, 2nd, … of a node's children was accepted
+    offered: list[int] = field(default_factory=list)  # how often there was such a child, and none before it was right
     drafting: float = 0.0  # seconds
     verifying: float = 0.0
     host: float = 0.0
@@ -46,7 +46,7 @@ class Tally:
         return self.drafting + self.verifying + self.host
 
     def count(self, parents: Sequence[int], path: Sequence[int]) -> None:
-        """A step with this tree kept this path, both with the root."""
+        """Count a step with this tree and this accepted path, both with the root."""
         self.steps += 1
         depths = [0] * len(parents)
         children: dict[int, list[int]] = {}
@@ -69,19 +69,19 @@ class Tally:
                     break
 
     def watch(self, step: Step) -> None:
-        """One step of the engine, or of a replay."""
-        if step.draft_seconds:  # not the prompt's own
+        """Count a step of the engine, or of a replay."""
+        if step.draft_seconds:  # not the prompt's step
             self.count(step.tree.parents.tolist(), step.verdict.path)
 
 
 @dataclass(frozen=True)
 class Survival:
-    """Of one drafter, over several answers, or as it is guessed."""
+    """Survival of one drafter, counted over several answers or assumed."""
 
     drafter: str
-    reached: Reached  # the chance that a step keeps at least 1, 2, … drafted tokens: as it is, at worst, at best
+    reached: Reached  # probability that a step accepts at least 1, 2, … drafted tokens: value, and ends of the interval
     widths: tuple[float, ...]  # nodes at depth 1, 2, …, per step
-    answers: tuple[Tally, ...] = ()  # that it was counted from; none: a guess
+    answers: tuple[Tally, ...] = ()  # that were counted; empty: assumed
     source: str = GUESS
 
     @property
@@ -90,26 +90,26 @@ class Survival:
 
     @property
     def chain(self) -> bool:
-        """Guessed as a chain, with one node at each depth."""
+        """Whether it is assumed to be a chain, with one node per depth."""
         return not self.answers and self.source == GUESS
 
     def tokens(self, depth: int | None = None) -> Interval:
-        """Per step, of drafts no deeper than that."""
+        """Tokens per step, of drafts down to this depth."""
         return Interval(*(theory.tokens_of(each[:depth]) for each in self.reached))
 
     def rows(self, depth: int | None = None) -> float:
-        """That a step computes: the root, and the nodes down to that depth."""
+        """Rows of a step: the root, and the nodes down to this depth."""
         return 1 + sum(self.widths[:depth])
 
     @property
     def alpha(self) -> Interval:
-        """The one chance that gives as many tokens as were counted, if all depths were alike."""
+        """The α that gives as many tokens per step, if it were the same at all depths."""
         return Interval(*(theory.alpha_of(value, self.depth) for value in self.tokens()))
 
 
 def counted(drafter: str, answers: Iterable[Tally], source: str, unseen: int | None = None) -> Survival:
-    """From the steps of several answers. The interval is that of the mean of so many unseen ones, as many as were
-    counted if nothing is said."""
+    """Survival counted over several answers. The interval is for the mean over `unseen` other answers, by default as
+    many as were counted."""
     tallies = tuple(tally for tally in answers if tally.steps)
     if not tallies:
         raise OptionError(f"{source} holds no step that drafts could be kept in: record longer answers")
@@ -127,21 +127,21 @@ def counted(drafter: str, answers: Iterable[Tally], source: str, unseen: int | N
 
 
 def per_step(tallies: Sequence[Tally], unseen: int) -> Interval:
-    """Tokens per step of so many unseen texts."""
+    """Tokens per step, with the interval for so many unseen texts."""
     return theory.mean_ratio(
         [t.tokens for t in tallies], [t.steps for t in tallies], [t.category for t in tallies], unseen
     )
 
 
 def guessed(drafter: str, alpha: Interval, gamma: int) -> Survival:
-    """A chain whose tokens are accepted with α each."""
+    """A chain whose tokens are accepted with probability α each."""
     value, low, high = (tuple(theory.survival(a, gamma)) for a in alpha)
     return Survival(drafter, (value, low, high), (1.0,) * gamma)
 
 
 def fade(answers: Sequence[Tally]) -> float | None:
-    """How much less a node's second child is right than its first, given that the first is wrong. None: there were
-    hardly any seconds."""
+    """Acceptance of a node's second child, given that the first is wrong, divided by acceptance of the first. None:
+    there were too few second children."""
     both = [tally for tally in answers if len(tally.ranks) > 1]
     (first, second), (of_first, of_second) = (
         [sum(counts[i] for counts in each) for i in (0, 1)]
@@ -163,7 +163,7 @@ def parse_alpha(given: str) -> Interval:
 
 
 def from_traces(paths: Sequence[Path]) -> list[Survival]:
-    """Of each drafter that wrote some of them."""
+    """Survival of each drafter in the traces."""
     from slipstream.trace.page import read
 
     by_drafter: dict[str, list[Tally]] = {}
@@ -171,7 +171,7 @@ def from_traces(paths: Sequence[Path]) -> list[Survival]:
         header, *lines = read(path)
         tally = Tally()
         for line in lines:
-            if line.get("step"):  # not the prompt's own, nor the end
+            if line.get("step"):  # neither the prompt's step nor the end
                 tally.count([node["parent"] for node in line["nodes"]], line["path"])
                 tally.drafting += line["draft_ms"] / 1e3
                 tally.verifying += line["verify_ms"] / 1e3
@@ -181,7 +181,7 @@ def from_traces(paths: Sequence[Path]) -> list[Survival]:
 
 
 def from_recording(folder: Path, drafter: str, options: dict[str, Any], model: Any, tokenizer: Any) -> Survival:
-    """What a drafter would have had accepted of the recorded texts, and what it takes here."""
+    """Survival of a drafter on the recorded texts, with its time on this machine."""
     from slipstream.evaluate.replay import Recording
 
     recording = Recording.load(folder)
@@ -191,14 +191,14 @@ def from_recording(folder: Path, drafter: str, options: dict[str, Any], model: A
 def replayed(
     recording: Any, drafter: str, options: dict[str, Any], model: Any, tokenizer: Any, nodes: int | None = None
 ) -> list[Tally]:
-    """A tally for each of its texts. model: for drafters that need its weights. nodes: that a step drafts at most;
-    None: as it would where the texts were recorded."""
+    """A tally for each recorded text. model: for drafters that need its weights. nodes: limit per step; None: the
+    default on the machine where the texts were recorded."""
     from slipstream.evaluate.replay import Replayed
 
     contestant = Replayed(drafter, recording, tokenizer, model, **options)
     if nodes is not None:
         contestant.max_draft = nodes
-    contestant.answer(recording.items[0].tokens, recording.decoding)  # code is loaded or compiled
+    contestant.answer(recording.items[0].tokens, recording.decoding)  # warm-up: code is loaded or compiled
     found = []
     for item in recording.items:
         tally = Tally(item.category)

@@ -1,4 +1,4 @@
-"""A plan in words, for the terminal and the page: what to consider and why, a table, and bars."""
+"""A plan in sentences, a table and bars, for the terminal and the page."""
 
 from __future__ import annotations
 
@@ -12,41 +12,43 @@ BAR = 32  # letters of the longest bar
 
 
 def advice(document: Document) -> list[str]:
-    """What to do, the best first, and why."""
+    """All sentences of the plan, the best drafter first."""
     first, *others = best_first(document)
     return [*_step(document), _about(first), *map(_about, others), *_when(document, first), *_caveats(document)]
 
 
 def summary(document: Document) -> list[str]:
-    """The same of the best drafter alone."""
+    """The sentences about plain decoding and the best drafter only."""
     first, *_ = best_first(document)
     return [*_step(document), _about(first), *_when(document, first), *_caveats(document)]
 
 
 def of_others(document: Document) -> list[str]:
-    """What `summary` leaves out."""
+    """The sentences that `summary` leaves out: about the other drafters."""
     return [_about(row) for row in best_first(document)[1:]]
 
 
 def best_first(document: Document) -> list[dict[str, Any]]:
-    """Its drafters, the fastest first."""
+    """The plan's drafters, the fastest first."""
     return sorted(document["drafters"], key=lambda row: -_speedup(row)["value"])
 
 
 def _step(document: Document) -> list[str]:
-    plain, said = document["plain"], []
+    plain, sentences = document["plain"], []
     parts = plain.get("parts_ms")
     if parts:
         shares = ", ".join(f"{name} {ms:.2f}" for name, ms in parts.items())
-        said.append(f"A plain step takes about {plain['ms']:.2f} ms, bound by {plain['bound']} (ms: {shares}).")
+        sentences.append(f"A plain step takes about {plain['ms']:.2f} ms, bound by {plain['bound']} (ms: {shares}).")
     else:
-        said.append(f"A plain step takes {plain['ms']:.2f} ms here, one of 16 rows {_wide(plain):.1f} times as long.")
+        sentences.append(
+            f"A plain step takes {plain['ms']:.2f} ms here, one of 16 rows {_wide(plain):.1f} times as long."
+        )
     if plain.get("fits") is False:
-        said.append(
+        sentences.append(
             f"Weights and keys take {plain['memory'] / 1e9:.0f} GB: they do not fit. Take another chip, several of "
             "them, a smaller --dtype, --batch or --context."
         )
-    return said
+    return sentences
 
 
 def _wide(plain: dict[str, Any]) -> float:
@@ -77,7 +79,7 @@ def _why(row: dict[str, Any], alpha: float, c: float) -> str:
 
 
 def _when(document: Document, best: dict[str, Any]) -> list[str]:
-    """From how many sequences on it no longer pays."""
+    """From which batch size on the drafter no longer pays."""
     batches, name = document.get("batches") or [], best["drafter"]
     if not batches:
         return []
@@ -88,15 +90,17 @@ def _when(document: Document, best: dict[str, Any]) -> list[str]:
 
 
 def _caveats(document: Document) -> list[str]:
-    said = []
+    sentences = []
     if any(not row["answers"] for row in document["drafters"]):
-        said.append("α is a guess. Record your own prompts: slipstream bench --record FOLDER, then --survival FOLDER.")
+        sentences.append(
+            "α is a guess. Record your own prompts: slipstream bench --record FOLDER, then --survival FOLDER."
+        )
     if document["plain"].get("parts_ms"):
-        said.append(
+        sentences.append(
             "The roofline knows neither the host nor the tiles of kernels: small models and large batches are slower "
             "than this. --device here measures."
         )
-    return said
+    return sentences
 
 
 def _speedup(row: dict[str, Any]) -> dict[str, float]:
@@ -127,7 +131,7 @@ def table(document: Document) -> Table:
 
 
 def bar(value: float, low: float, high: float, longest: float) -> str:
-    """From nothing to the value, the interval as a line around its end, plain decoding as |."""
+    """A bar from 0 to the value, with the interval around its end, and | at 1, plain decoding."""
     at = [min(BAR - 1, math.floor(BAR * each / longest)) for each in (low, value, high, 1.0)]
     letters = ["█" if i <= at[1] else "─" if i <= at[2] else " " for i in range(BAR)]
     letters = ["▓" if at[0] < i <= at[1] else letter for i, letter in enumerate(letters)]

@@ -1,1 +1,1 @@
-"""What happened in one generation, as a file and as a page. The file is specified in docs/trace-format.md."""
+"""Traces of one generation, as a file and as a page. The file is specified in docs/trace-format.md."""

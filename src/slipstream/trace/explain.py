@@ -1,4 +1,4 @@
-"""A trace's steps in words: who was asked, what was expected, what came."""
+"""A trace's steps as sentences: which drafters were asked, what was expected, what was emitted."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _decided(line: Line) -> list[str]:
 
 
 def _came(line: Line) -> str:
-    """Tokens, and who had drafted them."""
+    """The emitted tokens, and the drafters of the accepted ones."""
     count, by = len(line["emitted"]), Counter(token["source"] for token in line["emitted"] if token["source"])
     drafted = f" ({', '.join(f'{n} by {name}' for name, n in by.items())})" if by else ""
     return f"came {count}{drafted}"

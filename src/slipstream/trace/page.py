@@ -14,7 +14,7 @@ from slipstream.errors import OptionError
 from slipstream.user_files import write_text
 
 FORMAT, VERSION = "slipstream-trace", 1
-# One after another they are one.
+# Concatenated in this order.
 SCRIPTS = ("tokens.js", "runs.js", "answer.js", "timeline.js", "step.js", "play.js", "page.js")
 STYLES = ("tokens.css", "page.css")
 
@@ -29,17 +29,17 @@ CHOICE = {"asked": list, "resting": bool, "nodes": int, "tokens": NUMBER, "rate"
 EMITTED = {"token": int, "text": str, "source": (str, type(None))}
 END = {"finish": str, "text": str, "stats": dict}
 
-# In JSON these only occur inside strings, where the escape means the same. Without them no text can end the script
-# element or open a comment in it. Everything outside ASCII is escaped by json itself.
+# In JSON these characters only occur inside strings, where an escape is equivalent. Without them no text can end the
+# script element or open a comment in it. The json module escapes everything outside ASCII.
 ESCAPES = {ord(c): f"\\u{ord(c):04x}" for c in "<>&"}
 
 
 class _BrokenError(Exception):
-    """What is wrong with a line; `read` adds the file and the line's number."""
+    """A fault in a line; `read` adds the file and the line's number."""
 
 
 def read(path: str | Path) -> list[Line]:
-    """The lines of a trace: header, steps, and the end if the run got there."""
+    """The lines of a trace: header, steps, and the end if the run was completed."""
     try:
         raw = Path(path).read_bytes()
     except OSError as error:
@@ -68,13 +68,13 @@ def read(path: str | Path) -> list[Line]:
 
 
 def write_page(lines: Sequence[Line], path: Path, against: Sequence[Line] | None = None) -> None:
-    """The page for a trace, beside a second one if there is one. It needs no other file and asks for none."""
+    """Write the page for a trace, next to a second one if there is one. It needs no other file."""
     runs = [list(lines)] if against is None else [list(lines), list(against)]
     shown = {"runs": runs, "colours": {name: colours.colour(name) for run in runs for name in sorted(_drafters(run))}}
     data = json.dumps(shown, allow_nan=False, separators=(",", ":")).translate(ESCAPES)
     page = part("page.html").replace("@STYLE@", colours.STYLE + "\n".join(map(part, STYLES)))
     page = page.replace("@SCRIPT@", "\n".join(map(part, SCRIPTS)))
-    # The data come last: no text of theirs is looked through for places to fill.
+    # The data is inserted last, so that its text is not searched for placeholders.
     before, after = page.split("@TRACE@")
     write_text(path, before + data + after)
 
@@ -85,7 +85,7 @@ def part(name: str) -> str:
 
 
 def _drafters(lines: Sequence[Line]) -> set[str]:
-    """Everyone a trace names: its drafter, and the sources of nodes and tokens."""
+    """All drafters in a trace: its own, and the sources of nodes and tokens."""
     steps = [line for line in lines if "step" in line]
     proposed = {name for step in steps for node in step["nodes"] for name in node["sources"]}
     kept = {
@@ -98,7 +98,7 @@ def _drafters(lines: Sequence[Line]) -> set[str]:
 
 
 def _is_cut(rest: bytes) -> bool:
-    """Is what stands after the last line break less than a line? A whole one that only lacks its own counts."""
+    """Whether the text after the last line break is incomplete. A complete line without a line break is accepted."""
     try:
         _parse(rest)
     except _BrokenError:
@@ -117,7 +117,7 @@ def _parse(data: bytes) -> Line:
 
 
 def _finite(number: str) -> float:
-    """Python reads NaN, Infinity and 1e999; a browser's JSON has no way to write them."""
+    """Refuse NaN, Infinity and 1e999, which Python's json reads and a browser's does not."""
     if not isfinite(value := float(number)):
         raise ValueError(f"{number} is no finite number; write null for what isn't known")
     return value
@@ -171,7 +171,7 @@ def _check_keys(found: Any, needed: dict[str, Any], what: str) -> None:
 
 
 def _is(value: Any, kind: Any) -> bool:
-    """isinstance, but true and false are no numbers."""
+    """isinstance, except that true and false are not numbers."""
     return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
 
 

@@ -1,4 +1,4 @@
-"""Recorder: a generation's steps as the lines of a trace, while they happen."""
+"""Recorder: writes the steps of a generation as lines of a trace, while they happen."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Recorder:
-    """It watches one request. A line goes to the sink as soon as nothing can change it any more."""
+    """A watcher of one request. A line goes to the sink as soon as it is final."""
 
     def __init__(
         self, header: dict[str, Any], text: Detokenizer, tokenizer: Any, sink: Callable[[Line], None] | None = None
@@ -29,11 +29,11 @@ class Recorder:
         self._readable: dict[int, str] = {}
         self._steps = self._emitted = 0
         self._shown = 0  # characters of the answer that are in earlier pieces
-        self._held: Line | None = None  # the last step: its last piece may still grow at the end
+        self._held: Line | None = None  # the last step's line: text that comes at the end is added to its last piece
         self._write({"format": FORMAT, "version": VERSION, **header})
 
     def __call__(self, step: Step) -> None:
-        """One step of the engine."""
+        """Record one step of the engine."""
         path, tree = step.verdict.path, step.tree
         credit = self._credit(tree)
         emitted = []
@@ -55,7 +55,7 @@ class Recorder:
         self._steps += 1
 
     def end(self, sequence: Sequence) -> list[Line]:
-        """The generation is over: all its lines."""
+        """End the trace, and return all lines."""
         if self._held is not None:
             text = self._text.finish()
             self._held["emitted"][-1]["text"] += text[self._shown :]
@@ -66,7 +66,7 @@ class Recorder:
         return self.lines
 
     def _piece(self) -> str:
-        """What the next emitted token added to the answer."""
+        """The text that the next emitted token added to the answer."""
         end = self._text.lengths[self._emitted]
         piece = self._text.text[self._shown : end]
         self._shown = max(self._shown, end)
@@ -109,7 +109,7 @@ def _rounded(choice: Choice) -> dict[str, Any]:
 
 
 def readable(tokenizer: Any, token: int) -> str:
-    """One token as text; bytes that are no complete character as ⟨F0⟩."""
+    """One token as text; bytes that are not a complete character as ⟨F0⟩."""
     if tokenizer is None:
         return f"⟨{token}⟩"
     text = tokenizer.decode([token])

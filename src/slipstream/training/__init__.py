@@ -1,1 +1,1 @@
-"""Training: the target answers prompts (`collect`), and heads learn from its answers (`train`)."""
+"""Training: the target answers prompts (`collect`), and heads are trained on its answers (`train`)."""

@@ -1,4 +1,4 @@
-"""Checkpoints: all that a run needs to go on as if it had never stopped. One file, replaced as a whole."""
+"""Checkpoints: everything that a run needs to be resumed as if it had not stopped. One file, replaced atomically."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NAME = "checkpoint.pt"
 
 
 def check_folder(folder: Path, resume: bool) -> None:
-    """A run begins in a new folder, or goes on in one that holds a checkpoint."""
+    """Raise unless the folder is new or, for resuming, has a checkpoint."""
     if resume and not (folder / NAME).is_file():
         raise OptionError(f"{folder} holds no checkpoint to go on from: leave --resume out, and name a new folder")
     if not resume and folder.exists() and any(folder.iterdir()):
@@ -31,13 +31,15 @@ def save(folder: Path, state: dict[str, Any]) -> None:
 
 
 def load(folder: Path, setup: dict[str, Any]) -> dict[str, Any]:
-    """The state, if it was made under the same setup."""
+    """The saved state. Raise if it has another setup."""
     path = folder / NAME
     state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     different = {name: (old, setup.get(name)) for name, old in state["setup"].items() if setup.get(name) != old}
     if different:
-        said = "; ".join(f"{name} was {old}, now {new}" for name, (old, new) in different.items())
-        raise OptionError(f"the run in {folder} was started otherwise: {said}. Go on with the same, or start a new one")
+        changes = "; ".join(f"{name} was {old}, now {new}" for name, (old, new) in different.items())
+        raise OptionError(
+            f"the run in {folder} was started otherwise: {changes}. Go on with the same, or start a new one"
+        )
     torch.set_rng_state(state["random"])
     if "cuda_random" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda_random"])

@@ -1,12 +1,12 @@
-"""collect: the target itself answers prompts, in batches, and what it wrote is kept as token ids to learn from.
+"""collect: the target answers prompts, in batches, and its answers are saved as token ids to train on.
 
-One JSON line per conversation, written when its last answer is there:
-    id       of the question, by its content
-    tokens   all token ids, the chat template's included
+One JSON line per conversation, written when its last answer is complete:
+    id       of the question, a hash of its content
+    tokens   all token ids, including the chat template's
     answers  [begin, end) ranges of the tokens that the target wrote
     text     the answers as text
-    model, sampling   who wrote it, and how
-A run that was stopped goes on with the questions that have no line yet; a line that was cut off is dropped.
+    model, sampling   the target, and how it was sampled
+A stopped run is resumed with the questions that have no line yet; an incomplete last line is dropped.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from slipstream.training.prompts import Question
 from slipstream.workers import Workers, results
 
 Progress = Callable[[int, int, int], None]  # conversations done, of how many, tokens written
-PORTION = 64  # conversations of a worker: some batches, so that places that become free are taken
+PORTION = 64  # conversations per job of a worker: several batches, so that free places in a batch are filled
 
 
 @dataclass(frozen=True)
 class CollectSettings:
-    """How answers are drawn. A data file has one of these for all its lines."""
+    """How answers are sampled: the same for all lines of a file."""
 
     max_new_tokens: int = 512
     temperature: float = 0.0
@@ -48,14 +48,14 @@ class CollectSettings:
 class Collected:
     conversations: int  # answered by this run
     tokens: int  # written by this run
-    known: int  # there already
-    too_long: int  # whose first turn does not fit the model's context
+    known: int  # in the file already
+    too_long: int  # conversations whose first turn does not fit into the model's context
 
 
 def collect(
     llm: LLM, questions: Sequence[Question], out: Path, settings: CollectSettings, progress: Progress | None = None
 ) -> Collected:
-    """Answer the questions that `out` does not hold yet, and append to it. The LLM's max_batch run together."""
+    """Answer the questions that have no line in `out` yet, and append to it, `max_batch` of the LLM at a time."""
     return _collect(llm.name, partial(converse, llm, settings=settings), questions, out, settings, progress)
 
 
@@ -67,8 +67,8 @@ def collect_shared(
     progress: Progress | None = None,
     portion: int = PORTION,
 ) -> Collected:
-    """The same by workers that have loaded an LLM: each answers a portion of the questions at a time. The lines are
-    those of `collect`, in another order."""
+    """Like `collect`, by workers that have loaded an LLM: each answers a portion of the questions at a time. The lines
+    are the same, in another order."""
     name = workers.submit(_name).result()
 
     def answered(left: Sequence[Question]) -> Iterator[Talk]:
@@ -95,7 +95,7 @@ def _collect(
     settings: CollectSettings,
     progress: Progress | None,
 ) -> Collected:
-    """answered: holds the conversations that it is given, and yields each when it is over."""
+    """answered: runs the given conversations, and yields each when it has ended."""
     known = resume(out, model, settings)
     left = [q for q in questions if q.id not in known]
     done = tokens = too_long = 0
@@ -113,7 +113,7 @@ def _collect(
 
 
 def resume(out: Path, model: str, settings: CollectSettings) -> set[str]:
-    """The ids that the file holds. What a killed run left of its last line is cut off."""
+    """The ids in the file. An incomplete last line, from a killed run, is cut off."""
     if not out.exists():
         return set()
     ids: set[str] = set()
@@ -142,7 +142,7 @@ def resume(out: Path, model: str, settings: CollectSettings) -> set[str]:
 
 @dataclass
 class Talk:
-    """One conversation while it is held."""
+    """One conversation in progress."""
 
     question: Question
     messages: list[dict[str, str]]
@@ -152,14 +152,14 @@ class Talk:
     written: int = 0
 
     def ask(self, llm: LLM, settings: CollectSettings) -> Request | None:
-        """The request for the next answer; None if there is no further turn, or no room for it."""
+        """The request for the next answer; None if there is no further turn, or no room for it in the context."""
         turns = self.question.turns if has_template(llm) else self.question.turns[:1]
         if len(self.texts) == len(turns):
             return None
         turn = turns[len(self.texts)]
         self.messages.append({"role": "user", "content": turn})
         prompt: Prompt = self.messages if has_template(llm) else turn
-        # A seed of its own for each conversation: else all would share the noise at each position.
+        # Each conversation has its own seed. With one seed, all would have the same noise at each position.
         digest = hashlib.sha256(f"{settings.seed} {self.question.id}".encode()).digest()
         request = llm.request(
             prompt,
@@ -176,10 +176,11 @@ class Talk:
         return request
 
     def take(self, ended: Running) -> None:
-        """An answer is there.
+        """Record an answer.
 
-        The next turn's template writes earlier answers anew, from their text. Where that gives other tokens than the
-        target wrote (a template may leave out thoughts, or a text has several spellings), they count no longer.
+        A later turn's prompt contains the earlier answers as rendered from text by the template. Where its tokens
+        differ from those that the target wrote (templates may leave out reasoning, and a text may have several
+        tokenizations), those no longer count.
         """
         answer, asked = result(ended), ended.request.tokens
         same = 0
@@ -204,8 +205,8 @@ class Talk:
 
 
 def converse(llm: LLM, questions: Sequence[Question], settings: CollectSettings) -> Iterator[Talk]:
-    """Hold all conversations, the LLM's max_batch at a time, and yield each when it is over. A place that becomes free
-    is taken at once: by the conversation's own next turn, or by the next conversation."""
+    """Run all conversations, `max_batch` of the LLM at a time, and yield each when it has ended. A free place is filled
+    at once, by the next turn of the same conversation or by the next conversation."""
     left = deque(questions)
     waiting = deque[Request]()  # the engine takes them from here
     held: dict[int, Talk] = {}  # by their request
@@ -242,5 +243,5 @@ def begin(llm: LLM, question: Question) -> Talk:
 
 
 def has_template(llm: LLM) -> bool:
-    """Without one, a model continues a question's first turn as text."""
+    """Whether there is a chat template. Without one, a model continues the first turn as text."""
     return bool(getattr(llm.tokenizer, "chat_template", None))

@@ -1,7 +1,7 @@
-"""A draft model cut out of its target: some of its layers between its own embedding and output matrix.
+"""Make a draft model from its target: some of its layers, between its embedding and its output matrix.
 
-So a target with no smaller sibling has one. It shares no memory with the target, and must be trained: layers that were
-never neighbours say little together.
+For targets without a smaller model of the same family. The draft shares no memory with the target, and must be trained,
+since its layers read inputs that they were not trained on.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ CUTS = ("first", "last", "even")
 
 
 def kept_layers(cut: str, layers: int, of: int) -> list[int]:
-    """Which of the target's layers are kept. even: spread over all, the first and the last among them."""
+    """Which of the target's layers are kept. even: evenly spaced, including the first and the last."""
     if cut not in CUTS:
         raise OptionError(f"there is no cut {cut!r}: there are {', '.join(CUTS)}")
     if not 1 <= layers < of:
@@ -44,7 +44,7 @@ def cut_out(model: Any, cut: str, layers: int) -> Any:
     of = config.num_hidden_layers
     kept = kept_layers(cut, layers, of)
     config = copy.deepcopy(config)
-    for name, value in vars(config).items():  # what it says about each layer, such as layer_types
+    for name, value in vars(config).items():  # lists with an entry per layer, such as layer_types
         if isinstance(value, list) and len(value) == of:
             setattr(config, name, [value[i] for i in kept])
     config.num_hidden_layers = layers
@@ -54,9 +54,9 @@ def cut_out(model: Any, cut: str, layers: int) -> Any:
         draft = type(whole)(config).to(torch.float32)
         draft.load_state_dict(tensors)
     except (RuntimeError, ValueError, IndexError, KeyError) as error:
-        said = str(error).splitlines()[-1].strip()
+        reason = str(error).splitlines()[-1].strip()
         raise ModelError(
-            f"layers can't be cut out of {type(whole).__name__} ({said}): give a smaller model with --draft"
+            f"layers can't be cut out of {type(whole).__name__} ({reason}): give a smaller model with --draft"
         ) from error
     if (generation := getattr(whole, "generation_config", None)) is not None:
         draft.generation_config = copy.deepcopy(generation)
@@ -64,7 +64,7 @@ def cut_out(model: Any, cut: str, layers: int) -> Any:
 
 
 def _renamed(name: str, place: str, kept: list[int]) -> str | None:
-    """A tensor's name in the draft. None: it is of a layer that is left out."""
+    """A tensor's name in the draft. None: it belongs to a layer that is left out."""
     if not name.startswith(place):
         return name
     number, _, rest = name.removeprefix(place).partition(".")

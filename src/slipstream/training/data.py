@@ -1,7 +1,7 @@
-"""Data: what `collect` wrote, as arrays; which texts are held out; batches in an order that depends on the seed alone.
+"""Training data: files of `collect` as arrays, the held-out split, and batches in an order that depends on the seed.
 
-A row holds one text, cut at a length, and padded on the right: causal attention never looks there, so no text sees
-another and no mask is needed. Texts of similar length share a batch.
+A row of a batch holds one text, truncated to a length and padded on the right. Causal attention never looks to the
+right, so no mask is needed. Texts of similar length share a batch.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from numpy.typing import NDArray
 from slipstream.errors import OptionError
 
 HELD_OUT = 0.02  # of the texts
-FIRST = 2  # the first token that can be guessed: after the one that is read, and the root
-_POOL = 64  # batches' worth of texts that are sorted by length together
-_STEP = 32  # rows are padded to a multiple of this: fewer shapes
+FIRST = 2  # index of the first token that can be predicted: 0 is read, 1 is the root
+_POOL = 64  # as many batches of texts are sorted by length together
+_STEP = 32  # rows are padded to a multiple of this, to have few shapes
 
 
 @dataclass(frozen=True)
 class Texts:
     tokens: NDArray[np.int32]  # of all texts, one after the other
-    counted: NDArray[np.bool_]  # whether guesses of this token count
+    counted: NDArray[np.bool_]  # whether predictions of this token count
     starts: NDArray[np.int64]  # (texts + 1,)
 
     def __len__(self) -> int:
@@ -76,19 +76,19 @@ class Texts:
 @dataclass(frozen=True)
 class Batch:
     tokens: torch.Tensor  # (b, t)
-    places: torch.Tensor  # (n,) where the counted tokens stand, if the rows are laid end to end
-    columns: torch.Tensor  # (n,) how far from the beginning of their row
+    places: torch.Tensor  # (n,) indices of the counted tokens in the flattened batch
+    columns: torch.Tensor  # (n,) indices of the counted tokens within their rows
 
     def to(self, device: torch.device) -> Batch:
-        """On a GPU without waiting for it."""
+        """Copy to a device, to a GPU without waiting."""
         parts = (self.tokens, self.places, self.columns)
         if device.type == "cuda":
             parts = tuple(part.pin_memory() for part in parts)  # type: ignore[assignment]
         return Batch(*(part.to(device, non_blocking=True) for part in parts))
 
     def aims(self, depth: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """For every counted token: where its guess at this depth is made (n,), and whether its row reaches so far back
-        (n,); where it doesn't, place 0 stands in."""
+        """For every counted token, the flat index where it is predicted at this depth (n,), and whether that is within
+        its row (n,). If not, the index is 0."""
         back = FIRST + depth
         reaches = self.columns >= back
         return torch.where(reaches, self.places - back, 0), reaches
@@ -101,10 +101,10 @@ def read_texts(
     length: int = 1024,
     count_all: bool = False,
 ) -> tuple[Texts, Texts]:
-    """The texts to train on and those held out: the last ones by a hash of their ids.
+    """The texts to train on, and the held-out ones: those with the largest hashes of their ids.
 
-    vocabulary: how many ids there are. model: who must have written them; None: anyone. length: tokens of a text at
-    most. count_all: whether guesses of tokens count that the target only read.
+    vocabulary: number of token ids. model: which must have written the texts; None: any. length: tokens of a text at
+    most. count_all: also count tokens that the target only read.
     """
     if length <= FIRST:
         raise OptionError(f"length={length} is out of range: rows need at least {FIRST + 1} tokens")
@@ -178,26 +178,26 @@ def _text(
 
 
 def _share(name: str) -> float:
-    """From 0 to 1, the same for the same id."""
+    """A hash of an id, from 0 to 1."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:6], "big") / 2**48
 
 
 def put_together(kept: Sequence[tuple[NDArray[np.int32], NDArray[np.bool_]]]) -> Texts:
-    """Of tokens and which of them count."""
+    """Texts from pairs of tokens and which of them count."""
     starts = np.cumsum([0, *(len(tokens) for tokens, _ in kept)], dtype=np.int64)
     return Texts(np.concatenate([t for t, _ in kept]), np.concatenate([c for _, c in kept]), starts)
 
 
 class Order:
-    """The batches of all epochs, one after the other, each a list of texts. A place in it is a number."""
+    """The batches of all epochs, one after the other, by number. Each is an array of texts' numbers."""
 
     def __init__(self, texts: Texts, batch_tokens: int, seed: int) -> None:
         self.texts, self.batch_tokens, self.seed = texts, batch_tokens, seed
-        self._epoch, self._begin = 0, 0  # of the batches at hand: their epoch, the place of their first
+        self._epoch, self._begin = 0, 0  # of the current batches: their epoch, the number of the first
         self._batches = self.epoch(0)
 
     def epoch(self, number: int) -> list[NDArray[np.int64]]:
-        """Every text once, shuffled; neighbours in length together."""
+        """The batches of one epoch: every text once, in random order, similar lengths together."""
         random = np.random.default_rng((self.seed, number))
         shuffled = random.permutation(len(self.texts))
         pool = max(1, _POOL * self.batch_tokens // max(1, int(self.texts.lengths.mean())))
@@ -208,7 +208,7 @@ class Order:
         return [batches[i] for i in random.permutation(len(batches))]
 
     def __getitem__(self, place: int) -> NDArray[np.int64]:
-        """Cheap for places that grow."""
+        """Fast if numbers are asked for in ascending order."""
         if place < self._begin:
             self._epoch, self._begin, self._batches = 0, 0, self.epoch(0)
         while place >= self._begin + len(self._batches):
@@ -218,13 +218,13 @@ class Order:
         return self._batches[place - self._begin]
 
     def until(self, epochs: int) -> int:
-        """How many batches so many epochs have."""
+        """Number of batches in so many epochs."""
         return sum(len(self.epoch(number)) for number in range(epochs))
 
 
 def cut(texts: NDArray[np.int64], of: Texts, batch_tokens: int) -> Iterator[NDArray[np.int64]]:
-    """Texts in ascending order of length as batches that, padding included, hold so many tokens at most; a text that is
-    longer is a batch of its own."""
+    """Divide texts, sorted by length, into batches of at most `batch_tokens` tokens, padding included. A longer text is
+    a batch of its own."""
     begin = 0
     for end in range(1, len(texts) + 1):
         width = -(-int(of.lengths[texts[end - 1]]) // _STEP) * _STEP

@@ -1,11 +1,11 @@
-"""distill: a draft model learns to say what its target says, and is tried beside plain decoding.
+"""distill: train a draft model on its target's distributions, and compare it with plain decoding.
 
-The draft is given, or cut out of the target. What counts in the end is not the loss but what it gives: the same prompts
-are answered plainly, with the draft as it was and with the draft as it is.
+The draft is given, or made of layers of the target. At the end, the same prompts are answered by plain decoding, with
+the draft before training and with the draft after it.
 
-    config.json, model.safetensors, tokenizer files   the draft, as transformers reads it
-    log.jsonl                                         how training went
-    distilled.json                                    what it gave
+    config.json, model.safetensors, tokenizer files   the draft, for transformers
+    log.jsonl                                         the log of training
+    distilled.json                                    the results
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from slipstream.training.tune import compare
 from slipstream.training.tuned import Trial, gained, interval
 from slipstream.user_files import write_text
 
-RATE = 3e-4  # a third of what heads learn with: most of a draft is there already
+RATE = 3e-4  # a third of the heads' learning rate, since a draft is trained already
 TRIALS = 12  # prompts of the trial at most
 
 Tell = Callable[[str], None]
@@ -46,11 +46,11 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True)
 class DraftSource:
-    """Where the draft comes from: a model of its own, or layers of the target."""
+    """Where the draft comes from: a model, or layers of the target."""
 
     draft: str | None = None  # a folder or a hub id
     cut: str | None = None
-    layers: int | None = None  # of a cut
+    layers: int | None = None  # with a cut: how many
 
     def __post_init__(self) -> None:
         if (self.draft is None) == (self.cut is None):
@@ -60,7 +60,7 @@ class DraftSource:
             raise OptionError("--cut and --layers go together: which layers of the target, and how many")
 
     def open(self, model: Any, tokenizer: Any) -> tuple[Any, Any]:
-        """The draft in float32 where the target is, and its tokenizer."""
+        """The draft in float32 on the target's device, and its tokenizer."""
         if self.cut is not None and self.layers is not None:
             return cut_out(model, self.cut, self.layers), tokenizer
         draft, own = load_model(self.draft, dtype="float32", device=model.device)
@@ -69,14 +69,14 @@ class DraftSource:
 
 @dataclass(frozen=True)
 class Distillation:
-    """What is learnt from which texts."""
+    """The divergence, and the texts to train on."""
 
     divergence: str = "fkl"
     beta: float | None = None  # of jsd
     on_policy: float = 0.0  # the share of texts that the draft writes itself
     length: int = 1024  # tokens of a text at most
-    count_all: bool = False  # tokens that the target only read count too
-    any_author: bool = False  # texts that another model wrote will do
+    count_all: bool = False  # also count tokens that the target only read
+    any_author: bool = False  # also accept texts that another model wrote
 
     def __post_init__(self) -> None:
         divergences.find(self.divergence, self.beta)
@@ -88,9 +88,9 @@ class Distillation:
 
 @dataclass(frozen=True)
 class Distilled:
-    ratio: float  # a step of the draft in steps of the target
-    depth: int  # tokens to draft, by costs and acceptance
-    before: dict[str, float]  # accuracy and overlap on held-out texts, which are what is accepted of one token
+    ratio: float  # time of a step of the draft, divided by one of the target
+    depth: int  # tokens to draft, chosen by costs and acceptance
+    before: dict[str, float]  # accuracy and overlap on held-out texts: acceptance rates, greedy and sampled
     after: dict[str, float]
     trials: list[Trial]  # of plain, before, after
     steps: int
@@ -98,7 +98,7 @@ class Distilled:
     parameters: int
 
     def gain(self, over: str) -> tuple[float, float, float]:
-        """How many times as fast the draft makes its target, and the 95% interval of that."""
+        """The speed-up of decoding with the draft, and its 95% interval."""
         return gained(self.trials, over, "after"), *interval(self.trials, over, "after")
 
     def tokens_per_step(self, who: str) -> float:
@@ -123,17 +123,17 @@ def distill(
     watch: Watch | None = None,
 ) -> Distilled:
     """Train a draft for a transformers model on files that `collect` wrote, into a new folder, in the model's
-    precision. force: even if it can't pay. pair: what steps take; None: it is measured."""
+    precision. force: even if the draft can't pay. pair: costs of steps; None: measure them."""
     processes = processes or Processes(str(model.device))
     checkpoint.check_folder(folder, resume)
-    processes.wait()  # the first one makes the folder, but not before all have looked
+    processes.wait()  # the first process creates the folder after all have checked it
     name, vocabulary = Lender.of(model).name, Lender.of(model).vocab_size
     author = None if lesson.any_author else name
     texts, held_out = read_texts(data, vocabulary, author, lesson.length, lesson.count_all)
     draft, own_tokenizer = source.open(model, tokenizer)
     check_vocabularies(open_target(model, graphs=False), tokenizer, open_target(draft, graphs=False), own_tokenizer)
     draft.requires_grad_(True)
-    # What drafts in the end has the target's precision, so that is what is measured.
+    # The finished draft has the target's precision, so costs and acceptance are measured in that.
     before = copy.deepcopy(draft).to(model.dtype)
     pair = pair or measure_pair(model, before)
     tell(f"a step of the draft takes {pair.ratio:.2f} of the target's")
@@ -159,7 +159,7 @@ def distill(
         run(loop, folder, setup, save, resume, watch)
     finally:
         own.close()
-    loop.save(folder, setup, save)  # the trial may be interrupted too
+    loop.save(folder, setup, save)  # in case the trial is interrupted
     last = once(loop.measured())
     depth = pair.best_depth(last["accuracy"])
     trials: list[Trial] = []
@@ -177,19 +177,19 @@ def distill(
 
 
 def once(measured: dict[str, list[float]]) -> dict[str, float]:
-    """A draft is judged at one depth alone: each token follows the text."""
+    """The results of a draft model, which have one depth only."""
     return {name: values[0] for name, values in measured.items()}
 
 
 def save_draft(draft: Any, tokenizer: Any, folder: Path, dtype: torch.dtype) -> None:
-    """As an ordinary folder of transformers."""
+    """Write the draft as an ordinary folder of transformers."""
     copy.deepcopy(draft).to(dtype).save_pretrained(folder)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
 
 
 def prompts(held_out: Texts) -> list[list[int]]:
-    """What stands before the answers of held-out texts."""
+    """The tokens before the answers of held-out texts."""
     found = []
     for number in range(min(TRIALS, len(held_out))):
         tokens, counted = held_out.text(number)
@@ -197,15 +197,15 @@ def prompts(held_out: Texts) -> list[list[int]]:
     return found
 
 
-def attempt(model: Any, tokenizer: Any, drafts: dict[str, tuple[Any, int]], asked: Sequence[list[int]]) -> list[Trial]:
-    """Plain decoding and the drafts, each with its depth, take turns at the prompts."""
+def attempt(model: Any, tokenizer: Any, drafts: dict[str, tuple[Any, int]], inputs: Sequence[list[int]]) -> list[Trial]:
+    """The trial: plain decoding and the drafts, each with its depth, in turns on every prompt."""
     llms = {"plain": LLM(model, tokenizer, "none")}
     for name, (draft, depth) in drafts.items():
         llms[name] = LLM(model, tokenizer, "model", draft_model=draft, depth=depth)
     try:
-        compare(llms, "warm", asked[0])  # code is loaded, steps are captured
-        trials = [compare(llms, "held out", tokens) for tokens in asked]
+        compare(llms, "warm", inputs[0])  # warm-up: code is loaded, steps are captured
+        trials = [compare(llms, "held out", tokens) for tokens in inputs]
     finally:
         for llm in llms.values():
             llm.close()
-    return [trial for trial in trials if min(trial.tokens.values()) > 1]  # else nothing was decoded after the first
+    return [trial for trial in trials if min(trial.tokens.values()) > 1]  # with one token there is no speed

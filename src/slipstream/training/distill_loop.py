@@ -1,7 +1,7 @@
-"""The steps of a draft model that learns to say what its target says (DistillSpec).
+"""Training steps of a draft model that learns its target's distributions (DistillSpec).
 
-The texts are the target's, or the draft's own, written as it is at that step (on-policy), or both in a mixture. What
-was written where depends on seed, step and text alone, so that a run which was stopped goes on the same.
+The texts are the target's, or the draft's own, written by the draft at that step (on-policy), or a mixture. Which texts
+the draft writes depends on seed, step and text alone, so that a resumed run goes on as if it had not stopped.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from slipstream.training.processes import Processes
 from slipstream.training.teacher import Speaker
 
 TOGETHER = 32  # texts that the draft writes at a time
-MEMORY = 0.2  # of a GPU's, for the texts that the draft writes: training needs the rest
+MEMORY = 0.2  # share of a GPU's memory for the texts that the draft writes; training needs the rest
 
 
 class OwnTexts:
@@ -33,7 +33,7 @@ class OwnTexts:
         self._llm = LLM(draft, tokenizer, "none", max_batch=TOGETHER, memory=MEMORY) if share else None
 
     def instead(self, texts: Texts, which: NDArray[np.int64], step: int) -> Texts:
-        """These texts, with answers of the draft, no longer than those they replace, in a share of them."""
+        """These texts; in a share of them the answer is replaced by one of the draft, which is no longer."""
         kept, requests, places = [], [], []
         for place, text in enumerate(which.tolist()):
             tokens, counted = texts.text(text)
@@ -79,7 +79,7 @@ class DistillLoop(Steps):
     ) -> None:
         super().__init__(draft.model, target.device, texts, held_out, plan, processes)
         self.draft, self.target, self.divergence, self.own = draft, target, divergence, own
-        self.ids = min(draft.vocabulary, target.vocabulary)  # padded sizes may differ either way
+        self.ids = min(draft.vocabulary, target.vocabulary)  # they may be padded differently
 
     def learn(self, texts: NDArray[np.int64], guesses: int) -> torch.Tensor:
         if self.own.share:
@@ -93,7 +93,7 @@ class DistillLoop(Steps):
     def backward(self, batch: Batch, by: int) -> torch.Tensor:
         """Add the gradient of the divergence at counted positions, divided `by`, to the draft's; returns the sum.
 
-        Pieces are differentiated at once, down to the draft's last states. What has gathered there goes on in the end.
+        Each piece is backpropagated at once, down to the draft's last states, and their summed gradient at the end.
         """
         with torch.no_grad():
             last = self.target.last(batch.tokens)
@@ -101,14 +101,14 @@ class DistillLoop(Steps):
         leaf = states.detach().requires_grad_()
         total = torch.zeros((), device=self.device)
         for piece in pieces(batch, self.target):
-            loss = self.divergence(*self.said(piece, last, leaf)).sum() / by
+            loss = self.divergence(*self.log_probs(piece, last, leaf)).sum() / by
             loss.backward()
             total += loss.detach()
         states.backward(leaf.grad)
         return total
 
-    def said(self, piece: Batch, last: torch.Tensor, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(n, V) twice: log-probabilities of target and draft at the places that choose the counted tokens."""
+    def log_probs(self, piece: Batch, last: torch.Tensor, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(n, V) twice: log-probabilities of the target and of the draft for the counted tokens."""
         rows = piece.places - 1
         with torch.no_grad():
             p = self.target.logits(last.flatten(0, 1).index_select(0, rows))
@@ -117,14 +117,14 @@ class DistillLoop(Steps):
 
     @torch.no_grad()
     def measured(self) -> dict[str, list[float]]:
-        """accuracy: how often the draft's best token is the target's, which is how often a greedy target accepts it;
-        overlap: how often one that samples does."""
+        """accuracy: how often the draft's best token is the target's, the acceptance rate of greedy decoding. overlap:
+        the acceptance rate of rejection sampling."""
         found = torch.zeros(3, dtype=torch.float64, device=self.device)
         for batch in self.held_out_batches():
             with self.precision():
                 last, states = self.target.last(batch.tokens), self.draft.last(batch.tokens)
                 for piece in pieces(batch, self.target):
-                    p, q = self.said(piece, last, states)
+                    p, q = self.log_probs(piece, last, states)
                     same = (p.argmax(-1) == q.argmax(-1)).sum()
                     found += torch.stack((same, (1 - total_variation(p, q)).sum(), same.new_tensor(len(p))))
         same, overlap, count = self.processes.sum(found).tolist()

@@ -1,4 +1,4 @@
-"""Divergences between what a target says next and what its draft says: forward and reverse KL, Jensen-Shannon, total
+"""Divergences between the distributions of a target and its draft: forward and reverse KL, Jensen-Shannon, total
 variation.
 
 Each takes log-probabilities of the target and of the draft (n, V) and gives (n,). Total variation is one minus the
@@ -18,12 +18,12 @@ Divergence = Callable[[Tensor, Tensor], Tensor]
 
 
 def forward_kl(p: Tensor, q: Tensor) -> Tensor:
-    """KL(p, q): the draft is to cover all that the target may say."""
+    """KL(p, q): the draft should cover everything that is probable for the target."""
     return (p.exp() * (p - q)).sum(-1)
 
 
 def reverse_kl(p: Tensor, q: Tensor) -> Tensor:
-    """KL(q, p): the draft is to say nothing that the target would not."""
+    """KL(q, p): the draft should avoid what is improbable for the target."""
     return forward_kl(q, p)
 
 
@@ -42,7 +42,7 @@ NAMES = ("fkl", "rkl", "jsd", "tvd")
 
 
 def find(name: str, beta: float | None = None) -> Divergence:
-    """beta: of jsd alone; 0.5 unless told."""
+    """beta: for jsd only, 0.5 by default."""
     if name not in NAMES:
         raise OptionError(f"there is no divergence {name!r}: there are {', '.join(NAMES)}")
     if beta is not None and name != "jsd":

@@ -1,7 +1,7 @@
-"""What fits into the minutes: a little is measured on this machine before any of them is spent.
+"""Estimate what fits into the given minutes, from a short measurement on this machine.
 
-From the costs follow the sizes: how long answers are and how large batches are, and how many of each there will be.
-On a CPU both shrink until enough fits. If even the least does not fit, that is said at once, with what would.
+The measured costs decide how long answers and how large batches may be, and how many of each fit. On a CPU both shrink
+until enough fit. If even the minimum does not fit, an error says so at once, with the minutes that would be needed.
 """
 
 from __future__ import annotations
@@ -28,53 +28,54 @@ from slipstream.training.recipes import find
 from slipstream.training.teacher import Teacher
 from slipstream.training.train import DRAFT_VOCAB, Lesson, make_head, start_from
 
-# Of the time. Answers are what a head learns from, but each is read many times; the trial must tell a tenth from noise.
+# Shares of the time. Each answer is trained on many times, so training gets a little more than answering. The trial
+# must be able to tell a gain of a tenth from noise.
 ANSWERING, TRAINING, TRYING = 0.4, 0.45, 0.15
 
-LENGTHS = (256, 192, 128, 96, 64)  # tokens of an answer at most: the longest of which enough fit
-BATCHES = (16384, 8192, 4096, 2048, 1024, 512)  # tokens of a batch: the largest of which enough fit
-ENOUGH_ANSWERS, ENOUGH_STEPS = 64, 200  # with fewer, more of smaller ones teach more
+LENGTHS = (256, 192, 128, 96, 64)  # limits of an answer's tokens: the longest is used for which enough answers fit
+BATCHES = (16384, 8192, 4096, 2048, 1024, 512)  # tokens of a batch: the largest is used for which enough steps fit
+ENOUGH_ANSWERS, ENOUGH_STEPS = 64, 200  # below these, shorter answers or smaller batches are tried
 # A judgement, not a measurement: 32 answers within three minutes on two cores gave nothing beyond noise.
 LEAST_ANSWERS, LEAST_STEPS, LEAST_TRIALS = 16, 50, 4
 
-PROBE = 32  # tokens of a few answers, to see how often they end
-ENDING, BELIEF = 0.0025, 200  # a prior: the chance that an answer ends at a token, and how many tokens it weighs
+PROBE = 32  # tokens of some answers, generated to measure how often they end
+ENDING, PRIOR_TOKENS = 0.0025, 200  # prior: the probability that an answer ends at a token, and its weight in tokens
 PROMPT = 96  # tokens of a prompt in its template
-WRITTEN = 96  # tokens that the model writes for one prompt of its own; about half of them are thrown away
-TRIED = 3 * 64  # tokens of a prompt of the trial: three contestants
+WRITTEN = 96  # tokens that the model writes per prompt of its own; about half of the prompts are dropped
+TRIED = 3 * 64  # tokens generated per prompt of the trial, by three contestants
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds on this machine."""
+    """Measured costs on this machine, in seconds."""
 
-    answering: float  # a token, with a batch of answers at a time
-    alone: float  # a token of a single answer
-    step: float  # of training, whatever its batch
-    learning: float  # a token of a batch
-    reading: float = 0.0  # a token of a prompt
+    answering: float  # per token, with a batch of answers at a time
+    alone: float  # per token of a single answer
+    step: float  # per training step, apart from its tokens
+    learning: float  # per token of a training step
+    reading: float = 0.0  # per token of a prompt
 
 
 @dataclass(frozen=True)
 class Given:
-    """What is there before the run begins."""
+    """What is known before the run begins."""
 
     prompts: int | None = None  # None: the model writes them when the built-in ones are used up
     builtin: int = 24
     turns: float = 1.0  # of a prompt
-    ending: float = ENDING  # the chance that an answer ends at a token
-    texts: int | None = None  # answers of a datastore; None: they are written
+    ending: float = ENDING  # the probability that an answer ends at a token
+    texts: int | None = None  # answers taken from a datastore; None: they are generated
     tokens: int = 0  # of these texts
 
 
 @dataclass(frozen=True)
 class Estimate:
-    max_new_tokens: int  # of an answer; 0: they are there already
+    max_new_tokens: int  # of an answer; 0: answers come from a datastore
     batch_tokens: int
-    answers: int  # to learn from
+    answers: int  # to train on
     steps: int
     trials: int
-    needed: float = 0.0  # minutes for the least that is useful
+    needed: float = 0.0  # minutes that the useful minimum needs
 
     def in_words(self, minutes: float) -> str:
         length = f" of at most {self.max_new_tokens} tokens" if self.max_new_tokens else ""
@@ -85,7 +86,7 @@ class Estimate:
 
 
 def estimate(costs: Costs, minutes: float, given: Given, max_new_tokens: int | None, small: bool) -> Estimate:
-    """max_new_tokens: as it was asked for; None: what fits. small: sizes may shrink, as on a CPU."""
+    """max_new_tokens: the user's; None: what fits. small: whether sizes may shrink, as on a CPU."""
     lengths = [max_new_tokens] if max_new_tokens else list(LENGTHS if small else LENGTHS[:1])
     if given.texts is not None:
         lengths = [0]
@@ -102,7 +103,7 @@ def estimate(costs: Costs, minutes: float, given: Given, max_new_tokens: int | N
 
 
 def first_enough(found: list[tuple[int, int]], enough: int) -> tuple[int, int]:
-    """The first size of which there are enough, else the last; and how many there are."""
+    """Of pairs (size, how many fit), the first with enough, else the last."""
     return next((pair for pair in found if pair[1] >= enough), found[-1])
 
 
@@ -123,22 +124,22 @@ def answer_seconds(costs: Costs, given: Given, length: int) -> float:
 
 
 def expected_length(longest: int, ending: float) -> float:
-    """Tokens of an answer, if it may end at each of them."""
+    """Expected tokens of an answer that ends at each token with this probability."""
     return (1 - (1 - ending) ** longest) / ending if ending else float(longest)
 
 
 def text_tokens(answers: int, given: Given, length: int) -> int:
-    """Of so many texts to learn from, prompts included."""
+    """Tokens of so many texts to train on, prompts included."""
     return round(answers * given.turns * (expected_length(length, given.ending) + PROMPT))
 
 
 def step_seconds(costs: Costs, batch: int, tokens: int) -> float:
-    """A batch holds no more than there is."""
+    """Seconds of a step. A batch can't have more tokens than there are."""
     return costs.step + costs.learning * max(1, min(batch, tokens))
 
 
 def needed(costs: Costs, given: Given, length: int, batch: int) -> float:
-    """Minutes in which the least of everything fits."""
+    """Minutes that the minimum of everything needs."""
     share, tokens, answering = ANSWERING + TRAINING, given.tokens, 0.0
     if given.texts is None:
         share, tokens = TRAINING, text_tokens(LEAST_ANSWERS, given, length)
@@ -148,7 +149,7 @@ def needed(costs: Costs, given: Given, length: int, batch: int) -> float:
 
 
 def check(found: Estimate, minutes: float, where: str) -> None:
-    """Refuse minutes in which nothing useful fits."""
+    """Raise if nothing useful fits into the minutes."""
     if minutes < found.needed:
         raise OptionError(
             f"{minutes:g} minutes are too few for a useful head on {where}: {found.answers} answers, {found.steps} "
@@ -161,15 +162,15 @@ def check(found: Estimate, minutes: float, where: str) -> None:
 
 
 def ending(llm: LLM, questions: Sequence[Question]) -> float:
-    """The chance that an answer ends at a token, from the beginnings of a few."""
+    """The probability that an answer ends at a token, estimated from the beginnings of some answers."""
     first = [Question(question.turns[:1], question.system) for question in questions]
     written = [talk.written for talk in converse(llm, first, CollectSettings(PROBE))]
     ended = sum(0 < tokens < PROBE for tokens in written)
-    return (ended + ENDING * BELIEF) / (sum(written) + BELIEF)
+    return (ended + ENDING * PRIOR_TOKENS) / (sum(written) + PRIOR_TOKENS)
 
 
 def measure(llm: LLM, model: Any, kind: str, start: str | None, batch: int, own: dict[str, Any] | None = None) -> Costs:
-    """A few tokens of answers, alone and in a batch, and two sizes of a training step. own: sizes of the head."""
+    """Measure a few tokens of answers, alone and in a batch, and training steps of two sizes. own: the head's sizes."""
     cpu = model.device.type == "cpu"
     vocabulary, new, long = Lender.of(model).vocab_size, 4 if cpu else 16, 64
     prompts = np.random.default_rng(0).integers(0, vocabulary, (batch, long)).tolist()
@@ -182,7 +183,7 @@ def measure(llm: LLM, model: Any, kind: str, start: str | None, batch: int, own:
     seconds(1, 2, 2)
     if not cpu:  # steps are captured, which takes seconds once
         seconds(batch, 2, new)
-    # The first token comes with the prompt: the others are a difference.
+    # The first token includes the time of the prompt, so the others are measured as a difference.
     reading = seconds(1, long, 1) / long
     alone = (seconds(1, 2, 1 + new) - seconds(1, 2, 1)) / new
     together = (seconds(batch, 2, 1 + new) - seconds(batch, 2, 1)) / (new * batch)
@@ -195,7 +196,7 @@ def measure(llm: LLM, model: Any, kind: str, start: str | None, batch: int, own:
 def step_costs(
     model: Any, kind: str, start: str | None, sizes: Sequence[int], own: dict[str, Any] | None = None
 ) -> list[float]:
-    """Seconds of a training step on so many made-up tokens, for each size."""
+    """Seconds of a training step on random tokens, for each size in tokens."""
     lesson, recipe = Lesson(kind), find(kind)
     vocabulary, likely = Lender.of(model).vocab_size, DRAFT_VOCAB.get(kind, 0)
     ids = torch.arange(likely) if 0 < likely < vocabulary else None

@@ -1,6 +1,6 @@
-"""Answers that were gathered while working, as training texts: what `--learn` appended to a datastore.
+"""Training texts from a datastore: the answers that `--learn` appended to it.
 
-A store keeps answers without their prompts. So they are learnt from, and continued in the trial, as they stand.
+A store has answers without their prompts. So training uses the answers alone, and the trial continues their beginnings.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from slipstream.training.own_prompts import HELD_OUT
 from slipstream.user_files import write_text
 
 ANSWERS, HELD = "answers.jsonl", "held.jsonl"
-MOST = 50_000  # answers: minutes of training read no more, and the newest are most like what comes next
-FEWEST = 10  # answers: one of them is for the trial
-SHORTEST = 16  # tokens of an answer: half of it must be enough to go on from
-OPENING = 256  # tokens of an answer that the trial goes on from, at most
+MOST = 50_000  # answers used, the newest: minutes of training read no more, and they resemble future ones most
+FEWEST = 10  # answers needed, one of which is for the trial
+SHORTEST = 16  # tokens of an answer at least, since half of it is the trial's prompt
+OPENING = 256  # tokens of an answer that are the trial's prompt, at most
 
 
 def take_answers(store: Path, collection: str, model: Any, tokenizer: Any, folder: Path) -> int:
-    """Write the store's answers into the folder, every tenth apart for the trial. How many there are to learn from."""
+    """Write the store's answers into the folder, every tenth one for the trial. Returns how many are to train on."""
     with Store.open(store, tokenizer=tokenizer_fingerprint(tokenizer)) as opened:
         check_vocabulary(opened, Lender.of(model).vocab_size)
         found = different(opened.documents(collection, LEARNED))
@@ -48,18 +48,18 @@ def take_answers(store: Path, collection: str, model: Any, tokenizer: Any, folde
         if (i + 1) % HELD_OUT
     ]
     _write(folder / HELD, [tokens for i, (_, tokens) in enumerate(items) if not (i + 1) % HELD_OUT])
-    _write(folder / ANSWERS, learnt)  # last: where it is, all is there
+    _write(folder / ANSWERS, learnt)  # last: if this file exists, all files do
     return len(learnt)
 
 
 def count_tokens(folder: Path) -> int:
-    """Of the answers to learn from."""
+    """Number of tokens of the answers to train on."""
     with (folder / ANSWERS).open(encoding="utf-8") as lines:
         return sum(len(json.loads(line)["tokens"]) for line in lines)
 
 
 def openings(folder: Path) -> list[list[int]]:
-    """What the trial goes on from: the first halves of the answers that were held out."""
+    """The prompts of the trial: the first halves of the held-out answers."""
     lines = (folder / HELD).read_text(encoding="utf-8").splitlines()
     return [tokens[: min(len(tokens) // 2, OPENING)] for tokens in map(json.loads, lines)]
 
@@ -70,7 +70,7 @@ def different(documents: Any) -> dict[str, list[int]]:
     for tokens in documents:
         if len(tokens) >= SHORTEST:
             name = _name(tokens)
-            found.pop(name, None)  # said again, it is new again
+            found.pop(name, None)  # a repeated answer counts as new
             found[name] = tokens.tolist()
             if len(found) > MOST:
                 del found[next(iter(found))]
@@ -78,7 +78,7 @@ def different(documents: Any) -> dict[str, list[int]]:
 
 
 def check_vocabulary(store: Store, vocabulary: int) -> None:
-    """Stores that were made without a tokenizer know no more than how many ids it has."""
+    """Raise if the store has token ids that the model doesn't have: its tokenizer may be unknown."""
     if store.manifest.vocabulary > vocabulary:
         raise StoreError(
             f"{store.folder} holds ids up to {store.manifest.vocabulary - 1}, the model knows {vocabulary} ids: the "

@@ -1,4 +1,4 @@
-"""What a training run tells while it runs: log.jsonl, one line per interval and per evaluation, and TensorBoard."""
+"""The log of a training run: log.jsonl, with a line per interval and per evaluation, and TensorBoard."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ NAME = "log.jsonl"
 
 
 class Log:
-    """Lines of one run. A run that goes on from a checkpoint forgets what came after it."""
+    """The log of one run. If it is resumed from a checkpoint, lines after that step are deleted."""
 
     def __init__(self, folder: Path, step: int = 0) -> None:
         path = folder / NAME

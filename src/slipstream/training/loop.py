@@ -1,7 +1,7 @@
-"""The loop: batches through the frozen target, guesses, gradients, a step of the optimiser; now and then an accuracy.
+"""The training loop: batches through the frozen target, predictions, gradients, optimiser steps, and evaluations.
 
-`Steps` counts, times, logs and saves, whoever learns; `Loop` is what a step of a head is. Nothing waits for the device
-but the log, every so many steps, and a run that shares the machine, after each.
+`Steps` counts, times, logs and saves, for any kind of model that is trained; `Loop` has the steps of a head. The host
+waits for the device only when a line is logged; with a share below 1, after every step.
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ from slipstream.training.losses import Weights, backward, hits
 from slipstream.training.processes import Processes
 from slipstream.training.teacher import Teacher
 
-Watch = Callable[[int, float, dict[str, Any]], None]  # step, of how many (0: not known yet), a line of the log or {}
-DEPTHS = 5  # whose accuracy is told
-MEASURED = 16  # tokens that a text has at least whose ranks are looked at
-# Of a plan: what may change when a run goes on.
+Watch = Callable[[int, float, dict[str, Any]], None]  # step, total steps (0: not known yet), a line of the log or {}
+DEPTHS = 5  # depths for which accuracy is reported
+MEASURED = 16  # texts shorter than this are left out when ranks are measured
+# The fields of a plan that may change when a run is resumed.
 FREE = ("steps", "epochs", "minutes", "share", "log_every", "eval_every", "save_every", "accumulate")
-_HELD_OUT = 256  # texts that are looked at in an evaluation, at most
+_HELD_OUT = 256  # texts of an evaluation, at most
 
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """How long, and with what steps. One of steps, epochs and minutes is set."""
+    """How long to train, and with which steps. Exactly one of steps, epochs and minutes is set."""
 
     steps: int | None = None
     epochs: int | None = None
     minutes: float | None = None
     batch_tokens: int = 16384  # of a batch, padding included
     accumulate: int = 1  # batches per step
-    rate: float = 1e-3  # at its peak
-    warmup: int = 50  # steps until there
-    clip: float = 1.0  # the longest gradient
+    rate: float = 1e-3  # the highest learning rate
+    warmup: int = 50  # steps until it is reached
+    clip: float = 1.0  # the largest norm of a gradient
     seed: int = 0  # of the order of the texts
-    share: float = 1.0  # of the time that steps may take: they pause for the rest of it
+    share: float = 1.0  # share of the time that training may use; it pauses for the rest
     log_every: int = 20  # steps
     eval_every: int = 500
     save_every: int = 1000
@@ -69,11 +69,11 @@ class TrainingPlan:
         check_share(self.share)
 
     def fixed(self) -> dict[str, Any]:
-        """What a run that goes on must have in common with the one that was stopped."""
+        """The fields that must be the same when a run is resumed."""
         return {name: value for name, value in asdict(self).items() if name not in FREE}
 
     def rate_at(self, step: int, total: float) -> float:
-        """Linear up to the peak, within a tenth of the run at most, then half a cosine down to nothing."""
+        """Linear warm-up, over a tenth of the run at most, then half a cosine down to 0."""
         warmup = min(self.warmup, total / 10)
         if step < warmup:
             return self.rate * min(1.0, (step + 1) / warmup)
@@ -87,13 +87,13 @@ def check_share(share: float) -> None:
 
 
 def pause(worked: float, share: float) -> None:
-    """After so many seconds of work: as long as makes them that share of the time."""
+    """Sleep after so many seconds of work, so that work takes only this share of the time."""
     if share < 1:
         sleep(worked * (1 / share - 1))
 
 
 class Steps(ABC):
-    """One learner's steps. Subclasses say what it learns from a batch, and how good it is."""
+    """The steps of a training run. Subclasses define the gradient of a batch and the evaluation."""
 
     def __init__(
         self,
@@ -112,12 +112,12 @@ class Steps(ABC):
             self.parameters, lr=plan.rate, betas=(0.9, 0.95), fused=device.type == "cuda"
         )
         self.step = 0
-        self.seconds = 0.0  # spent in this run and those it goes on from
+        self.seconds = 0.0  # of this run, including the part before it was resumed
         self.accuracy: list[float] = []
-        self._loss = torch.zeros((), device=device)  # since the last line of the log
+        self._loss = torch.zeros((), device=device)  # sum since the last line of the log
         self._logged = (0, 0.0)  # the step and the seconds of that line
-        self._tokens = 0  # since then
-        self._evaluation = 0.0  # seconds that the last one took
+        self._tokens = 0  # since that line
+        self._evaluation = 0.0  # seconds of the last evaluation
         share = processes.count * plan.accumulate
         self.total = float(plan.steps or 0)
         if plan.epochs is not None:
@@ -125,16 +125,16 @@ class Steps(ABC):
 
     @abstractmethod
     def learn(self, texts: NDArray[np.int64], guesses: int) -> torch.Tensor:
-        """Add the gradient of a batch's loss to the learner's parameters, and return the loss (a scalar). guesses:
-        counted tokens of all batches of the step, which it is divided by."""
+        """Add the gradient of a batch's loss to the parameters, and return the loss (a scalar). guesses: the number of
+        counted tokens in all batches of the step; the loss is divided by it."""
 
     @abstractmethod
     def measured(self) -> dict[str, list[float]]:
-        """What is told of held-out texts, numbers by depth: `accuracy`, and perhaps more."""
+        """Results on held-out texts, each a list by depth: `accuracy`, and others if there are any."""
 
     def run(self, folder: Path, log: Log | None, setup: dict[str, Any], save: Callable[[], None], watch: Watch) -> None:
-        """Train to the end. `save` writes the head; the checkpoint beside it holds the `setup`. Only the first process
-        has a log, and writes. `watch` may raise KeyboardInterrupt: then a checkpoint is made first."""
+        """Train to the end. `save` writes the head; the checkpoint next to it includes the `setup`. Only the first
+        process has a log and writes files. If `watch` raises KeyboardInterrupt, a checkpoint is saved first."""
         plan, begun = self.plan, perf_counter() - self.seconds
         while not self.total or self.step < self.total:
             if plan.share < 1:
@@ -142,7 +142,7 @@ class Steps(ABC):
             else:
                 self.train_step()
             line: dict[str, Any] = {}
-            # Powers of two as well, so that a slow machine learns early how many steps its minutes have.
+            # Also at powers of two, so that the total of a run in minutes is estimated early on a slow machine.
             if self.step % plan.log_every == 0 or (self.step < plan.log_every and self.step & (self.step - 1) == 0):
                 line = self._tell(begun, log, self.step % plan.log_every == 0)
             if self.step % plan.eval_every == 0 and self.step < self.total:
@@ -166,7 +166,7 @@ class Steps(ABC):
         pause(perf_counter() - clock, self.plan.share)
 
     def save(self, folder: Path, setup: dict[str, Any], save: Callable[[], None]) -> None:
-        # Losses differ between processes, and the sum is what the log wants: the first one keeps it.
+        # The log needs the sum of all processes' losses: the first process keeps it, the others start from 0.
         loss = self.processes.sum(self._loss.clone())
         self._loss = loss if self.processes.rank == 0 else torch.zeros_like(loss)
         if self.processes.rank == 0:
@@ -213,7 +213,7 @@ class Steps(ABC):
         self.step += 1
 
     def _tell(self, begun: float, log: Log | None, due: bool) -> dict[str, Any]:
-        """A line about the steps since the last one; and, if minutes are what is given, how many steps they have."""
+        """A line of the log about the steps since the last line. If minutes are given, also estimate the total."""
         loss = float(self.processes.sum(self._loss.clone()))  # waits for the device, so the clock is right
         step, seconds = self._logged
         elapsed = self.processes.agree(perf_counter() - begun)
@@ -243,7 +243,7 @@ class Steps(ABC):
         found = self.measured()
         self.accuracy = found["accuracy"]
         self._evaluation = perf_counter() - start
-        # The time of evaluations is no time of steps.
+        # Evaluations are not counted in the time per step.
         self._logged = (self._logged[0], self._logged[1] + self._evaluation)
         line = {"step": self.step, **found, "seconds": perf_counter() - begun}
         if log is not None:
@@ -251,7 +251,7 @@ class Steps(ABC):
         return line
 
     def held_out_batches(self) -> Iterator[Batch]:
-        """This process's, of the texts that are looked at."""
+        """This process's batches of the texts of an evaluation."""
         some = np.arange(len(self.held_out))[:_HELD_OUT]
         some = some[np.argsort(self.held_out.lengths[some], kind="stable")]
         batches = list(cut(some, self.held_out, self.plan.batch_tokens))
@@ -291,12 +291,12 @@ class Loop(Steps):
     def _practice(self, batch: Batch) -> Practice:
         counted = torch.zeros(batch.tokens.numel(), dtype=torch.bool, device=batch.tokens.device)
         counted = counted.index_fill(0, batch.places, True).view_as(batch.tokens)
-        # The order of texts has the plan's seed, and so has this: another number at each step.
+        # Depends on the plan's seed and on the step.
         seed = int(np.random.default_rng((self.plan.seed, self.step)).integers(1 << 31))
         return Practice(counted, seed, min(1.0, self.step / self.total) if self.total else 0.0)
 
     def measured(self) -> dict[str, list[float]]:
-        """accuracy: the share of right guesses on held-out texts, one number per depth."""
+        """accuracy: the share of correct predictions on held-out texts, by depth."""
         depths = DEPTHS if self.head.reach is None else min(DEPTHS, self.head.reach)
         found = torch.zeros(depths, 2, dtype=torch.long, device=self.teacher.device)
         for batch in self.held_out_batches():
@@ -308,7 +308,7 @@ class Loop(Steps):
         return {"accuracy": [r / max(1, m) for r, m in zip(right, made, strict=True)]}
 
     def ranks(self, texts: int = 32) -> list[list[float]]:
-        """How often the head's guess of each rank is right at each depth, on some held-out texts: for static trees."""
+        """How often the head's token of each rank is right at each depth, on some held-out texts: for static trees."""
         table, weight = np.zeros(0), 0
         for i in range(min(texts, len(self.held_out))):
             tokens = self.held_out.batch(np.array([i])).tokens.to(self.teacher.device)

@@ -1,4 +1,4 @@
-"""Prompts that a model writes itself, and the file that keeps what was asked."""
+"""Prompts that a model writes itself, and the file of prompts."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from slipstream.training.collect import has_template
 from slipstream.training.prompts import Question
 
 DRAWN = 64  # prompts that the model writes at a time
-HELD_OUT = 10  # every so many-th prompt is for the trial
-WORDS = 4  # in a row: a prompt most of whose runs were there before is much the same
+HELD_OUT = 10  # every tenth prompt is for the trial
+WORDS = 4  # length of the n-grams by which near-duplicates are found
 MARK = "\N{OBJECT REPLACEMENT CHARACTER}"
 
 
 def write_prompts(llm: LLM, known: Sequence[Question], seed: int) -> Iterator[Question]:
-    """What the model expects users to say: it goes on where its template lets the user speak, or after its first token
-    where it has no template. Near-duplicates are left out; it ends when nearly all are."""
+    """Prompts that the model writes: it continues its template at the user's turn or, without a template, its first
+    token. Near-duplicates are left out; it ends when nearly all are duplicates."""
     opening, seen, barren = user_opening(llm), set[str](), 0
     for question in known:
         is_new(question.turns[0], seen)
     draw = len(known)
-    at_once = min(DRAWN, 2 * llm.engine.max_batch)  # few where batches are small: the clock is looked at in between
+    at_once = min(DRAWN, 2 * llm.engine.max_batch)  # few if batches are small, since the clock is checked in between
     while barren < 4:
         results = llm.generate(opening, n=at_once, seed=seed + draw, temperature=1.0, top_p=0.95, max_new_tokens=96)
         draw += 1 + at_once
@@ -35,7 +35,7 @@ def write_prompts(llm: LLM, known: Sequence[Question], seed: int) -> Iterator[Qu
 
 
 def user_opening(llm: LLM) -> list[int]:
-    """The tokens after which a user speaks."""
+    """The tokens of a prompt up to the place where the user's text begins."""
     if has_template(llm):
         text = llm.tokenizer.apply_chat_template([{"role": "user", "content": MARK}], tokenize=False)
         return list(llm.tokenizer(text[: text.index(MARK)], add_special_tokens=False)["input_ids"])
@@ -44,7 +44,7 @@ def user_opening(llm: LLM) -> list[int]:
 
 
 def is_new(text: str, seen: set[str]) -> bool:
-    """Whether half or more of its runs of words are new. They are seen then."""
+    """Whether at least half of a text's n-grams are new. Adds them to `seen`."""
     words = text.lower().split()
     runs = {" ".join(words[i : i + WORDS]) for i in range(max(1, len(words) - WORDS + 1))}
     fresh = 2 * len(runs - seen) >= len(runs) and bool(runs - seen)
@@ -53,13 +53,13 @@ def is_new(text: str, seen: set[str]) -> bool:
 
 
 def split(asked: Sequence[Question]) -> tuple[list[Question], list[Question]]:
-    """Those to learn from, and those for the trial."""
+    """The questions to train on, and those for the trial."""
     learnt = [q for i, q in enumerate(asked) if (i + 1) % HELD_OUT]
     return learnt, [q for i, q in enumerate(asked) if not (i + 1) % HELD_OUT]
 
 
 def read_prompts(file: Path) -> list[Question]:
-    """What a killed run left of its last line is left out."""
+    """An incomplete last line, from a killed run, is left out."""
     try:
         lines = file.read_text(encoding="utf-8").split("\n")[:-1]
     except FileNotFoundError:

@@ -1,7 +1,7 @@
-"""Processes: one, or as many as `accelerate launch` started. Each trains on its own batches; gradients are added up.
+"""Processes: one, or as many as `accelerate launch` started. Each trains on its own batches; gradients are summed.
 
-The head is not wrapped: its parts are called one by one, and its gradients come in pieces. So they are summed here, as
-one tensor, when all of them are there.
+The head is not wrapped for distributed training, since its parts are called one by one and its gradients come in
+pieces. They are summed here as one tensor when they are complete.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Processes:
             self.device = self._accelerator.device
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """Over all processes."""
+        """The sum over all processes."""
         return tensor if self._accelerator is None else self._accelerator.reduce(tensor, "sum")
 
     def sum_gradients(self, parameters: Iterable[Tensor]) -> None:
@@ -40,7 +40,7 @@ class Processes:
                 grad.copy_(part.view_as(grad))
 
     def agree(self, number: float) -> float:
-        """The first process's number, for all."""
+        """The first process's number, in all processes."""
         if self._accelerator is None:
             return number
         return float(self.sum(torch.tensor(number if self.rank == 0 else 0.0, device=self.device)))

@@ -1,4 +1,4 @@
-"""Prompts: what users asked, read from files of any layout that holds questions; answers that stand there are left."""
+"""Prompts: users' questions, read from files of any layout that has questions. Answers in the files are ignored."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ KNOWN = "known layouts: " + "; ".join(f"{name} ({fields})" for name, fields in L
 
 @dataclass(frozen=True)
 class Question:
-    """What a user said, turn by turn; the model's answers come in between."""
+    """A user's messages, turn by turn, without the model's answers in between."""
 
     turns: tuple[str, ...]
     system: str | None = None
 
     @property
     def id(self) -> str:
-        """By content: the same question has the same id in every file, at every place."""
-        said = json.dumps([self.system, *self.turns])
-        return hashlib.sha256(said.encode()).hexdigest()[:16]
+        """A hash of the content, so a question has the same id in every file."""
+        content = json.dumps([self.system, *self.turns])
+        return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
 def read_questions(
     given: Sequence[str | Path], system: str | None = None, rounds: int | None = None, limit: int | None = None
 ) -> list[Question]:
-    """The questions of files, each once, in order; without those that say nothing.
+    """The questions of files, each once, in order, without empty ones.
 
-    system: what every conversation without a system message of its own begins with. rounds: turns of a conversation at
-    most. limit: questions at most.
+    system: the system message of conversations that have none. rounds: limit of turns in a conversation. limit: of
+    questions.
     """
     for name, value in (("rounds", rounds), ("limit", limit)):
         if value is not None and value < 1:
@@ -66,8 +66,8 @@ def read_questions(
 
 
 def _records(source: SourceFile) -> Iterator[tuple[str, Any]]:
-    """Each record and where it stands. Whether JSON is a list or lines is decided by its first character: names
-    mislead."""
+    """Each record, and its place in the file. The first character decides whether JSON is a list or lines, since file
+    names are often wrong about it."""
     if source.path.suffix.lower() == ".parquet":
         return parquet_rows(source, None)
     with source.path.open(encoding="utf-8-sig", errors="replace") as file:
@@ -78,7 +78,7 @@ def _records(source: SourceFile) -> Iterator[tuple[str, Any]]:
 
 
 def _question(record: Any) -> Question | None:
-    """What the record asks, or None if its layout is unknown."""
+    """The record's question, or None if its layout is unknown."""
     match record:
         case str():
             return Question((record,))
@@ -105,5 +105,5 @@ def _asked(turns: list[Any]) -> Question | None:
 
 
 def _whole(text: str) -> str:
-    """JSON can hold half a character, which no tokenizer takes."""
+    """The text without lone surrogates, which JSON can hold and tokenizers refuse."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

@@ -1,7 +1,7 @@
-"""Recipes: how each kind of head is unrolled over a text, and what its training weighs.
+"""Recipes: how each kind of head is unrolled over a text, and the weights of its loss.
 
-A head guesses at every position of a text at once. `unroll` goes only as far as the head's last states: the vocabulary
-is entered later, at the positions that count.
+A head predicts at every position of a text at once. `unroll` returns the head's last states: logits are computed later,
+and only at positions that count.
 """
 
 from __future__ import annotations
@@ -19,48 +19,48 @@ from slipstream.heads.blocks import Blocks
 from slipstream.training.data import Batch
 from slipstream.training.glancing import Practice, glance
 
-SPACING = 4  # positions between blocks. DeepSpec's 512 blocks of 7 in 4,096 tokens are one in 8, z-lab's of 16 alike
+SPACING = 4  # positions between blocks. DeepSpec has 512 blocks of 7 in 4,096 tokens, one per 8; z-lab the same of 16
 
 
 @dataclass(frozen=True)
 class Guess:
-    """One depth of guesses at every position, before the vocabulary."""
+    """The predictions of one depth at every position, before the output matrix."""
 
     inputs: tuple[Tensor, ...]  # each (b, t, ·)
     read: Callable[..., Tensor]  # the same rows of each input, (n, ·) -> (n, V') logits
-    # The same rows -> (n,) the logit of being accepted, which some heads guess too.
+    # The same rows -> (n,) the logit of the probability of acceptance, which some heads predict too.
     sure: Callable[..., Tensor] | None = None
-    # Where whole blocks are guessed, at some positions alone: inputs are (b, blocks·depths, ·) then. A token lies in
-    # several blocks; the guess that counts here is that of the turn-th, the nearest being 0.
+    # Set if whole blocks are predicted, after some positions only. Then inputs are (b, blocks·depths, ·). A token may
+    # be in several blocks: `turn` says in which of them it is predicted here, 0 is the nearest.
     blocks: Blocks | None = None
     turn: int = 0
 
     def aims(self, batch: Batch, depth: int) -> tuple[Tensor, Tensor, Tensor]:
-        """For every counted token, (n,) each: the row of its guess, whether there is one, and its depth. depth: that of
-        all, unless there are blocks."""
+        """For every counted token, (n,) each: the row of its prediction, whether there is one, and its depth. depth: of
+        all predictions, if there are no blocks."""
         if self.blocks is None:
             rows, reaches = batch.aims(depth)
             return rows, reaches, torch.full_like(rows, depth)
         return self.blocks.aims(batch.columns, batch.places // batch.tokens.shape[1], self.turn)
 
 
-# head, states (b, t, ·), tokens (b, t), depths; and what is known of the training, None where a head is only measured
+# head, states (b, t, ·), tokens (b, t), depths, and the state of the training (None: the head is only evaluated)
 Unroll = Callable[[Any, Tensor, Tensor, int, Practice | None], Iterator[Guess]]
 
 
 @dataclass(frozen=True)
 class Recipe:
     unroll: Unroll
-    depths: int | None  # guessed in training; None: as many as the head can
-    rate: float  # the learning rate at its peak
-    tokens: float = 1.0  # weight of the cross-entropy
-    features: float = 0.0  # weight of the smooth L1 distance between a guess's first input and the true state
-    labels: str = "distill"  # what is learnt, unless told: one of `losses.LABELS`
-    top: int = 0  # HASS: the cross-entropy over so many of the target's best tokens is added
+    depths: int | None  # predicted in training; None: as many as the head can
+    rate: float  # the highest learning rate
+    tokens: float = 1.0  # weight of the token loss
+    features: float = 0.0  # weight of the smooth L1 distance between a prediction's first input and the true state
+    labels: str = "distill"  # the default labels: one of `losses.LABELS`
+    top: int = 0  # HASS: add the cross-entropy over so many of the target's best tokens
     sizes: Mapping[str, str] = field(default_factory=dict)  # options of the command, and the head's names for them
 
     def depths_for(self, head: Head) -> int:
-        """Guessed in training, by a head of this kind."""
+        """How many depths this head predicts in training."""
         return self.depths or head.trained_depths or 5
 
 
@@ -72,7 +72,7 @@ def every_position(
 
 
 def falcon(head: Any, states: Tensor, tokens: Tensor, depths: int, practice: Practice | None = None) -> Iterator[Guess]:
-    """Each token is guessed once, in the block that it falls into. Beyond one block the head reads its own guesses."""
+    """Each token is predicted once, in its block. Beyond the first pass the head reads its own predictions."""
     k, read, following = head.config.block, states, later(tokens, 1)
     blocks = Blocks(tokens.shape[1], depths, -(-depths // k) * k, k - 1)
     if practice is not None:
@@ -83,7 +83,7 @@ def falcon(head: Any, states: Tensor, tokens: Tensor, depths: int, practice: Pra
 
 
 def dflash(head: Any, states: Tensor, tokens: Tensor, depths: int, practice: Practice | None = None) -> Iterator[Guess]:
-    """Blocks after some positions, the same distance apart, so that each token is guessed equally often."""
+    """Blocks after evenly spaced positions, so that each token is predicted equally often."""
     blocks = Blocks(tokens.shape[1], depths, min(SPACING, depths))
     if practice is not None:
         blocks = replace(blocks, first=practice.seed % blocks.stride)
@@ -92,7 +92,7 @@ def dflash(head: Any, states: Tensor, tokens: Tensor, depths: int, practice: Pra
     if (latent := head.latents(hidden, before)) is not None:
         inputs.append(latent)
     sure = None
-    if head.config.confidence:  # the last input is for that alone
+    if head.config.confidence:  # the last input is only for the confidence
         inputs.append(before)
         read, sure = _all_but_last(head.logits), _first_and_last(head.sure)
     rows = tuple(x.flatten(1, 2) for x in inputs)
@@ -101,7 +101,7 @@ def dflash(head: Any, states: Tensor, tokens: Tensor, depths: int, practice: Pra
 
 
 def spire(head: Any, states: Tensor, tokens: Tensor, depths: int, practice: Practice | None = None) -> Iterator[Guess]:
-    """A draft after every so many positions as it is deep, so that each token is guessed once."""
+    """A block after every `depths` positions, so that each token is predicted once."""
     blocks = Blocks(tokens.shape[1], depths, depths)
     if practice is not None:
         blocks = replace(blocks, first=practice.seed % blocks.stride)
@@ -117,7 +117,7 @@ def _first_and_last(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def named(*same: str, **others: str) -> dict[str, str]:
-    """Options for sizes: those that a head calls the same, and its own names for others."""
+    """Options for sizes: `same` have the same name in the head's config, `others` map to another name."""
     return {name: name for name in same} | others
 
 
@@ -127,8 +127,8 @@ RECIPES = {
     "mlp": Recipe(every_position, None, 1e-3, sizes=named("inner_dim", heads="n_predict", tied="tie_weights")),
     "eagle": Recipe(every_position, 1, 1e-3, tokens=0.1, features=1.0, sizes=named(inner_dim="intermediate_size")),
     "eagle3": Recipe(every_position, 5, 1e-3, sizes=named("draft_vocab", "tied", inner_dim="intermediate_size")),
-    # Published: 3e-5 for 20 epochs. Its hard labels are drawn from the target's distribution, which is what they are
-    # on average, so one cross-entropy does for both.
+    # Published: 3e-5 for 20 epochs, and a second loss on hard labels drawn from the target's distribution. Its
+    # expectation is the cross-entropy against the distribution, so one loss is enough.
     "falcon": Recipe(falcon, None, 1e-3, tokens=0.1, features=1.0, sizes=named("block", inner_dim="intermediate_size")),
     "dflash": Recipe(
         dflash,
@@ -136,7 +136,7 @@ RECIPES = {
         1e-3,
         sizes=named("block", "layers", "bias", "confidence", "draft_vocab", "tied", inner_dim="intermediate_size"),
     ),
-    # A third of what others learn with: its layers are the target's, so most is there already.
+    # A third of other heads' learning rate, since its layers start from the target's.
     "spire": Recipe(
         spire,
         4,
@@ -158,7 +158,7 @@ def find(name: str, hass: bool = False) -> Recipe:
 
 
 def name_sizes(name: str, given: dict[str, Any]) -> dict[str, Any]:
-    """The sizes under the head's own names. Those it doesn't have are refused."""
+    """The sizes under the head's own names. Unknown ones raise."""
     known = find(name).sizes
     if unknown := [size for size in given if size not in known]:
         has = ", ".join("--" + size.replace("_", "-") for size in known)

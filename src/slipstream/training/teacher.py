@@ -1,4 +1,4 @@
-"""The teacher: the frozen target, read once per batch for its hidden states, and asked what it would have said."""
+"""The teacher: the frozen target. It is run once per batch for its hidden states, and gives its distributions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from slipstream.targets.trees import input_device, unwrapped
 
 
 class Speaker:
-    """A model as last states and what they say, so that logits need exist at few positions at a time."""
+    """A model split into last states and logits, so that logits can be computed at few positions at a time."""
 
     def __init__(self, model: Any) -> None:
         self.model, self.lender = unwrapped(model).eval(), Lender.of(model)
@@ -23,7 +23,7 @@ class Speaker:
         self._check()
 
     def last(self, tokens: Tensor) -> Tensor:
-        """(b, t) -> (b, t, H) the states that choose the next tokens."""
+        """(b, t) -> (b, t, H) the last states, from which logits are computed."""
         states: Tensor = self.model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
         return states
 
@@ -37,13 +37,13 @@ class Speaker:
 
     @torch.no_grad()
     def _check(self) -> None:
-        """What follows from the last states must be what the model says."""
+        """Raise unless logits computed from the last states equal the model's own."""
         ids = torch.arange(8, device=self.device)[None] % self.vocabulary
-        said, derived = (
+        expected, derived = (
             self.model(input_ids=ids, use_cache=False).logits.float(),
             self.logits(self.last(ids)).float(),
         )
-        if said.shape != derived.shape or not (said - derived).norm() <= 0.05 * said.norm():
+        if expected.shape != derived.shape or not (expected - derived).norm() <= 0.05 * expected.norm():
             raise ModelError(
                 f"{type(self.model).__name__} has more to its logits than an output matrix, a scale and a cap: "
                 "heads and drafts for it can't be trained here"
@@ -52,14 +52,14 @@ class Speaker:
 
 class Teacher(Speaker):
     def __init__(self, model: Any, head: Head) -> None:
-        """The head is bound to the model."""
+        """head: bound to the model."""
         super().__init__(model)
         self.head = head
         self._last = head.lender.layers
         self._layers = head.layers(self._last)
         self._draft_ids = head.draft_ids  # (V',)
-        self._own: Tensor | None = None  # (V,) the head's id of each of the target's, -1 where it has none
-        self._rows: Any = None  # (V', H) the output matrix for its ids alone, where it is no more than a matrix
+        self._own: Tensor | None = None  # (V,) the head's id for each of the target's ids, -1: it has none
+        self._rows: Any = None  # (V', H) the output matrix's rows for the head's ids, if it is a plain matrix
         if self._draft_ids is not None:
             if type(head.lender.lm_head) is torch.nn.Linear and head.lender.lm_head.bias is None:
                 self._rows = head.lender.matrix()[self._draft_ids]
@@ -69,14 +69,14 @@ class Teacher(Speaker):
 
     @torch.no_grad()
     def read(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """(b, t) -> the states that the head reads (b, t, ·), and those that chose the next tokens (b, t, H)."""
+        """(b, t) -> the states that the head reads (b, t, ·), and the last states (b, t, H)."""
         with asked_states(self.model, self._layers) as states:
             out = self.model.base_model(input_ids=tokens, use_cache=False, output_hidden_states=True)
         return self.head.join(states(out)), out.hidden_states[self._last]
 
     @torch.no_grad()
     def distribution(self, last: Tensor) -> Tensor:
-        """(n, H) -> (n, V') float32: what it would say next, among the tokens that the head can say."""
+        """(n, H) -> (n, V') float32: the target's distribution, restricted to the head's vocabulary."""
         if self._rows is not None:
             logits = self.capped(last @ self._rows.T)
         else:
@@ -86,7 +86,7 @@ class Teacher(Speaker):
         return logits.softmax(-1, dtype=torch.float32)
 
     def labels(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """(n,) -> the head's own ids (n,), and which of the tokens it has (n,); where it hasn't, 0 stands in."""
+        """(n,) -> the head's own ids (n,), 0 for tokens outside its vocabulary; and which are inside (n,)."""
         if self._own is None:
             return tokens, torch.ones_like(tokens, dtype=torch.bool)
         own = self._own[tokens]

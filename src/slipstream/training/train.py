@@ -1,4 +1,4 @@
-"""train: from a target and what it wrote to a head in a folder, with the log of how it came about."""
+"""train: train a head for a target on texts that the target wrote, into a folder with the log of training."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ DRAFT_VOCAB = {"eagle3": 8192, "redrafter": 12288, "dflash": 8192}
 
 @dataclass(frozen=True)
 class Lesson:
-    """What is learnt, and what counts."""
+    """The kind of head, its loss, and the texts to train on."""
 
     head: str  # its kind
-    hass: bool = False  # eagle alone
+    hass: bool = False  # only for eagle
     labels: str | None = None  # distill, hard, tv or overlap; None: the recipe's
-    depths: int | None = None  # guessed in training; None: the recipe's
-    decay: float = 0.8  # each depth counts so much of the one before
+    depths: int | None = None  # predicted in training; None: the recipe's
+    decay: float = 0.8  # the weight of a depth, relative to the depth before
     length: int = 1024  # tokens of a text at most
-    count_all: bool = False  # tokens that the target only read count too
-    any_author: bool = False  # texts that another model wrote will do
+    count_all: bool = False  # also count tokens that the target only read
+    any_author: bool = False  # also accept texts that another model wrote
 
     def __post_init__(self) -> None:
         recipes.find(self.head, self.hass)
@@ -75,14 +75,14 @@ def train(
 ) -> Trained:
     """Train a head for a transformers model on files that `collect` wrote, into a new folder, in the model's precision.
 
-    sizes go to the head's `fresh`, but for draft_vocab: how many of the data's most frequent tokens eagle3, dflash and
-    spire can guess, and redrafter where it doesn't draw. start: a head to begin with instead of a fresh one; then the
-    sizes are its own, but that a redrafter may get more layers, and looks among this data's tokens. resume: go on from
-    the folder's checkpoint.
+    sizes are passed to the head's `fresh`, except draft_vocab: how many of the data's most frequent tokens eagle3,
+    dflash and spire can predict, and redrafter when it drafts greedily. start: a head to start from instead of a new
+    one; it keeps its sizes, except that a redrafter may get more layers and the likely tokens of this data. resume: go
+    on from the folder's checkpoint.
     """
     processes = processes or Processes(str(model.device))
     checkpoint.check_folder(folder, resume)
-    processes.wait()  # the first one makes the folder, but not before all have looked
+    processes.wait()  # the first process creates the folder after all have checked it
     name, vocabulary = Lender.of(model).name, Lender.of(model).vocab_size
     author = None if lesson.any_author else name
     texts, held_out = read_texts(data, vocabulary, author, lesson.length, lesson.count_all)
@@ -124,7 +124,7 @@ def train(
 def run(
     loop: Steps, folder: Path, setup: dict[str, Any], save: Callable[[], None], resume: bool, watch: Watch | None
 ) -> None:
-    """All steps, with their log in the folder. resume: go on from its checkpoint, if it was made under this setup."""
+    """Run all steps, with their log in the folder. resume: go on from its checkpoint, which must have this setup."""
     if resume:
         loop.restore(checkpoint.load(folder, setup))
     log = None

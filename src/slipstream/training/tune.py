@@ -1,15 +1,15 @@
-"""tune: from a model alone to a head that `auto` asks for it.
+"""tune: train a head for a model, with no data but the model itself, and register it for `auto`.
 
-The model writes prompts, unless some are given, and answers them; a head is trained on the answers. Then the head is
-tried on prompts that it has not seen, against plain decoding and against `auto` without it, and registered if it pays.
-All of that lies in one folder, so that an interrupted run goes on in whichever phase it was:
+The model writes prompts, unless some are given, and answers them; a head is trained on the answers. Then it is compared
+with plain decoding and with `auto` without it, on held-out prompts, and registered if it is faster than both. All files
+are in one folder, so that an interrupted run can continue in any phase:
 
-    prompts.jsonl   what was asked, one question a line
+    prompts.jsonl   the prompts, one per line
     answers.jsonl   as `collect` writes it, or from a datastore that `--learn` filled
     held.jsonl      in the second case: answers for the trial
     head/           as `train` writes it
-    tuned.json      what the plan was, what each phase took, and what came of it
-    tune.html       the same as a page with charts, written whenever it stops
+    tuned.json      the plan, the time of each phase, and the results
+    tune.html       the same as a page with charts, written whenever the run stops
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ from slipstream.training.train import Lesson, start_from, train
 from slipstream.training.tune_page import write_page
 from slipstream.training.tuned import OWN, Trial, Tuned, TuneSettings
 
-LINES, LOOKS = 40, 12  # of loss and of accuracy in the log of a run, about: a curve that one can read
-LOG, EVALUATE = 20, 50  # steps between them at most: few texts are held out, so a look costs little
+LINES, LOOKS = 40, 12  # about how many losses and accuracies a run logs: enough for a readable curve
+LOG, EVALUATE = 20, 50  # steps between them, at most: few texts are held out, so an evaluation costs little
 
 Tell = Callable[[str], None]
 
@@ -67,37 +67,37 @@ def tune(
     watch: Watch | None = None,
     costs: Costs | None = None,
 ) -> Tuned:
-    """given: prompts; without any the model writes them. tell: is told in words how far it is; watch: the training.
-    costs: of this machine; None: they are measured."""
+    """given: prompts; if there are none, the model writes them. tell: called with messages about progress. watch:
+    called after each step of training. costs: of this machine; None: measure them."""
     if tokenizer is None:
         raise OptionError("tune needs the model's tokenizer: it writes and reads prompts as text")
     folder.mkdir(parents=True, exist_ok=True)
     run = Tuned.open(folder, settings, Lender.of(model).name)
-    if not run.accuracy:  # what can't be is refused before anything is kept
+    if not run.accuracy:  # refuse impossible settings before anything is saved
         if settings.start is not None:
             start_from(settings.start, model, Lesson(settings.head), settings.sizes)
         if settings.store is not None:
-            take(model, tokenizer, folder, run, tell)
+            take_from_store(model, tokenizer, folder, run, tell)
         if run.plan is None:
-            run.plan = foresee(model, tokenizer, folder, run, given, tell, costs)
+            run.plan = make_estimate(model, tokenizer, folder, run, given, tell, costs)
     try:
         if not run.accuracy:
-            # Once training has begun its texts stay as they are, even if more minutes were given.
+            # Once training has begun, no texts are added, even if more minutes were given.
             if settings.store is None and not (folder / "head" / checkpoint.NAME).is_file():
                 with LLM(model, tokenizer, "none", max_batch=batch_of(model)) as llm:
                     answer(llm, folder, run, given, tell)
             learn(model, folder, run, tell, watch)
         if run.registered is None:
-            attempt(model, tokenizer, folder, run, tell)
-            decide(model, folder, run)
-    finally:  # interrupted, it shows how far it came
+            run_trial(model, tokenizer, folder, run, tell)
+            register_if_faster(model, folder, run)
+    finally:  # also if interrupted, to show how far it came
         run.save(folder)
         write_page(run, model, folder)
     return run
 
 
-def decide(model: Any, folder: Path, run: Tuned) -> None:
-    """The measured gain decides: beyond noise, the head is registered, in place of the one that it began with."""
+def register_if_faster(model: Any, folder: Path, run: Tuned) -> None:
+    """Register the head if it is faster beyond noise. It replaces the head that training started from."""
     run.registered = run.at_least("without") > 1 and run.gain("plain") > 1
     if not run.registered:
         return
@@ -113,13 +113,13 @@ def planned(run: Tuned) -> Estimate:
 
 
 def first_questions(given: Sequence[Question]) -> Sequence[Question]:
-    """Those that are given; else every other built-in one. The rest of these is for the trial."""
+    """The given questions; if there are none, every other built-in one. The others are for the trial."""
     return given or [Question(prompt.turns[:1]) for prompt in builtin()[::2]]
 
 
 @contextmanager
 def timed(run: Tuned, phase: str) -> Iterator[None]:
-    """What it takes is added to the phase's time, even if it is interrupted."""
+    """Add the time of a block to a phase, even if it is interrupted."""
     clock = perf_counter()
     try:
         yield
@@ -128,14 +128,14 @@ def timed(run: Tuned, phase: str) -> Iterator[None]:
 
 
 def batch_of(model: Any) -> int:
-    """Answers at a time: on a CPU rows cost."""
+    """Answers at a time. Fewer on a CPU, where every row of a step takes time."""
     return 8 if model.device.type == "cpu" else 32
 
 
-def foresee(
+def make_estimate(
     model: Any, tokenizer: Any, folder: Path, run: Tuned, given: Sequence[Question], tell: Tell, costs: Costs | None
 ) -> Estimate:
-    """What will fit, told before it is begun; refused if that is too little for anything."""
+    """Estimate what fits into the time, and report it; raise if that is too little for a useful head."""
     settings, batch = run.settings, batch_of(model)
     tell("measuring what fits into the time")
     ready = first_questions(given)
@@ -158,8 +158,8 @@ def foresee(
 # ---- prompts and answers
 
 
-def take(model: Any, tokenizer: Any, folder: Path, run: Tuned, tell: Tell) -> None:
-    """The answers that a datastore holds, as it is when the run begins."""
+def take_from_store(model: Any, tokenizer: Any, folder: Path, run: Tuned, tell: Tell) -> None:
+    """Take the answers that a datastore holds when the run begins."""
     if (folder / ANSWERS).exists():
         return
     store, collection = Path(str(run.settings.store)), run.settings.collection
@@ -169,7 +169,7 @@ def take(model: Any, tokenizer: Any, folder: Path, run: Tuned, tell: Tell) -> No
 
 
 def answer(llm: LLM, folder: Path, run: Tuned, given: Sequence[Question], tell: Tell) -> None:
-    """Prompts are written, or taken, and answered, until its share of the time is over."""
+    """Write or take prompts and answer them, until the time of this phase is used up."""
     file, out = folder / "prompts.jsonl", folder / ANSWERS
     collecting = CollectSettings(planned(run).max_new_tokens, seed=run.settings.seed)
     asked = read_prompts(file)
@@ -180,7 +180,7 @@ def answer(llm: LLM, folder: Path, run: Tuned, given: Sequence[Question], tell: 
     at_most = 60 * ANSWERING * run.settings.minutes
     while True:
         with timed(run, "answering"):
-            # The first time: those that an earlier run left.
+            # In the first turn: prompts that an interrupted run has not answered.
             clock = perf_counter()
             found = collect(llm, split(asked)[0], out, collecting)
             pause(perf_counter() - clock, run.settings.share)
@@ -221,7 +221,7 @@ def learn(model: Any, folder: Path, run: Tuned, tell: Tell, watch: Watch | None)
         eval_every=max(1, min(EVALUATE, planned(run).steps // LOOKS)),
     )
     going = (place / checkpoint.NAME).is_file()
-    if place.exists() and not going:  # killed before its first checkpoint: nothing was learnt
+    if place.exists() and not going:  # killed before its first checkpoint: start training anew
         shutil.rmtree(place)
     lesson, sizes = Lesson(run.settings.head), name_sizes(run.settings.head, run.settings.sizes)
     start = run.settings.start
@@ -231,11 +231,11 @@ def learn(model: Any, folder: Path, run: Tuned, tell: Tell, watch: Watch | None)
     run.save(folder)
 
 
-def attempt(model: Any, tokenizer: Any, folder: Path, run: Tuned, tell: Tell) -> None:
-    """Plain decoding, `auto` as it is and `auto` with the head take turns on prompts that it has not seen."""
+def run_trial(model: Any, tokenizer: Any, folder: Path, run: Tuned, tell: Tell) -> None:
+    """The trial: plain decoding, `auto` as it was and `auto` with the head, in turns, on held-out prompts."""
     llms = {name: LLM(model, tokenizer, **options) for name, options in contestants(model, folder, run).items()}
     asked = trial_prompts(folder, run, has_template(llms["plain"]))
-    run.trials = []  # of an interrupted run: `auto` was in another state there
+    run.trials = []  # drop those of an interrupted run, in which `auto` had learnt other things
     clock, at_most = perf_counter(), 60 * TRYING * run.settings.minutes
     try:
         with timed(run, "trying"):
@@ -244,7 +244,7 @@ def attempt(model: Any, tokenizer: Any, folder: Path, run: Tuned, tell: Tell) ->
                     began = perf_counter()
                     found = compare(llms, kind, prompt)
                     pause(perf_counter() - began, run.settings.share)
-                except ContextError:  # longer than this model reads
+                except ContextError:  # longer than the model's context
                     continue
                 if min(found.tokens.values()) < 2:  # nothing was decoded after the first token: there is no speed
                     continue
@@ -259,7 +259,7 @@ def attempt(model: Any, tokenizer: Any, folder: Path, run: Tuned, tell: Tell) ->
 
 
 def contestants(model: Any, folder: Path, run: Tuned) -> dict[str, dict[str, Any]]:
-    """Options of an LLM for each. The head that training began with drafts before, the new one in its place."""
+    """Options of an LLM for each. If training started from a head, `without` has that head, `with` the new one."""
     known, old = [str(path) for _, path in heads_for(model)], run.settings.start
     others = [path for path in known if old is None or Path(path) != Path(old).resolve()]
     before = known if old is None else [*others, old]
@@ -271,7 +271,7 @@ def contestants(model: Any, folder: Path, run: Tuned) -> dict[str, dict[str, Any
 
 
 def trial_prompts(folder: Path, run: Tuned, template: bool) -> list[tuple[str, Prompt]]:
-    """Kinds and prompts: own ones and built-in ones by turns."""
+    """Pairs of kind and prompt: own and built-in ones alternate."""
 
     def asked(said: str) -> Prompt:
         return [{"role": "user", "content": said}] if template else said
@@ -286,7 +286,7 @@ def trial_prompts(folder: Path, run: Tuned, template: bool) -> list[tuple[str, P
 
 
 def compare(llms: dict[str, LLM], kind: str, prompt: Prompt) -> Trial:
-    """One prompt, answered by all."""
+    """Answer one prompt with every contestant."""
     results = {name: llm.generate(prompt, max_new_tokens=64) for name, llm in llms.items()}
     texts = [result.tokens for result in results.values()]
     stats = {name: result.stats for name, result in results.items()}

@@ -1,4 +1,4 @@
-"""A run of `tune` as one self-contained page: how training went, what the head is worth, where the time went."""
+"""A run of `tune` as one self-contained page: curves of training, the head's speed-up, and the time of each phase."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from slipstream.training.tuned import CONTESTANTS, OWN, Trial, Tuned, gained, in
 from slipstream.user_files import write_text
 
 PAGE = "tune.html"
-DEPTH_COLOURS = ("suffix", "pld", "eagle3", "model", "rest")  # five that stay apart for all eyes
+DEPTH_COLOURS = ("suffix", "pld", "eagle3", "model", "rest")  # five that colour-blind readers can tell apart
 PHASES = ("answering", "training", "trying")
 
 Points = Sequence[tuple[float, float]]
@@ -40,9 +40,9 @@ def page(run: Tuned, about: dict[str, Any], lines: Sequence[dict[str, Any]]) -> 
     document = {"provenance": {**about, **expected, "options": asdict(run.settings)}}
     kind = run.settings.head
     texts = "prompts" if run.settings.store is None else "answers of a datastore"
-    said = f"A{'n' * (kind[0] in 'ae')} {kind} head from {run.prompts:,} {texts}, "
-    said += f"tried on {len(run.trials)} prompts that it had not seen."
-    return sheet(document, "tune", escape(said), _figures(run), _notes(run), _charts(run, lines), _table(run))
+    subtitle = f"A{'n' * (kind[0] in 'ae')} {kind} head from {run.prompts:,} {texts}, "
+    subtitle += f"tried on {len(run.trials)} prompts that it had not seen."
+    return sheet(document, "tune", escape(subtitle), _figures(run), _notes(run), _charts(run, lines), _table(run))
 
 
 # ---- the head of the page
@@ -85,7 +85,7 @@ def _notes(run: Tuned) -> str:
 
 
 def names(run: Tuned) -> dict[str, str]:
-    """The contestants, as they are called on the page."""
+    """The contestants' names on the page."""
     kind = run.settings.head
     if run.settings.start is None:
         return {"plain": PLAIN, "without": "auto before", "with": f"auto with the {kind} head"}
@@ -166,7 +166,7 @@ def _trial_charts(run: Tuned) -> str:
 
 
 def curves(series: Sequence[tuple[Mark, Points]], unit: str, share: bool, width: int) -> str:
-    """A line for each series over minutes. Values begin at 0, so that a small change looks small."""
+    """A line for each series over minutes. The axis begins at 0, so that a small change looks small."""
     points = [point for _, found in series for point in found]
     if not points:
         return ""
@@ -189,7 +189,7 @@ def curves(series: Sequence[tuple[Mark, Points]], unit: str, share: bool, width:
 
 
 def bars(values: dict[str, float], colours: Sequence[str], show: str, width: int) -> str:
-    """A bar for each value, longest across the chart."""
+    """A bar for each value; the largest fills the width."""
     if not values:
         return ""
     left, right, line, thick = 14 + max(width_of(name) for name in values), 64, 24, 14
@@ -235,7 +235,7 @@ def yields(run: Tuned, width: int) -> str:
 
 
 def rows(run: Tuned) -> list[Row]:
-    """As a benchmark has them, so that its charts can draw them."""
+    """Rows like a benchmark's, for its charts."""
     if not run.trials:
         return []
     found = []

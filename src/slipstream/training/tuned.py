@@ -1,4 +1,4 @@
-"""What is known of a run of `tune`: its settings, what each phase took, and what came of it. Kept as tuned.json."""
+"""The state of a run of `tune`: its settings, the time of each phase, and results. Saved as tuned.json."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class TuneSettings:
     head: str = "eagle3"
     max_new_tokens: int | None = None  # of an answer; None: as many as the time allows, 256 at most
     seed: int = 0
-    store: str | None = None  # a datastore whose answers are learnt from; None: fresh ones
+    store: str | None = None  # a datastore whose answers are trained on; None: generate answers
     collection: str = "default"  # of the store
-    start: str | None = None  # a head to begin with; None: a fresh one
-    share: float = 1.0  # of the time that it works in; it pauses for the rest
+    start: str | None = None  # a head to start from; None: a new one
+    share: float = 1.0  # share of the time that it may use; it pauses for the rest
     sizes: dict[str, Any] = field(default_factory=dict)  # options of `train` for the head's sizes
 
     def __post_init__(self) -> None:
@@ -42,18 +42,18 @@ class TuneSettings:
 
 @dataclass
 class Trial:
-    """One prompt, by contestant."""
+    """Results of one prompt, by contestant."""
 
     kind: str  # own: a prompt like those it was trained on; else the category of a built-in one
     seconds: dict[str, float]  # per token
-    same: bool  # whether all said the same
+    same: bool  # whether all gave the same answer
     tokens: dict[str, int] = field(default_factory=dict)
     steps: dict[str, int] = field(default_factory=dict)  # forwards of the target
 
 
 @dataclass
 class Tuned:
-    """What is known of a run so far."""
+    """The state of a run."""
 
     settings: TuneSettings
     model: str
@@ -62,18 +62,18 @@ class Tuned:
     accuracy: list[float] = field(default_factory=list)
     trials: list[Trial] = field(default_factory=list)
     registered: bool | None = None  # None: not decided yet
-    plan: Estimate | None = None  # what was expected, and the sizes that it was begun with
+    plan: Estimate | None = None  # the estimate, and the sizes chosen by it
 
     def gain(self, over: str, kind: str | None = None) -> float:
-        """How many times as fast `auto` with the head is: a geometric mean over the prompts (of a kind)."""
+        """The speed-up of `auto` with the head: a geometric mean over the prompts (of a kind)."""
         return gained(self._of(kind), over)
 
     def interval(self, over: str, kind: str | None = None) -> tuple[float, float]:
-        """The 95% interval of that: four prompts on a busy machine prove little."""
+        """The 95% interval of `gain`."""
         return interval(self._of(kind), over)
 
     def at_least(self, over: str) -> float:
-        """Its lower end."""
+        """The lower end of `interval`."""
         return self.interval(over)[0]
 
     def tokens_per_step(self, who: str, kind: str | None = None) -> float | None:
@@ -82,7 +82,7 @@ class Tuned:
         return sum(t.tokens[who] for t in trials) / sum(t.steps[who] for t in trials) if trials else None
 
     def kinds(self) -> list[str]:
-        """Of the prompts that were tried: own ones first."""
+        """The kinds of the prompts in the trial, own ones first."""
         return sorted({t.kind for t in self.trials}, key=lambda kind: (kind != OWN, kind))
 
     def _of(self, kind: str | None) -> list[Trial]:
@@ -93,7 +93,7 @@ class Tuned:
 
     @classmethod
     def open(cls, folder: Path, settings: TuneSettings, model: str) -> Tuned:
-        """As it was left; refused if it was begun for something else."""
+        """Load a run, or start a new one. Raise if the folder has a run with other settings."""
         try:
             known = json.loads((folder / "tuned.json").read_text(encoding="utf-8"))
             found = cls(
@@ -113,17 +113,17 @@ class Tuned:
                 f"{folder} holds a run for {found.model} with {found.settings}, not for {model} with {settings}: go on "
                 "with the same, or name another folder"
             )
-        found.settings = settings  # more minutes may be given, and another share
+        found.settings = settings  # minutes and share may differ
         return found
 
 
 def gained(trials: Sequence[Trial], over: str, who: str = "with") -> float:
-    """How many times as fast one is as the other."""
+    """The speed-up of one contestant over another."""
     return float(np.exp(np.mean(_logs(trials, over, who)))) if trials else 0.0
 
 
 def interval(trials: Sequence[Trial], over: str, who: str = "with") -> tuple[float, float]:
-    """Its 95% interval, by drawing prompts anew."""
+    """The 95% interval of `gained`, by bootstrap over prompts."""
     if not trials:
         return 0.0, 0.0
     logs = _logs(trials, over, who)

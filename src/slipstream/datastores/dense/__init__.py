@@ -1,1 +1,1 @@
-"""Dense retrieval: the positions of a store as vectors of what the target thought there. See docs/dense.md."""
+"""Dense retrieval: search a store's positions by the target's hidden states there. See docs/dense.md."""

@@ -1,6 +1,6 @@
-"""Files of arrays: written whole or not at all, mapped, and checked page by page when they are first read.
+"""Files of arrays: written atomically, mapped, and checked page by page when they are first read.
 
-Parts, chunks and the transform are such files. docs/dense.md has the bytes.
+Parts, chunks and the transform are such files. docs/dense.md specifies the bytes.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ Plan = dict[str, tuple[DTypeLike, tuple[int, ...]]]  # name -> type and shape
 
 @contextmanager
 def writing(path: Path, facts: dict[str, Any], plan: Plan) -> Iterator[dict[str, NDArray[Any]]]:
-    """Arrays to be filled, in a mapped file, since they may be larger than memory. At the end of the block the file is
-    on the disk under its name; if the block fails, there is none."""
+    """Yield arrays to be filled, in a mapped file, since they may be larger than memory. After the block the file is
+    durable under its name; if the block fails, there is no file."""
     offset, arrays = PAGE, {}
     for name, (dtype, shape) in plan.items():
         size = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
@@ -44,7 +44,7 @@ def writing(path: Path, facts: dict[str, Any], plan: Plan) -> Iterator[dict[str,
     made = path.with_suffix(".making")
     try:
         with made.open("w+b") as file:
-            os.posix_fallocate(file.fileno(), 0, total)  # on a full disk, writing to a mapping ends the process
+            os.posix_fallocate(file.fileno(), 0, total)  # else writing to the mapping on a full disk ends the process
             mapped = mmap.mmap(file.fileno(), total)
             yield {name: _view(mapped, place) for name, place in arrays.items()}
             data = np.frombuffer(mapped, np.uint8)
@@ -61,7 +61,7 @@ def writing(path: Path, facts: dict[str, Any], plan: Plan) -> Iterator[dict[str,
 
 
 class Mapped:
-    """A file of arrays. `facts` is what it says about itself, `sum` the checksum of that, which names all else."""
+    """A file of arrays. `facts`: the fields of its header. `sum`: the header's checksum, which identifies the file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -95,36 +95,36 @@ class Mapped:
     def expect(self, **arrays: tuple[DTypeLike, tuple[int | None, ...]]) -> None:
         """Raise unless there are arrays of these types and shapes; None: of any length."""
         for name, (dtype, shape) in arrays.items():
-            _, told, found = self._arrays.get(name, (0, "", []))
+            _, stored, found = self._arrays.get(name, (0, "", []))
             fits = len(found) == len(shape) and all(n in (None, m) for n, m in zip(shape, found, strict=True))
-            if not fits or np.dtype(told or "V1") != np.dtype(dtype):
+            if not fits or np.dtype(stored or "V1") != np.dtype(dtype):
                 raise DamagedError(
-                    f"{self.path}: its {name} are {told} {found}, not {np.dtype(dtype)} {shape}: {AGAIN}"
+                    f"{self.path}: its {name} are {stored} {found}, not {np.dtype(dtype)} {shape}: {AGAIN}"
                 )
 
     def doubt(self) -> None:
-        """Check every page again before it is believed again."""
+        """Have every page checked again when it is next read."""
         self._seen[:] = 0
 
     def __getitem__(self, name: str) -> NDArray[Any]:
-        """An array, checked as a whole; a copy, since it is believed for long."""
+        """An array, checked as a whole. A copy, since it is not checked again."""
         with watching(self.path):
             self.check(name, 0, self._arrays[name][2][0])
             return self.array(name).copy()
 
     def whole(self, name: str) -> NDArray[Any]:
-        """The same where it lies, for what is too large to be copied."""
+        """An array, checked as a whole, without a copy."""
         array = self.array(name)
         self.check(name, 0, len(array))
         return array
 
     def array(self, name: str) -> NDArray[Any]:
-        """An array whose rows are to be checked before they are read."""
+        """An array whose rows must be checked (`check`) before they are read."""
         offset, dtype, shape = self._arrays[name]
         return self._map.array(dtype, int(np.prod(shape, dtype=np.int64)), offset).reshape(shape)
 
     def check(self, name: str, first: int, last: int) -> None:
-        """Raise if the rows first..last of an array are not as they were written."""
+        """Raise if the rows first..last - 1 of an array are damaged."""
         offset, dtype, shape = self._arrays[name]
         row = int(np.prod(shape[1:], dtype=np.int64)) * np.dtype(dtype).itemsize
         begin, end = offset - PAGE + first * row, offset - PAGE + last * row
@@ -132,13 +132,13 @@ class Mapped:
             raise DamagedError(f"{self.path}: page {bad + 1} is damaged, in its {name}; {AGAIN}")
 
     def verify(self) -> None:
-        """Read all of it."""
+        """Read and check all arrays."""
         for name in self._arrays:
             self.check(name, 0, self._arrays[name][2][0])
 
 
 def _possible(header: dict[str, Any]) -> None:
-    """Raise unless every array lies within the pages that are checked."""
+    """Raise unless every array lies within the pages that have checksums."""
     size = header["bytes"]
     if type(size) is not int or size < PAGE or (size - PAGE) % (PAGE + 8) or type(header["sums"]) is not str:
         raise ValueError(f"it can't have {size} bytes")
@@ -159,7 +159,7 @@ def _view(mapped: mmap.mmap, place: list[Any]) -> NDArray[Any]:
 
 @compiled
 def _damaged(data, sums, seen, first, last):  # type: ignore[no-untyped-def]
-    """The first page that is not as it was written, or -1."""
+    """The first damaged page, or -1."""
     for page in range(first, last):
         if seen[page] == 0:
             if xxh64(np.int64(data.ctypes.data) + page * PAGE, np.int64(PAGE), np.uint64(0)) != sums[page]:

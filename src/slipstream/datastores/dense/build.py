@@ -1,8 +1,8 @@
 """Build: the target reads every document of a store, and its states become vectors.
 
-First states of a sample, to fit the transform; then vectors of everything, in chunks of a few documents; then a part
-that groups them. Every file is whole or absent and names its documents by their content, so whatever interrupts this,
-the same call goes on and reads at most the chunks again that were being read.
+First come states of a sample, to fit the transform; then vectors of all documents, in chunks of a few documents; then a
+part that groups them. Every file is complete or absent and identifies its documents by their content. So after an
+interruption the same call continues, and only chunks that were being read are read again.
 """
 
 from __future__ import annotations
@@ -55,19 +55,19 @@ from slipstream.workers import Workers
 
 log = logging.getLogger("slipstream")
 
-Progress = Callable[[str, int, int], None]  # what is being done, positions done, of how many
-USUAL = 64  # numbers of a vector
-FEW = 4  # parts of a collection: more become one
+Progress = Callable[[str, int, int], None]  # stage, positions done, positions in all
+USUAL = 64  # default dimensions of a vector
+FEW = 4  # more parts of a collection are merged
 
 
 @dataclass(frozen=True)
 class EmbedSettings:
-    dims: int | None = None  # numbers of a vector; None: those that are there, else 64, or as many as a state has
+    dims: int | None = None  # dimensions of a vector; None: as the store's vectors; if there are none, 64 at most
     window: int = 1024  # tokens that the model reads at a time
-    overlap: int = 256  # tokens that a window repeats of the one before, as context
+    overlap: int = 256  # tokens of the previous window that a window repeats as context
     sample: int = 1_000_000  # positions that the transform is fitted on
     batch_tokens: int = 4096  # tokens of a forward, padding included
-    chunk_tokens: int = 1 << 15  # tokens of a chunk: what each worker loses at most when it is killed
+    chunk_tokens: int = 1 << 15  # tokens of a chunk: the most that a worker loses when it is killed
 
     def __post_init__(self) -> None:
         if (
@@ -81,11 +81,11 @@ class EmbedSettings:
 
 @dataclass(frozen=True)
 class Embedded:
-    """What came of it."""
+    """The result of `embed`."""
 
     documents: int  # read by this call
-    vectors: int  # that became part of the store by this call
-    known: int  # documents that had been read before
+    vectors: int  # added to the store by this call
+    known: int  # documents that were read before
     dims: int
     explained: float  # share of the states' variance that the vectors keep
 
@@ -104,8 +104,8 @@ def embed(
     progress: Progress | None = None,
     workers: Workers | None = None,
 ) -> Embedded:
-    """Make the vectors that a store lacks. loads: one per worker; a single one works in this process. workers: who
-    have loaded a `reader` instead, and see the store's folder; they are not closed."""
+    """Make the vectors that a store lacks. loads: one per worker; a single one runs in this process. workers: used
+    instead, if given; they have loaded a `reader` and see the store's folder, and are not closed."""
     folder = store.folder / FOLDER
     try:
         folder.mkdir(exist_ok=True)
@@ -153,7 +153,7 @@ class _Build:
         self.texts = {c: TextIndex(store.runs(c)) for c in store.collections}
 
     def _continued(self, origin: Origin) -> VectorManifest:
-        """What there is, less what is damaged. The transform stays, so what it depends on must not change."""
+        """The existing manifest without damaged parts. The transform stays, so what it depends on must be the same."""
         manifest = read_manifest(self.folder)
         manifest.expect(self.folder, origin)
         manifest.belongs(self.folder, self.store.manifest.id)
@@ -188,7 +188,7 @@ class _Build:
         return Embedded(len(due), made, known, transform.dims, float(transform.explained.sum()))
 
     def _sweep(self) -> None:
-        """Remove what a killed build left that is of no use."""
+        """Remove useless files of a killed build."""
         self._drop_unnamed()
         for path in self.folder.glob("*.making"):
             path.unlink()
@@ -203,7 +203,7 @@ class _Build:
                     file.path.unlink()
 
     def _drop_unnamed(self) -> None:
-        """Parts that no longer count, and their graphs."""
+        """Remove parts that the manifest doesn't name, and their graphs."""
         named = {e.name.partition(".")[0] for e in self.manifest.parts}
         for path in (*self.folder.glob("*.part"), *self.folder.glob("*.graph")):
             if path.name.partition(".")[0] not in named:
@@ -216,7 +216,7 @@ class _Build:
         return np.concatenate([np.empty(0, np.uint64), *parts])
 
     def _due(self) -> list[Unread]:
-        """The documents that are in no file yet, in the order of digests."""
+        """Documents that are in no file yet, in the order of digests."""
         there = {c: set(self._in_parts(c).tolist()) for c in self.texts}
         for file in (*chunks(self.folder, "chunk", self.manifest), *chunks(self.folder, "states", self.manifest)):
             there.setdefault(file.facts["collection"], set()).update(file["digests"].tolist())
@@ -229,8 +229,8 @@ class _Build:
         return sorted(found, key=lambda d: d.digest)
 
     def _fit(self, due: list[Unread]) -> Transform:
-        """Read documents in the order of digests, which is a random one, until there are enough positions to fit on.
-        Their states stay on the disk, so that they need not be read again."""
+        """Read documents in the order of digests, which is random, until there are enough positions, and fit the
+        transform. Their states are kept on the disk, so that they need not be read again."""
         have = sum(len(file.array("rows")) for file in chunks(self.folder, "states", self.manifest))
         keys = np.cumsum([have, *(int(keys_of(len(d.tokens))) for d in due)])
         self._read(due[: int(np.searchsorted(keys, self.settings.sample))], "sampling", None)
@@ -244,7 +244,7 @@ class _Build:
         return transform
 
     def _reduce(self, transform: Transform) -> None:
-        """The states of the sample as vectors."""
+        """Turn the states of the sample into vectors."""
         for file in chunks(self.folder, "states", self.manifest):
             if not file.path.with_suffix(".chunk").exists():
                 chunk = read_chunk(file)
@@ -271,7 +271,7 @@ class _Build:
                 future.cancel()
 
     def _group(self) -> int:
-        """A part of each collection's chunks."""
+        """Make a part from each collection's chunks."""
         made = 0
         collections: dict[str, list[Path]] = {}
         for file in chunks(self.folder, "chunk", self.manifest):
@@ -286,7 +286,7 @@ class _Build:
         return made
 
     def _merge(self) -> None:
-        """One part instead of many, or of those that hold much of documents that are gone."""
+        """Merge a collection's parts if there are too many, or if many of their vectors are of removed documents."""
         for collection, texts in self.texts.items():
             entries = [e for e in self.manifest.parts if e.collection == collection]
             parts = [VectorPart(self.folder, self.manifest, e) for e in entries]
@@ -300,7 +300,7 @@ class _Build:
         self._drop_unnamed()
 
     def _link(self) -> None:
-        """Graphs for the large groups, if there is a library that makes them."""
+        """Make graphs for large groups, if the library is installed."""
         if index.installed():
             for entry in self.manifest.parts:
                 index.write_graphs(
@@ -309,7 +309,7 @@ class _Build:
 
 
 def portions(documents: Iterable[Unread], tokens: int) -> Iterator[list[Unread]]:
-    """Documents of one collection, of about so many tokens together."""
+    """Groups of documents of one collection, of about so many tokens."""
     waiting: dict[str, list[Unread]] = {}
     sizes: dict[str, int] = {}
     for document in documents:
@@ -338,7 +338,7 @@ def _write(
     documents: list[Unread],
     transform: Transform | None,
 ) -> int:
-    """Read documents and write their file: vectors, or states if there is no transform yet. Returns how many rows."""
+    """Read documents and write their file: vectors, or states without a transform. Returns the number of rows."""
     rows = reader.rows([d.tokens for d in documents], manifest.window, manifest.overlap, batch_tokens, transform)
     digests = np.array([d.digest for d in documents], np.uint64)
     lengths = np.array([len(d.tokens) for d in documents], np.uint32)

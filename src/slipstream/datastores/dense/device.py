@@ -1,7 +1,7 @@
-"""Search on the target's device, where the states are: they never leave it, only the drafts' places come down.
+"""Search on the target's device: states stay there, and only the places of drafts are copied to the host.
 
-A whole batch is searched at once. On a GPU that is a captured function of the states and of the groups' bounds
-(`scan.py`), elsewhere plain torch.
+A whole batch is searched at once: on a GPU by a captured function of the states and the groups' bounds (`scan.py`),
+elsewhere in plain torch.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ NONE = -(1 << 63)  # no row
 def nearest(
     transform: Transform, vectors: Tensor, count: int, states: Tensor, bounds: Tensor, own: Tensor | None = None
 ) -> Tensor:
-    """vectors (n, D), states (b, H), bounds (b, 2): the rows that each may find; own (b, m, D) float32, m even.
+    """vectors (n, D), states (b, H), bounds (b, 2): the range of rows for each; own (b, m, D) float32, m even.
 
-    (b, count + m / 2) int64: the nearest rows as `packed` has them, the best first, NONE where there are no more; then
-    two similarities of own in each.
+    Returns (b, count + m / 2) int64: the nearest rows in the form of `packed`, the best first, NONE if there are fewer;
+    then the similarities of own, two in each number.
     """
     if vectors.device.type == "cuda":
         from slipstream.datastores.dense.scan import nearest_rows
@@ -46,7 +46,7 @@ def nearest(
 def nearest_plainly(
     transform: Transform, vectors: Tensor, count: int, states: Tensor, bounds: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """As `scan.nearest_rows`."""
+    """`scan.nearest_rows` in plain torch."""
     queries = transform(states)
     best = torch.full((len(states), count), NONE, device=vectors.device)
     for place, query, (first, last) in zip(best, queries, bounds.tolist(), strict=True):
@@ -58,9 +58,9 @@ def nearest_plainly(
 
 
 def packed(similarity: Tensor, row: Tensor) -> Tensor:
-    """Both as one int64: the larger the similarity, the larger it is; of equals, the earlier row's is larger.
+    """Similarity and row as one int64, which grows with the similarity. In a tie the earlier row is larger.
 
-    As an integer, a float's bits have its order if it is positive, and the reverse if it is negative.
+    Read as an integer, a float's bits have the same order if it is positive, and the reverse if it is negative.
     """
     bits = similarity.float().view(torch.int32)
     order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
@@ -68,7 +68,7 @@ def packed(similarity: Tensor, row: Tensor) -> Tensor:
 
 
 def unpacked(keys: NDArray[np.int64]) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """The similarities and rows of those that are rows."""
+    """The similarities and rows, without entries that are NONE."""
     order = (keys >> 32).astype(np.int32)
     there = order > np.iinfo(np.int32).min
     order, row = order[there], 0xFFFFFFFF - (keys[there] & 0xFFFFFFFF)
@@ -76,7 +76,7 @@ def unpacked(keys: NDArray[np.int64]) -> tuple[NDArray[np.float32], NDArray[np.i
 
 
 class Loaded:
-    """A collection's vectors on a device: those of all parts as one, without what is gone."""
+    """A collection's vectors on a device: all parts together, without removed documents."""
 
     def __init__(self, view: View, transform: Transform, count: int, device: torch.device) -> None:
         self.view = view
@@ -103,11 +103,11 @@ class Loaded:
         return len(self.row)
 
     def search(self, bounds: Tensor, *states: Tensor) -> NDArray[np.int64]:
-        """See `nearest`; bounds are on the host, and so is what is found, until the next search."""
+        """See `nearest`. bounds and the result are on the host; the result is valid until the next search."""
         return self._search.fetch(bounds, *states).numpy()
 
     def fits(self, view: View) -> bool:
-        """Whether a newer view has the same vectors: documents may have moved, or have been added without any."""
+        """Whether a newer view has the same vectors. Documents may have moved, or been added without vectors."""
         return view is self.view or (
             view.parts == self.view.parts and all(map(np.array_equal, view.alive, self.view.alive))
         )
@@ -144,7 +144,7 @@ class DeviceFinder(Finder):
         view = self.vectors.view(collection)
         held = self._loaded.get(collection)
         if held is None or not held.fits(view):
-            self._loaded.pop(collection, None)  # there may be no room for both
+            self._loaded.pop(collection, None)  # first, since there may be no room for both
             held = self._loaded[collection] = Loaded(view, self.transform, self.count, self.device)
         held.view = view
         return held

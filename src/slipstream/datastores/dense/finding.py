@@ -1,5 +1,5 @@
-"""Finders: from the states that chose the roots of a batch to drafts. One searches on the CPU, one on the target's
-device, one asks a vector database; all are asked in the same way."""
+"""Finders: find drafts from the states that chose the roots of a batch. There are finders on the CPU, on the target's
+device, and in a vector database, with one interface."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from slipstream.datastores.dense.transform import Transform
 
 @dataclass(frozen=True, eq=False)
 class Asked:
-    """One sequence's question: what may follow this root, which this state chose?"""
+    """The query of one sequence: a root, and the state that chose it."""
 
     collection: str
     state: Tensor  # (H,) on the target's device
     root: int
-    own: Own | None = None  # the text so far, to be searched too
+    own: Own | None = None  # the request's text, to be searched too
 
 
 class Finder(ABC):
@@ -33,19 +33,19 @@ class Finder(ABC):
 
     @abstractmethod
     def near(self, asked: Sequence[Asked]) -> list[Drafts]:
-        """For each, what followed the root where states were most similar, the most similar first."""
+        """For each query, what followed the root where states were most similar, the most similar first."""
 
     def refresh(self) -> None:  # noqa: B027  (a database needs none)
-        """See what was embedded since."""
+        """Load what was embedded since."""
 
     def with_text(self, one: Asked, drafts: Drafts, query: Tensor) -> Drafts:
-        """The best of those, and of those in the text itself if it is to be searched. query: on the host."""
+        """The best of these drafts and, if the request's text is searched, of those in it. query: on the host."""
         if one.own is None or not one.own.count(one.root):
             return drafts
         return self.with_own(one, drafts, (one.own.rows(one.root).cpu() @ query).numpy())
 
     def with_own(self, one: Asked, drafts: Drafts, similarity: NDArray[np.float32]) -> Drafts:
-        """The same, where the similarities in the text are known."""
+        """Like `with_text`, with the similarities in the text given."""
         assert one.own is not None
         every = np.concatenate([drafts.similarity, similarity])
         tokens = [*drafts.tokens, *one.own.after(one.root, self.length)]
@@ -57,7 +57,7 @@ class HostFinder(Finder):
     """Searches the mapped files of a store."""
 
     def __init__(self, vectors: Vectors, count: int, length: int, unfiltered: bool = False) -> None:
-        """unfiltered: the paper's way, for comparison: of the nearest of all, those that the root followed."""
+        """unfiltered: search all positions, then keep those that the root followed: the paper's way, for comparison."""
         super().__init__(vectors.transform, count, length)
         self.vectors, self.unfiltered = vectors, unfiltered
 

@@ -1,7 +1,7 @@
-"""Approximate search in the groups that are too large to be searched exactly. USearch does it, where it is installed
-(`pip install slipstream-llm[dense]`); without it every group is searched exactly.
+"""Approximate search in groups that are too large for exact search, by USearch (`pip install slipstream-llm[dense]`).
+Without it, every group is searched exactly.
 
-The graph of a group is a file beside its part, NNNNNNNN.TOKEN.graph, and is used as it lies there, without loading.
+The graph of a group is a file next to its part, NNNNNNNN.TOKEN.graph, and is used memory-mapped.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from slipstream.datastores.dense.vectors import Half, VectorPart
 from slipstream.errors import DamagedError
 
 # Chosen by measuring: see docs/log/dense.md.
-LARGE = 1 << 15  # vectors of a group that gets a graph
-LINKS, MADE = 16, 256  # links of a vector; vectors looked at to place one,
-LOOKED = (128, 192, 256, 384)  # and to find some: the first number that finds enough
-FOUND = 0.995  # of the ten nearest, which is enough: those of a text that the store has nothing of are harder to find
-TRIED = 100  # vectors that this is tried with, before they are stored themselves
+LARGE = 1 << 15  # groups with more vectors get a graph
+LINKS, MADE = 16, 256  # links per vector; vectors visited to insert one
+LOOKED = (128, 192, 256, 384)  # vectors visited in a search: the first number that reaches FOUND is used
+FOUND = 0.995  # recall of the ten nearest. Recall is lower for texts that are unlike the store's
+TRIED = 100  # vectors by which recall is measured, before they are stored themselves
 
 
 def installed() -> bool:
@@ -32,7 +32,7 @@ def installed() -> bool:
 
 
 def write_graphs(part: VectorPart, large: int = LARGE, progress: Callable[[int, int], None] | None = None) -> None:
-    """The graphs that a part lacks, or whose files are damaged. progress: vectors done, of how many."""
+    """Write graphs of a part that are missing or damaged. progress: vectors done, vectors in all."""
     part.check(0, len(part))
     sizes = np.diff(part.starts)
     due = [t for t in np.flatnonzero(sizes > large).tolist() if not _is_whole(path_of(part.path, t))]
@@ -60,8 +60,8 @@ def path_of(part: Path, token: int) -> Path:
 
 
 def graph_of(vectors: Half) -> tuple[NDArray[np.uint8], int]:
-    """A graph of (n, D), which has them too, and how many must be looked at to find enough of the nearest: groups
-    differ in that."""
+    """A graph of (n, D), with the vectors in it, and how many must be visited in a search to reach FOUND, which differs
+    between groups."""
     vectors, index = np.ascontiguousarray(vectors), empty(vectors.shape[1])
     tried = np.unique(np.linspace(0, len(vectors) - 1, TRIED).astype(np.int64))
     first = np.delete(np.arange(len(vectors)), tried)
@@ -76,7 +76,7 @@ def graph_of(vectors: Half) -> tuple[NDArray[np.uint8], int]:
 def _enough(index: Any, vectors: Half, stored: NDArray[np.int64], tried: NDArray[np.int64]) -> int:
     similar = vectors[tried].astype(np.float32) @ vectors.astype(np.float32).T  # (tried, n)
     count = min(10, len(stored))
-    tenth = np.partition(similar[:, stored], -count, 1)[:, -count, None]  # what is as near as this is near enough
+    tenth = np.partition(similar[:, stored], -count, 1)[:, -count, None]  # anything at least as near counts as found
     for looked in LOOKED:
         index.expansion_search = looked
         found = index.search(vectors[tried], count, threads=1).keys.astype(np.int64)  # (tried, count)
@@ -86,7 +86,7 @@ def _enough(index: Any, vectors: Half, stored: NDArray[np.int64], tried: NDArray
 
 
 class Graph:
-    """Of one group."""
+    """The graph of one group."""
 
     def __init__(self, data: NDArray[np.uint8], dims: int, looked: int = LOOKED[0]) -> None:
         self._data = data  # the index points into it
@@ -98,7 +98,7 @@ class Graph:
         return len(self._index)
 
     def near(self, query: NDArray[np.float32], count: int) -> NDArray[np.int64]:
-        """The rows of the group, from 0 on, that are probably the nearest."""
+        """The rows within the group that are probably the nearest."""
         found = self._index.search(query.astype(np.float16), count, threads=1)
         return found.keys.astype(np.int64)
 
@@ -113,7 +113,7 @@ class Graphs:
         self._open: dict[int, Graph] = {}
 
     def get(self, token: int, size: int) -> Graph | None:
-        """size: rows of the group. A graph that has others was made for another part, and is not used."""
+        """size: rows of the group. A graph of another size was made for another part, and is not used."""
         if token not in self._tokens:
             return None
         if token not in self._open:
@@ -133,6 +133,6 @@ class Graphs:
 
 
 def empty(dims: int, made: int = MADE) -> Any:
-    """A graph of vectors that are still to come."""
+    """An empty graph."""
     usearch = importlib.import_module("usearch.index")
     return usearch.Index(ndim=dims, metric="ip", dtype="f16", connectivity=LINKS, expansion_add=made)

@@ -1,4 +1,4 @@
-"""The vectors of the text that is being written, to be searched along with a store."""
+"""The vectors of a running request's text, to be searched together with a store."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-MOST = 64  # positions of the text that are looked at: the latest that the root followed
+MOST = 64  # positions of the text that are searched: the latest ones that the root followed
 
 
 class Own:
-    """One request's text, with a vector for each token whose state was seen."""
+    """One request's text, with a vector for each token whose state is known."""
 
     def __init__(self) -> None:
         self._tokens: list[int] = []
-        self._unseen = 0  # tokens at the beginning that the target had read before: they have no vectors
+        self._unseen = 0  # tokens at the beginning whose states are unknown: they have no vectors
         self._vectors: Tensor | None = None  # (room, D)
         self._followed: dict[int, list[int]] = {}  # token -> the positions that it followed
 
@@ -47,16 +47,16 @@ class Own:
         return self._followed.get(root, [])[-MOST:]
 
     def count(self, root: int) -> int:
-        """m: how many positions the root followed, as far as they are looked at."""
+        """m: how many positions, among those searched, the root followed."""
         return len(self._positions(root))
 
     def rows(self, root: int) -> Tensor:
-        """(m, D) their vectors; there must be one."""
+        """(m, D) their vectors; m must not be 0."""
         assert self._vectors is not None
         at = [position - self._unseen for position in self._positions(root)]
         return self._vectors[torch.tensor(at, dtype=torch.long, device=self._vectors.device)]
 
     def after(self, root: int, length: int) -> list[NDArray[np.int32]]:
-        """(m,) what stands after the root at each of them; the text ends with the root that is being asked about."""
+        """(m,) the tokens after the root at each of them. The text ends with the root of the query."""
         text = np.array([*self._tokens, root], np.int32)
         return [text[position + 2 : position + 2 + length] for position in self._positions(root)]

@@ -1,7 +1,7 @@
-"""Search: which positions of a store had states like this one, among those that the same token followed.
+"""Search: the positions of a store with states most similar to this one, among those that the same token followed.
 
-A small group is searched exactly, in the half precision it is stored in; a large one through its graph, and what that
-finds is compared exactly again.
+A small group is searched exactly, in the half precision that it is stored in; a large one by its graph, and the results
+are compared exactly again.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from slipstream.datastores.sparse.sort import Tokens
 from slipstream.errors import DamagedError, StoreError
 
 Query = NDArray[np.float32]  # (D,) of unit length
-AHEAD = 32  # rows: a scan asks for them before it needs them, since it is faster than memory answers
-LINE = 64  # bytes that come at a time
-MORE = 4  # times as many are asked of a graph: some may be gone, and what it calls nearest is nearly so
+AHEAD = 32  # rows that a scan prefetches, since it is faster than memory
+LINE = 64  # bytes of a cache line
+MORE = 4  # a graph is asked for this many times as many: some may be removed, and its results are approximate
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,7 +56,7 @@ class Drafts:
 
 
 class View:
-    """A collection's vectors and where its documents stand now. It never changes."""
+    """A snapshot of a collection's vectors and of the current places of its documents. It never changes."""
 
     def __init__(self, parts: Sequence[VectorPart], texts: TextIndex) -> None:
         self.parts, self.texts = tuple(parts), texts
@@ -68,7 +68,7 @@ class View:
         return sum(len(part) for part in self.parts)
 
     def size(self, root: int) -> int:
-        """How many positions a root's group has."""
+        """Number of positions in a root's group."""
         groups = [part.group(root) for part in self.parts]
         return sum(last - first for first, last in groups)
 
@@ -87,7 +87,7 @@ class View:
         return best.found()
 
     def search_all(self, query: Query, count: int) -> Nearest:
-        """Among all positions, whatever followed."""
+        """Among all positions, whatever token followed."""
         best = _Best(query, count)
         for number, part in enumerate(self.parts):
             part.check(0, len(part))
@@ -101,7 +101,7 @@ class View:
         return Nearest(found.similarity[keep], found.part[keep], found.row[keep])
 
     def read(self, found: Nearest, length: int) -> Drafts:
-        """What stands after the token that followed each position."""
+        """The tokens after the root at each position."""
         tokens = []
         for number, row in zip(found.part.tolist(), found.row.tolist(), strict=True):
             part = self.parts[number]
@@ -115,7 +115,7 @@ class View:
 
 
 def _until(tokens: Tokens, vocabulary: int) -> int:
-    """How many of them are tokens, whatever a file says."""
+    """How many of them are valid tokens: a damaged file may hold others."""
     beyond = np.flatnonzero(tokens >= (vocabulary or MOST))
     return int(beyond[0]) if len(beyond) else len(tokens)
 
@@ -147,7 +147,7 @@ class Vectors:
     manifest: VectorManifest
 
     def __init__(self, store: Store, origin: Origin | None = None) -> None:
-        """origin: of the model whose states will be asked about; vectors of another one's are refused."""
+        """origin: of the model whose states will be searched for. Raise if the vectors are of another model."""
         self.store, self.folder = store, store.folder / FOLDER
         self._parts: dict[str, VectorPart] = {}
         self._views: dict[str, View] = {}
@@ -162,7 +162,7 @@ class Vectors:
         self.transform: Transform = transform
 
     def refresh(self) -> None:
-        """See what was embedded since, and believe no page for long."""
+        """Load what was embedded since, and have pages checked again from time to time."""
         self.store.refresh()
         if time.monotonic() - self._checked > RECHECK:
             self._checked = time.monotonic()
@@ -186,7 +186,7 @@ class Vectors:
             self.manifest, self._parts, self._views, self._bytes = manifest, parts, {}, data
 
     def view(self, collection: str = DEFAULT) -> View:
-        """The same object until something changes."""
+        """A snapshot of a collection: the same object until something changes."""
         runs = self.store.runs(collection)
         known = self._views.get(collection)
         if known is None or known.texts.runs is not runs:
@@ -200,7 +200,7 @@ class Vectors:
 
 @intrinsic
 def _half(_context, _bits):  # type: ignore[no-untyped-def]
-    """The number whose half precision these 16 bits are."""
+    """The float32 of a half-precision number given as 16 bits."""
 
     def build(_, builder, __, arguments):  # type: ignore[no-untyped-def]
         return builder.fpext(builder.bitcast(arguments[0], cgutils.ir.HalfType()), cgutils.ir.FloatType())
@@ -210,7 +210,7 @@ def _half(_context, _bits):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def _expect(_context, vectors, _row):  # type: ignore[no-untyped-def]
-    """A row of a matrix will be read soon. It may lie beyond the end."""
+    """Prefetch a row of a matrix. It may lie beyond the end."""
 
     def build(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         matrix = context.make_array(signature.args[0])(context, builder, arguments[0])
@@ -237,7 +237,7 @@ def _similarity(vectors, query, row):  # type: ignore[no-untyped-def]
 
 @compiled
 def _insert(value, number, row, similarity, part, rows):  # type: ignore[no-untyped-def]
-    """Into its place among the best; what is as good and was found before stays before it."""
+    """Insert into the sorted best rows, after equal ones."""
     at = len(rows) - 1
     while at > 0 and similarity[at - 1] < value:
         similarity[at], part[at], rows[at] = similarity[at - 1], part[at - 1], rows[at - 1]

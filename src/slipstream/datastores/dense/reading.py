@@ -1,7 +1,7 @@
-"""Reading documents with the target, in batches: in this process, or in several that have a model each.
+"""Read documents with the target, in batches: in this process, or in several processes with a model each.
 
-On a CPU every reader computes with one core. How many cores share a product may decide in which order it is summed, and
-so how it is rounded: with one each, the bytes are the same whoever reads, and however many do.
+On a CPU every reader uses one core. With more, the number of cores that share a product may decide the order of its
+sums, and so the rounding. With one core each, the bytes do not depend on the number of readers.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from slipstream.datastores.dense.vectors import keys_of
 from slipstream.datastores.sparse.sort import Tokens, cores
 from slipstream.targets.trees import context_length, input_device, unwrapped
 
-Load = Callable[[], Any]  # gives a model; for several workers, one that can be sent to another process
-Window = tuple[int, int, int, int]  # which document, from which token to which, and the first whose state is kept
+Load = Callable[[], Any]  # returns a model; for several workers it must be picklable
+Window = tuple[int, int, int, int]  # number of the document, first token, end, first token whose state is kept
 
 
 class Reader:
-    """A model that reads."""
+    """A model that reads documents."""
 
     def __init__(self, model: Any) -> None:
         self.model = unwrapped(model).eval()
         self.device, self.context = input_device(model), context_length(model.config)
-        self.ended = False  # nobody waits for what is being read
+        self.ended = False  # set to cancel what is being read
 
     @cached_property
     def origin(self) -> Origin:
@@ -41,8 +41,8 @@ class Reader:
     def rows(
         self, documents: Sequence[Tokens], window: int, overlap: int, batch_tokens: int, transform: Transform | None
     ) -> torch.Tensor:
-        """(n, H) the states of all positions that can draft, one document after the other; or, with a transform, their
-        vectors (n, D) in half precision."""
+        """(n, H) the states of all positions that can draft, document by document; with a transform, their vectors
+        (n, D) in half precision."""
         counts = keys_of([len(d) for d in documents])
         starts = np.cumsum(counts) - counts
         moved = transform.to(self.device) if transform is not None else None
@@ -51,7 +51,7 @@ class Reader:
             if self.ended:
                 raise CancelledError
             longest = max(end - begin for _, begin, end, _ in batch)
-            ids = np.zeros((len(batch), longest), np.int64)  # what pads a row stands behind it, where nobody looks
+            ids = np.zeros((len(batch), longest), np.int64)  # padded on the right, where no position attends
             for line, (d, begin, end, _) in zip(ids, batch, strict=True):
                 line[: end - begin] = documents[d][begin:end]
             states = self.model.base_model(
@@ -69,13 +69,13 @@ class Reader:
 
 
 def reader(load: Load) -> Reader:
-    """What a worker loads that is a process of its own."""
+    """The reader of a worker process."""
     torch.set_num_threads(1)
     return Reader(load())
 
 
 def windows(counts: Sequence[int], window: int, overlap: int) -> Iterator[Window]:
-    """Every document in pieces that the model can read, each with some of the one before as context."""
+    """Every document in windows that the model can read, each with the end of the previous one as context."""
     for d, count in enumerate(counts):
         begin, read = 0, 0
         while read < count:
@@ -85,7 +85,7 @@ def windows(counts: Sequence[int], window: int, overlap: int) -> Iterator[Window
 
 
 def batches(pieces: Iterator[Window], tokens: int) -> Iterator[list[Window]]:
-    """Pieces of like length together, so that little is padded."""
+    """Batches of windows of similar length, so that there is little padding."""
     batch: list[Window] = []
     for piece in sorted(pieces, key=lambda p: p[1] - p[2]):  # the longest first
         longest = batch[0][2] - batch[0][1] if batch else 0
@@ -98,7 +98,7 @@ def batches(pieces: Iterator[Window], tokens: int) -> Iterator[list[Window]]:
 
 
 class ReaderThreads:
-    """A reader in this process: on a CPU, threads that share the model, one for each core."""
+    """Readers in this process: on a CPU, one thread per core, which share the model."""
 
     def __init__(self, load: Load) -> None:
         self._own, self._threads = Reader(load()), torch.get_num_threads()
@@ -111,7 +111,7 @@ class ReaderThreads:
     def close(self) -> None:
         self._own.ended = True
         self._pool.shutdown(cancel_futures=True)
-        torch.set_num_threads(self._threads)  # a thread's own, but new threads begin with what was set last
+        torch.set_num_threads(self._threads)  # per thread, but new threads inherit the last value set
 
 
 class ReaderProcesses:
@@ -132,7 +132,7 @@ class ReaderProcesses:
         self._pool.shutdown(cancel_futures=True)
 
 
-_mine: list[Reader] = []  # of a worker process
+_mine: list[Reader] = []  # the reader of a worker process
 
 
 def _start(loads: Any) -> None:

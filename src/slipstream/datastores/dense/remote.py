@@ -1,8 +1,9 @@
 """Vectors in a database, for stores beyond one machine: Qdrant (`pip install slipstream-llm[database]`), as a cluster
 behind an address, or in this process with a folder of its own.
 
-It is told that searches are always within the group of one next token, so it keeps a graph per group, as we do. What
-followed is kept with each vector: the machine that drafts needs the store's manifest and transform, not its text.
+Searches are always within the group of one next token. The database is configured for that, and keeps a graph per
+group. The tokens that followed are stored with each vector, so the machine that drafts needs the store's manifest and
+transform, but not its text.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from slipstream.datastores.dense.transform import Transform
 from slipstream.datastores.dense.vector_manifest import Origin
 from slipstream.errors import OptionError, StoreError
 
-LENGTH = 32  # tokens kept with each vector
-AT_ONCE = 1024  # points of a request
+LENGTH = 32  # tokens stored with each vector
+AT_ONCE = 1024  # points per request
 
 
 def open_client(given: Any) -> Any:
@@ -39,7 +40,7 @@ def open_client(given: Any) -> Any:
 
 
 def name_of(collection: str) -> str:
-    """What a collection of ours is called there."""
+    """The name of a store's collection in the database."""
     return "slipstream-" + collection
 
 
@@ -49,8 +50,8 @@ def name_of(collection: str) -> str:
 def upload(
     vectors: Vectors, collection: str, database: Any, progress: Callable[[int, int], None] | None = None
 ) -> tuple[int, int]:
-    """Make the database hold what the store holds. Interrupted, the same call goes on. Returns how many documents were
-    added and removed. progress: vectors done, of how many."""
+    """Make the database's collection equal to the store's. After an interruption, the same call continues. Returns how
+    many documents were added and removed. progress: vectors done, vectors in all."""
     client, models = open_client(database), importlib.import_module("qdrant_client.models")
     name, view = name_of(collection), vectors.view(collection)
     if not client.collection_exists(name):
@@ -97,7 +98,7 @@ def _create(client: Any, models: Any, name: str, vectors: Vectors) -> None:
         models.VectorParams(
             size=vectors.transform.dims, distance=models.Distance.DOT, datatype=models.Datatype.FLOAT16
         ),
-        # No graph over everything: one for each next token.
+        # No graph over all vectors, but one for each next token.
         hnsw_config=models.HnswConfigDiff(m=0, payload_m=16),
         metadata={"origin": asdict(vectors.manifest.origin)},
     )
@@ -108,7 +109,7 @@ def _create(client: Any, models: Any, name: str, vectors: Vectors) -> None:
 
 
 def _documents(client: Any, models: Any, name: str) -> Iterator[int]:
-    """Digests of what is there as a whole."""
+    """Digests of documents that were uploaded completely."""
     which = models.FieldCondition(key="first", match=models.MatchValue(value=True))
     offset = None
     while True:
@@ -119,7 +120,7 @@ def _documents(client: Any, models: Any, name: str) -> Iterator[int]:
 
 
 def _by_document(view: View, number: int, due: set[int]) -> Iterator[tuple[NDArray[np.int64], int]]:
-    """The rows of whole documents, some at a time, and how many documents these are."""
+    """Rows of complete documents, a batch at a time, and how many documents these are."""
     part = view.parts[number]
     wanted = np.array([int(d) in due for d in part.digests], np.bool_) & view.alive[number]
     part.check(0, len(part))
@@ -153,7 +154,7 @@ def _points(models: Any, view: View, number: int, rows: NDArray[np.int64]) -> li
 
 
 def _id(digest: int, offset: int) -> int:
-    """The same position has the same number at every upload."""
+    """The id of a point: the same for a position at every upload."""
     return (digest + offset * 0x9E3779B97F4A7C15) % (1 << 64)
 
 
@@ -161,7 +162,7 @@ def _hex(digest: int) -> str:
     return f"{digest:016x}"
 
 
-# ---- asking it
+# ---- searching
 
 
 class RemoteFinder(Finder):

@@ -1,9 +1,9 @@
-"""Search on a GPU in three launches, whatever the sizes of the groups: a CUDA graph can hold them.
+"""Search on a GPU in three launches, whatever the sizes of the groups, so that a CUDA graph can capture them.
 
-`_project` makes queries of states, in parts. `_scan` shares a group's rows out among many programs, and each keeps the
-best of its own, as far as they can be among the best of all: a program that has enough of them tells the others below
-what none is worth keeping. Of most blocks nothing is, which one comparison tells. `_merge` takes the best of all. A row
-and its similarity are one number (`device.packed`), so that the larger is the better, and no two are equal.
+`_project` computes queries from states, in parts. `_scan` divides a group's rows among many programs. Each keeps its
+best rows and, once it has enough, publishes the worst of them as a bound for all programs, below which rows are
+dropped. So most blocks are dropped by one comparison. `_merge` takes the best of all. A row and its similarity are
+packed into one number (`device.packed`): larger is better, and no two are equal.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
 from slipstream.datastores.dense.transform import EPSILON, Transform
 from slipstream.kernels.overlap import overlap, wait_turn
 
-# These decide who computes what, not the answer.
-PARTS = 16  # programs that make one query
-BLOCK = 128  # rows that a program looks at together
+# These divide the work among programs and do not change the result.
+PARTS = 16  # programs that compute one query
+BLOCK = 128  # rows that a program compares at a time
 WARPS = 4  # of such a program
-EACH = 3  # such programs for each of the device's processors: as many as run there at a time
+EACH = 3  # such programs per multiprocessor: as many as run there at a time
 MERGED = 1 << 14  # rows that one program can choose from
 
 LOWEST = tl.constexpr(-(1 << 63))  # no row: smaller than any
-NOTHING = tl.constexpr(-(1 << 63) + (1 << 20))  # smaller than any row, larger than what stands for none
+NOTHING = tl.constexpr(-(1 << 63) + (1 << 20))  # smaller than any row, larger than the numbers for no row
 HIGHEST = tl.constexpr((1 << 63) - 1)
 SMALL = tl.constexpr(EPSILON)
 
@@ -33,9 +33,9 @@ SMALL = tl.constexpr(EPSILON)
 def nearest_rows(
     transform: Transform, vectors: torch.Tensor, count: int, states: torch.Tensor, bounds: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """vectors (n, D) in half precision, states (b, H), bounds (b, 2) int64: the rows each may find.
+    """vectors (n, D) in half precision, states (b, H), bounds (b, 2) int64: the range of rows for each.
 
-    (b, count) int64, as `device.packed` has them, and the queries (b, D).
+    Returns (b, count) int64 in the form of `device.packed`, and the queries (b, D).
     """
     b, hidden = states.shape
     dims, device = vectors.shape[1], vectors.device
@@ -138,26 +138,26 @@ def _scan(  # type: ignore[no-untyped-def]
         tl.store(queries + sequence * D + d, query, mask=d < D)
     first, last = tl.load(bounds + 2 * sequence), tl.load(bounds + 2 * sequence + 1)
     size = (last - first).to(tl.int32)
-    # K places, each with another number that is no row; what fills them up to a power of two is never the worst.
+    # K slots, each with a different number for no row. The padding to a power of two is never the worst.
     best = tl.where(slot < K, slot.to(tl.int64) + LOWEST, HIGHEST)
     worst = tl.min(best, 0)
-    told = worst * 0 + NOTHING
+    published = worst * 0 + NOTHING
     vectors += first * D
     at = program * BLOCK + tl.arange(0, BLOCK)
     block = tl.load(vectors + _places(at, d, D), mask=(at < size)[:, None] & (d < D)[None, :], other=0.0)
     for start in range(program * BLOCK, size, programs * BLOCK):
         at = start + tl.arange(0, BLOCK)
         row = first + at
-        ahead = at + programs * BLOCK  # comes from memory while this block is looked at
+        ahead = at + programs * BLOCK  # loaded while this block is compared
         inside = (ahead < size)[:, None] & (d < D)[None, :]
         following = tl.load(vectors + _places(ahead, d, D), mask=inside, other=0.0)
-        known = tl.load(bar + sequence, volatile=True)  # the best of all are at least as near; threads may see others
+        known = tl.load(bar + sequence, volatile=True)  # a lower bound; threads may read different ones
         similarity = tl.sum(block.to(tl.float32) * query[None, :], 1)
         block = following
         bits = similarity.to(tl.int32, bitcast=True)
         order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
         key = (order.to(tl.int64) << 32) + (0xFFFFFFFF - row)
-        key = tl.where((at < size) & (similarity == similarity), key, LOWEST)  # what is not a number is not near
+        key = tl.where((at < size) & (similarity == similarity), key, LOWEST)  # NaN is never found
         key = tl.where(key >= known, key, LOWEST)
         top = tl.max(key, 0)
         while top > worst:
@@ -165,9 +165,9 @@ def _scan(  # type: ignore[no-untyped-def]
             best = tl.where(best == worst, top, best)
             worst = tl.min(best, 0)
             top = tl.max(key, 0)
-        if worst > told:
+        if worst > published:
             tl.atomic_max(bar + sequence, worst, sem="relaxed")
-            told = worst
+            published = worst
     tl.store(kept + (sequence * programs + program) * K + slot, best, mask=slot < K)
 
 

@@ -1,7 +1,7 @@
-"""Where the documents of a collection stand, by their content.
+"""Find the documents of a collection by their content.
 
-Vectors belong to documents, and documents move: from memory into a segment, from segment to segment. A document's
-digest stays, so vectors name that, and it is looked up when they are opened.
+Vectors belong to documents, and documents move: from memory into a segment, and from segment to segment. A document's
+digest stays the same, so vectors refer to that, and it is looked up when they are opened.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from slipstream.errors import DamagedError
 
 @dataclass(frozen=True, eq=False)
 class Listed:
-    """The documents of a run that count."""
+    """The documents of a run that are not removed."""
 
     digests: NDArray[np.uint64]  # (documents,) XXH64 of the tokens
     starts: NDArray[np.int64]  # (documents,)
@@ -33,7 +33,7 @@ _LISTED: WeakKeyDictionary[Run, Listed] = WeakKeyDictionary()  # a run never cha
 
 
 def list_run(run: Run) -> Listed:
-    """Reads all of its text, and checks it."""
+    """List a run's documents. Reads and checks all of its text."""
     if run not in _LISTED:
         if "tokens" in run.checks:
             _check(run)
@@ -57,14 +57,14 @@ class TextIndex:
         self._run = np.repeat(np.arange(len(listed)), [len(x.digests) for x in listed])[order]
 
     def documents(self) -> Iterator[tuple[int, Tokens]]:
-        """Digest and tokens of each document, those of equal content once, in the order of digests: a random one."""
+        """Digest and tokens of each document, equal ones once, in the order of digests, which is random."""
         fresh = np.flatnonzero(np.append(True, self._digests[1:] != self._digests[:-1])[: len(self._digests)])
         for i in fresh:
             start = self._starts[i]
             yield int(self._digests[i]), self.runs.runs[self._run[i]].tokens[start : start + int(self._lengths[i])]
 
     def find(self, digests: NDArray[np.uint64], lengths: NDArray[np.uint32]) -> NDArray[np.int64]:
-        """(n, 2) for each document the number of a run and where in it the document starts; -1 where it is gone."""
+        """(n, 2): for each document the number of its run and its start there; -1 if it is gone."""
         places = np.full((len(digests), 2), -1, np.int64)
         if len(self._digests):
             at = np.minimum(np.searchsorted(self._digests, digests), len(self._digests) - 1)
@@ -89,7 +89,7 @@ def _check(run: Run) -> None:
 
 @compiled
 def _documents(tokens, sep):  # type: ignore[no-untyped-def]
-    """Starts, lengths and digests."""
+    """Starts, lengths and digests of documents."""
     count = 0
     for i in range(DEPTH, len(tokens)):
         count += tokens[i] == sep and tokens[i - 1] != sep

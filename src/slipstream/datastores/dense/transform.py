@@ -1,7 +1,7 @@
 """From hidden states to short vectors: z-scores, the first principal components, unit length.
 
-Both are fitted on a sample that is never held in memory: its mean and its second moments are all that is needed, since
-the principal components of z-scores are the eigenvectors of the correlation matrix.
+Both are fitted on a sample without holding it in memory: its mean and second moments are enough, since the principal
+components of z-scores are the eigenvectors of the correlation matrix.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from torch import Tensor
 from slipstream.errors import StoreError
 
 EPSILON = 1e-6
-ROWS = 1 << 14  # that are multiplied at a time
+ROWS = 1 << 14  # rows multiplied at a time
 
 
 class Moments:
-    """The count, the mean and the second moments of states that pass by."""
+    """The count, mean and second moments of a stream of states."""
 
     def __init__(self, size: int, device: torch.device | str = "cpu") -> None:
         self.count = 0
         self._sum = torch.zeros(size, dtype=torch.float64, device=device)
         self._products = torch.zeros(size, size, dtype=torch.float64, device=device)
-        self._around: Tensor | None = None  # (H,) near the mean, so that products stay small and float32 will do
+        self._around: Tensor | None = None  # (H,) near the mean: small products, exact enough in float32
 
     def add(self, states: Tensor) -> None:
-        """(n, H)"""
+        """states (n, H)."""
         for part in states.to(self._sum.device).split(ROWS):
             if not torch.isfinite(part).all():
                 raise StoreError("the model gave states that are not finite: nothing can be searched by those")
@@ -50,7 +50,7 @@ class Moments:
         values, vectors = torch.linalg.eigh((scale[:, None] * covariance * scale).cpu())  # ascending
         values, vectors = values.flip(0).clamp(min=0), vectors.flip(1)
         components = vectors[:, : min(dims, len(mean))]  # (H, D)
-        # An eigenvector's sign is an accident: fix it, so that the same sample gives the same transform.
+        # An eigenvector's sign is arbitrary: fix it, so that the same sample gives the same transform.
         largest = components.gather(0, components.abs().argmax(0, keepdim=True))
         components = components * largest.sign()
         explained = values / values.sum().clamp(min=EPSILON)
@@ -72,7 +72,7 @@ class Transform:
         return reduced / reduced.norm(dim=-1, keepdim=True).clamp(min=EPSILON)
 
     def project(self, states: Tensor) -> Tensor:
-        """The same before its length is changed."""
+        """Like a call, without normalising the length."""
         return ((states.float() - self.mean) * self.scale) @ self.components
 
     @property

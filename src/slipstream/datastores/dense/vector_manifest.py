@@ -1,4 +1,4 @@
-"""The manifest of a store's vectors: whose states they are, and which parts count. It is replaced as a whole."""
+"""The manifest of a store's vectors: the model that they came from, and the valid parts. It is replaced atomically."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ READABLE = (1, 2)  # format 1 has no ids
 
 @dataclass(frozen=True)
 class Origin:
-    """Whose states the vectors were made from."""
+    """The model whose states the vectors were made from."""
 
-    model: str  # its name, for messages: the weights decide
-    weights: str  # a digest of some of every weight
+    model: str  # its name, for messages only: the weights identify it
+    weights: str  # a digest of some numbers of every weight
     dtype: str
     layer: int  # numbered as in `Want.layers`: the last, which the output matrix reads
     hidden: int  # numbers of a state
@@ -53,14 +53,14 @@ def _some(parameter: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class PartEntry:
-    """A part."""
+    """A part of the vectors."""
 
     name: str
     collection: str
     documents: int
     vectors: int
     bytes: int
-    sum: str = ""  # of its header, which has the sums of all else; empty in format 1
+    sum: str = ""  # checksum of its header, which has the checksums of everything else; empty in format 1
 
 
 @dataclass(frozen=True)
@@ -69,11 +69,11 @@ class VectorManifest:
     vocabulary: int  # of the store
     dims: int
     window: int  # tokens that the model read at a time
-    overlap: int  # tokens that a window repeats of the one before
+    overlap: int  # tokens of the previous window that a window repeats
     parts: tuple[PartEntry, ...] = ()
     next: int = 1  # number of the next part
     store: str = ""  # the id of the store whose text these are vectors of
-    transform: str = ""  # the sum of the header of the transform that made them; empty: there is none yet
+    transform: str = ""  # checksum of the header of the transform that made them; empty: there is none yet
 
     def expect(self, folder: Path, origin: Origin) -> None:
         """Raise if the vectors came from another model than this one."""
@@ -107,11 +107,11 @@ def manifest_bytes(folder: Path) -> bytes:
 
 
 def read_manifest(folder: Path, data: bytes | None = None) -> VectorManifest:
-    """data: its bytes, where they were read before."""
+    """data: the file's bytes, if they were read already."""
     try:
         body = json.loads(manifest_bytes(folder) if data is None else data)
-        told = body.pop("checksum")
-        if told != _sum(body):
+        stored = body.pop("checksum")
+        if stored != _sum(body):
             raise ValueError("its checksum is wrong")
         found = body.pop("format")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

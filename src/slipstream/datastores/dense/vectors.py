@@ -1,6 +1,6 @@
-"""The files of dense retrieval: which there are, whose states they hold, and how vectors are grouped in them.
+"""The files of dense retrieval, and how vectors are grouped in them.
 
-dense/dense.json      the manifest: the model, the settings, which parts count
+dense/dense.json      the manifest: the model, the settings, the valid parts
 dense/transform.vec   from states to vectors
 dense/NNNNNNNN.part   vectors of documents, grouped by the token that came next
 dense/*.chunk         vectors of a few documents, in no part yet
@@ -34,7 +34,7 @@ ROWS = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.f
 
 
 def write_transform(folder: Path, transform: Transform) -> str:
-    """Returns its sum, by which the manifest knows it."""
+    """Write the transform. Returns its header's checksum, for the manifest."""
     arrays = {name: getattr(transform, name).numpy() for name in ("mean", "scale", "components", "explained")}
     with writing(folder / TRANSFORM, {}, {n: (a.dtype, a.shape) for n, a in arrays.items()}) as into:
         for name, array in arrays.items():
@@ -43,7 +43,8 @@ def write_transform(folder: Path, transform: Transform) -> str:
 
 
 def read_transform(folder: Path, manifest: VectorManifest) -> Transform | None:
-    """None: not fitted yet. Vectors of two transforms can't be compared: so a lost one is not fitted anew."""
+    """Read the transform. None: it is not fitted yet. If it is lost, raise: vectors of a new one could not be compared
+    with existing ones."""
     if not (folder / TRANSFORM).exists():
         if manifest.transform or manifest.parts:
             raise DamagedError(
@@ -66,12 +67,12 @@ def read_transform(folder: Path, manifest: VectorManifest) -> Transform | None:
     return Transform(mean, scale, components, explained)
 
 
-# ---- chunks: what was read last, in the order of the documents
+# ---- chunks: vectors that are in no part yet, in the order of the documents
 
 
 @dataclass(frozen=True, eq=False)
 class Chunk:
-    """Documents, and a row for each of their positions that can draft: t with tokens t + 1 (the root) and t + 2."""
+    """Documents, and a row for each position t that can draft, which needs tokens t + 1 (the root) and t + 2."""
 
     collection: str
     digests: NDArray[np.uint64]  # (documents,)
@@ -81,13 +82,13 @@ class Chunk:
 
 
 def keys_of(length: Any) -> Any:
-    """How many positions of a document, or of each of many, can draft."""
+    """How many positions of a document, or of each of several, can draft."""
     return np.maximum(np.asarray(length, np.int64) - 2, 0)
 
 
 def write_chunk(folder: Path, chunk: Chunk, kind: str, transform: str) -> None:
-    """kind: chunk or states. transform: the sum of the one that made the vectors. The name follows from the content, so
-    that workers need no agreement."""
+    """kind: chunk or states. transform: checksum of the one that made the vectors. The file's name is a hash of the
+    documents, so workers need not agree on names."""
     name = f"{checksum(chunk.digests, checksum(chunk.collection.encode())):016x}.{kind}"
     rows = chunk.rows.contiguous().cpu()
     dtype = str(rows.dtype).removeprefix("torch.")
@@ -110,7 +111,7 @@ def read_chunk(file: Mapped) -> Chunk:
 
 
 def chunks(folder: Path, kind: str, manifest: VectorManifest) -> list[Mapped]:
-    """Those whose header is whole, and that this transform made. Others are removed: their documents can be read
+    """The chunks with intact headers that were made by this transform. Others are deleted: their documents can be read
     again."""
     found = []
     for path in sorted(folder.glob(f"*.{kind}")):
@@ -125,7 +126,7 @@ def chunks(folder: Path, kind: str, manifest: VectorManifest) -> list[Mapped]:
 
 def _expect_chunk(file: Mapped, kind: str, manifest: VectorManifest) -> None:
     facts, size = file.facts, manifest.dims if kind == "chunk" else manifest.origin.hidden
-    if type(facts.get("collection")) is not str or facts.get("dtype") not in list(ROWS):  # it may be anything
+    if type(facts.get("collection")) is not str or facts.get("dtype") not in list(ROWS):  # may be of any type
         raise DamagedError(f"{file.path} does not say whose rows it has")
     if kind == "chunk" and (facts["dtype"] != "float16" or facts.get("transform", "") not in ("", manifest.transform)):
         raise DamagedError(f"{file.path} has vectors of another transform")
@@ -144,10 +145,10 @@ def _expect_chunk(file: Mapped, kind: str, manifest: VectorManifest) -> None:
 
 
 class VectorPart:
-    """A mapped part: row i is the position offset[i] of document[i]. The rows of a group are neighbours."""
+    """A mapped part: row i is position offset[i] of document[i]. The rows of a group are contiguous."""
 
     def __init__(self, folder: Path, manifest: VectorManifest, entry: PartEntry) -> None:
-        """Raises unless it is the part that the manifest names."""
+        """Raise unless it is the part that the manifest names."""
         path = folder / entry.name
         self.file = Mapped(path)
         self.path, self.collection = path, entry.collection
@@ -181,7 +182,7 @@ class VectorPart:
         return starts
 
     def group(self, token: int) -> tuple[int, int]:
-        """The rows whose next token this is, checked."""
+        """The range of rows with this next token, checked."""
         if not 0 <= token < len(self.starts) - 1:
             return 0, 0
         first, last = int(self.starts[token]), int(self.starts[token + 1])
@@ -193,7 +194,7 @@ class VectorPart:
             self.file.check(name, first, last)
 
     def verify(self) -> None:
-        """Raise if anything of it is wrong."""
+        """Read everything, and raise if anything is wrong."""
         self.file.verify()
         if len(self) and (self.document.max() >= len(self.digests) or self.starts[0] != 0):
             raise DamagedError(f"{self.path}: its rows are of no document: {AGAIN}")
@@ -203,7 +204,7 @@ class VectorPart:
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """Vectors on their way into a part: of whole documents, in any order."""
+    """Vectors of complete documents, in any order, to be written into a part."""
 
     digests: NDArray[np.uint64]  # (documents,)
     lengths: NDArray[np.uint32]
@@ -222,7 +223,7 @@ def piece_of(chunk: Chunk) -> Piece:
 
 
 def pieces_of(part: VectorPart, alive: NDArray[np.bool_], rows: int = 1 << 18) -> Iterator[Piece]:
-    """A part again, a stretch at a time, without the documents that are gone."""
+    """The pieces of a part, some rows at a time, without removed documents."""
     number = np.cumsum(alive, dtype=np.uint32) - np.uint32(1)
     tokens = np.repeat(np.arange(len(part.starts) - 1, dtype=np.uint32), np.diff(part.starts))
     part.check(0, len(part))
@@ -230,7 +231,7 @@ def pieces_of(part: VectorPart, alive: NDArray[np.bool_], rows: int = 1 << 18) -
         document = part.document[first : first + rows]
         keep = alive[document]
         yield Piece(
-            # The documents come with the first stretch: the others' rows count from there.
+            # The first piece has all documents; the rows of the others refer to these.
             part.digests[alive] if first == 0 else part.digests[:0],
             part.lengths[alive] if first == 0 else part.lengths[:0],
             number[document[keep]],
@@ -243,8 +244,8 @@ def pieces_of(part: VectorPart, alive: NDArray[np.bool_], rows: int = 1 << 18) -
 def write_part(
     folder: Path, manifest: VectorManifest, collection: str, sources: Sequence[Any], gone: Sequence[PartEntry] = ()
 ) -> VectorManifest:
-    """One part of several sources, each a function that yields Pieces and can be called twice: once to count, once to
-    place. In memory there is one piece at a time. Returns the manifest that names it instead of `gone`."""
+    """Write one part from several sources. Each is a function that yields Pieces, and is called twice: to count, and to
+    write. Only one piece is in memory at a time. Returns the manifest with the new part instead of `gone`."""
     counts = np.zeros(manifest.vocabulary, np.int64)
     documents = 0
     for source in sources:

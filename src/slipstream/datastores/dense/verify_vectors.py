@@ -1,4 +1,4 @@
-"""Reading all of a store's vectors: what is wrong with them, in words."""
+"""Verify a store's vectors: read all of them, and describe what is wrong."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from slipstream.errors import StoreError
 
 
 def verify_vectors(store: Path, id: str) -> list[str]:
-    """Of the store in this folder, with this id."""
+    """Sentences about faults in the vectors of the store in this folder, with this id."""
     folder = store / FOLDER
     if not (folder / NAME).exists():
         left = sorted(p.name for p in folder.iterdir() if p.suffix in (".part", ".vec", ".chunk"))

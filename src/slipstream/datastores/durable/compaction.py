@@ -1,4 +1,4 @@
-"""Compaction: several segments of a store become one, without their removed documents, now or in the background."""
+"""Compaction: merge several segments of a store into one without removed documents, now or in the background."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from slipstream.datastores.durable.mapping import watching
 from slipstream.datastores.durable.memory import content_of
 from slipstream.datastores.sparse.sort import Tokens
 
-FAN = 4  # segments of like size that become one
-AT_ONCE = 16  # segments that become one at most: their names and sums must fit into its header
+FAN = 4  # so many segments of similar size are merged
+AT_ONCE = 16  # segments merged at a time, at most: their names and sums must fit into the new one's header
 
 
 class Compaction:
-    """Of one store. One merge at a time."""
+    """Compaction of one store, one merge at a time."""
 
     def __init__(self, contents: Contents, segment_tokens: int) -> None:
         self._contents, self._segment_tokens = contents, segment_tokens
@@ -30,7 +30,7 @@ class Compaction:
         self._worker: threading.Thread | None = None
 
     def everything(self) -> None:
-        """As few segments as can be."""
+        """Merge into as few segments as possible."""
         self.wait()
         contents = self._contents
         with self._one:
@@ -44,7 +44,7 @@ class Compaction:
                 self.merge(group)
 
     def in_background(self) -> None:
-        """Whenever several segments of like size have gathered."""
+        """Start merging in the background if there are enough segments of similar size."""
         if (self._worker is not None and self._worker.is_alive()) or self._due() is None:
             return
         self._worker = threading.Thread(target=self._work, name="slipstream-compaction", daemon=True)
@@ -58,11 +58,11 @@ class Compaction:
         try:
             while (group := self._due()) is not None:
                 self.merge(group)
-        except Exception as error:  # the store is as it was; say so where someone may see it
+        except Exception as error:  # the store is unchanged; a background thread can only warn
             warnings.warn(f"{self._contents.folder}: background compaction gave up: {error}", stacklevel=2)
 
     def _due(self) -> list[SegmentEntry] | None:
-        """Segments that should become one."""
+        """Segments that should be merged next."""
         tiers: dict[tuple[str, int], list[SegmentEntry]] = {}
         for entry in self._contents.manifest.segments:
             tier = int(np.log(max(entry.tokens, 1)) / np.log(FAN))
@@ -73,13 +73,13 @@ class Compaction:
         return None
 
     def merge(self, group: Sequence[SegmentEntry]) -> None:
-        """One segment of several, without their removed documents."""
+        """Merge several segments into one, without their removed documents."""
         contents = self._contents
         with self._one, on_disk(contents.folder):
             with contents.changing():
                 latest = {e.name: e for e in contents.manifest.segments}
                 if any(e.name not in latest for e in group):
-                    return  # merged meanwhile: what is due will be seen again
+                    return  # merged meanwhile
                 group = [latest[e.name] for e in group]
                 if not group or (len(group) == 1 and not group[0].removed):
                     return
@@ -104,18 +104,18 @@ class Compaction:
             origin = tuple((e.name, e.sum) for e in group)
             made = [contents.make_segment(name, content, origin)] if known else []
             with contents.changing():
-                # What was removed while this went on is still in the new segment.
+                # Documents that were removed during the merge are still in the new segment.
                 now = {e.name: e.removed for e in contents.manifest.segments}
-                late = {s for e in group for s in now[e.name] if s not in e.removed}
+                removed_since = {s for e in group for s in now[e.name] if s not in e.removed}
                 names = {e.name for e in group}
                 kept = tuple(e for e in contents.manifest.segments if e.name not in names)
-                made = [(replace(entry, removed=tuple(sorted(late))), segment) for entry, segment in made]
+                made = [(replace(entry, removed=tuple(sorted(removed_since))), segment) for entry, segment in made]
                 contents.switch(replace(contents.manifest, segments=kept), made, origin)
                 contents.publish()
 
 
 def by_name(parts: Iterable[SourceEntry]) -> dict[str, SourceEntry]:
-    """Each source once, whose documents may lie in several places."""
+    """Each source once. Its documents may be in several segments or in memory."""
     found: dict[str, SourceEntry] = {}
     for part in parts:
         found[part.name] = _joined(found[part.name], part) if part.name in found else part
@@ -123,9 +123,9 @@ def by_name(parts: Iterable[SourceEntry]) -> dict[str, SourceEntry]:
 
 
 def _joined(a: SourceEntry, b: SourceEntry) -> SourceEntry:
-    """One source whose documents lie in two places: where its end is, there is written what file it was. If two places
-    have it, the one that says no size counts: documents were lost in a repair, and it must be read again. Where there
-    is no end yet, the one counts that got further."""
+    """Combine two entries of one source. The entry that is complete has the file's size and time. If both are, the one
+    without a size counts: a repair lost documents, and the file must be read again. If none is, the one that got
+    further counts."""
     ended = [s for s in (a, b) if s.complete]
     one = min(ended, key=lambda s: s.size) if ended else max((b, a), key=lambda s: (s.texts, s.tokens))
     return replace(one, documents=a.documents + b.documents)

@@ -1,7 +1,7 @@
-"""What a store's files hold, as this process knows it: the manifest, its segments, the log, and documents in memory.
+"""A store's contents in this process: the manifest, its segments, the log, and documents in memory.
 
-All of them change together, one change at a time (`changing`). The disk passes from one state to the next in one moment
-(`switch`); memory follows, and searches get a new snapshot (`publish`).
+They change together, one change at a time (`changing`). The disk goes from one state to the next atomically (`switch`);
+then memory is updated, and searches get a new snapshot (`publish`).
 """
 
 from __future__ import annotations
@@ -49,25 +49,25 @@ from slipstream.datastores.sparse.runs import Pieces, Run, Runs
 from slipstream.datastores.sparse.sort import Tokens
 from slipstream.errors import StoreError
 
-RECHECK = 60.0  # seconds for which a page that was checked is believed, unless its file is seen to change
+RECHECK = 60.0  # seconds until pages are checked again, even if their file has not changed
 
 
 class Contents:
-    """Of one store, for one writer or one reader."""
+    """The contents of one store, for one writer or one reader."""
 
     manifest: Manifest
 
     def __init__(self, folder: Path, lock: Lock | None = None) -> None:
         self.folder = folder
-        self.held = lock  # of the one writer
+        self.held = lock  # the writer's lock; None: open for reading
         self.log: LogWriter | None = None
         self.witness: Witness | None = None
         self.place = Place()  # how far the log was read
         self.segments: dict[str, Segment] = {}
-        self.memory: dict[str, Memory] = {}  # by collection: what is in the log alone
-        self.views: dict[str, Runs] = {}  # by collection: all there is to search
+        self.memory: dict[str, Memory] = {}  # by collection: documents that are only in the log
+        self.views: dict[str, Runs] = {}  # by collection: the snapshot for searches
         self._lock = threading.RLock()
-        self._unsure = False  # a change was interrupted: the disk knows what came of it
+        self._unsure = False  # a change was interrupted: memory must be loaded again from the disk
         self._runs: dict[str, tuple[tuple[str, ...], Run]] = {}
         self._manifest_bytes = b""
         self._checked = time.monotonic()
@@ -77,7 +77,7 @@ class Contents:
         return np.dtype(f"<u{self.manifest.width // 8}")
 
     def load(self) -> None:
-        """All that there is in memory, from what there is on the disk."""
+        """Load everything from the disk."""
         self._take(read_state(self.folder, self.segments, writing=self.held is not None))
 
     def _take(self, state: State) -> None:
@@ -87,7 +87,7 @@ class Contents:
         self.publish()
 
     def refresh(self) -> None:
-        """See what a writer in another process did since, and check files again that have changed under our eyes."""
+        """Load what a writer in another process has changed, and check the pages of changed files again."""
         with on_disk(self.folder), self.changing():
             self._trust_again()
             if self.held is not None:
@@ -110,19 +110,19 @@ class Contents:
             self.place = read.place
 
     def _trust_again(self) -> None:
-        late = time.monotonic() - self._checked > RECHECK
+        due = time.monotonic() - self._checked > RECHECK
         for segment in self.segments.values():
             try:
-                segment.trust_again(always=late)
-            except FileNotFoundError:  # it was merged, or the next manifest will tell
+                segment.trust_again(always=due)
+            except FileNotFoundError:  # probably merged: the manifest must be read again
                 self.segments = {n: s for n, s in self.segments.items() if s is not segment}
                 self._manifest_bytes = b""
-        if late:
+        if due:
             self._checked = time.monotonic()
 
     def begin_writing(self) -> None:
         if not (self.folder / COPY).exists() or manifest_bytes(self.folder, COPY) != self._manifest_bytes:
-            write_whole(self.folder / COPY, self._manifest_bytes)  # its writer ended in between
+            write_whole(self.folder / COPY, self._manifest_bytes)  # the last writer ended before writing the copy
         sweep(self.folder, self.manifest, self.place)
         self.witness = Witness(self.folder)
         if not self.manifest.id:
@@ -139,7 +139,7 @@ class Contents:
             old.close(sync=False)
 
     def _migrate(self) -> None:
-        """Give a store of format 1 its ids: of its own, of its log, which is written anew, and of its segments."""
+        """Convert a store of format 1: give ids to the store, to its log, which is rewritten, and to its segments."""
         id, records = new_id(), read_log(self.folder / self.manifest.log, beyond=True).records
         number, manifest = self.manifest.named()
         log = LogWriter.create(self.folder / f"{number}.log", LogHead(id, new_id(), 1))
@@ -163,7 +163,7 @@ class Contents:
                 file.close()
 
     def runs(self, collection: str) -> Runs:
-        """A snapshot of all there is to search in a collection."""
+        """A snapshot of everything in a collection, to be searched."""
         return self.views.get(collection) or Runs((), self.dtype)
 
     def entries(self, collection: str) -> list[SegmentEntry]:
@@ -180,8 +180,8 @@ class Contents:
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """One change at a time. An interrupt or an error may leave memory behind the disk, or before it: then it is
-        read anew before anything else is done with it."""
+        """A block that changes the store, one at a time. If it is interrupted or fails, memory and disk may differ:
+        then everything is loaded again before the next use."""
         with self.settled():
             self._unsure = True
             yield
@@ -189,7 +189,7 @@ class Contents:
 
     @contextmanager
     def settled(self) -> Iterator[None]:
-        """Nobody is changing anything, and memory is what the disk says."""
+        """A block in which nothing changes and memory agrees with the disk."""
         with self._lock:
             if self._unsure:
                 self._recover()
@@ -199,7 +199,7 @@ class Contents:
     def _recover(self) -> None:
         if self.log is not None and self.log.doubtful:
             raise StoreError(f"{self.folder}: the disk failed, and what was added in bulk may be lost: open it again")
-        reserved = self.manifest.next  # background compaction may be writing to a file of such a number
+        reserved = self.manifest.next  # background compaction may be writing a file with such a number
         with on_disk(self.folder):
             self.load()
             self.manifest = replace(self.manifest, next=max(self.manifest.next, reserved))
@@ -217,7 +217,7 @@ class Contents:
             self.publish()
 
     def _apply(self, records: Sequence[Record]) -> None:
-        """What records say, to memory. Documents that come one after the other are sorted together."""
+        """Apply records to memory. Consecutive documents are sorted together."""
         waiting: dict[str, tuple[list[Tokens], list[str]]] = {}
         for record in records:
             memory = self.memory.setdefault(record.collection, Memory(self.dtype, self.manifest.vocabulary))
@@ -261,8 +261,8 @@ class Contents:
         gone: Sequence[tuple[str, str]] = (),
         log: LogWriter | None = None,
     ) -> None:
-        """The one moment in which the store passes from one state to the next. gone: files whose content is in others
-        then, with their ids. log: that goes on from here."""
+        """Replace the manifest: the store atomically goes from one state to the next. gone: files (with their ids)
+        whose contents are in other files from now on. log: the log to continue with."""
         assert self.log is not None
         assert self.witness is not None
         still = [(name, id) for name, id in manifest.gone if (self.folder / name).exists()]
@@ -281,7 +281,7 @@ class Contents:
             (self.folder / name).unlink(missing_ok=True)
 
     def publish(self) -> None:
-        """New snapshots for whoever searches next."""
+        """Make the new snapshots for searches."""
         runs: dict[str, list[Run]] = {}
         for entry in self.manifest.segments:
             kept = self._runs.get(entry.name)
@@ -294,7 +294,7 @@ class Contents:
         self.views = {c: Runs(r, self.dtype) for c, r in runs.items()}
 
     def flush(self) -> None:
-        """Make a segment of what is in memory, and begin a new log."""
+        """Write the documents in memory to segments, and begin a new log."""
         self.check_writer()
         with on_disk(self.folder), self.changing():
             manifest, made, origin = self.manifest, [], self.origin
@@ -309,14 +309,14 @@ class Contents:
 
     @property
     def origin(self) -> tuple[tuple[str, str], ...]:
-        """What segments are made from that hold what is in the log."""
+        """What segments made from the current log are recorded to be made from."""
         assert self.log is not None
         return ((self.log.path.name, f"{self.log.head.log}:{self.log.place.length}"),)
 
     def adopt(self, files: Sequence[Path]) -> None:
-        """Make finished segments part of the store, all in one moment. They were made for it (`origin`), by others,
-        while its log was empty. The files stay where they are, under one more name: should this be interrupted, the
-        next writer deletes the names that were not yet needed."""
+        """Add finished segments to the store, all at once. Other processes made them for it (`origin`) while its log
+        was empty. The files get a second name in the store's folder, by links. If this is interrupted, the next writer
+        deletes the links that no manifest names."""
         self.check_writer()
         with on_disk(self.folder), self.changing():
             if self.memory:
@@ -330,7 +330,7 @@ class Contents:
             self._begin_log(manifest, made)
 
     def _begin_log(self, manifest: Manifest, made: Sequence[tuple[SegmentEntry, Segment]]) -> None:
-        """Pass to a state in which what was in the log is in segments."""
+        """Switch to a state where the log's contents are in segments, and the log is new and empty."""
         assert self.log is not None
         old = self.log
         number, manifest = manifest.named()

@@ -1,4 +1,4 @@
-"""Files that survive a crash: there as a whole or not at all."""
+"""Files that survive a crash: complete or absent."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from slipstream.errors import StoreError
 
 
 def write_whole(path: Path, data: bytes, made: Path | None = None) -> None:
-    """Replace a file as a whole; it is durable when this returns. made: the name it has until then."""
+    """Replace a file atomically. It is durable when this returns. made: its temporary name."""
     made = made or path.with_name(path.name + ".making")
     with made.open("wb") as file:
         file.write(data)
@@ -32,7 +32,7 @@ def sync_folder(path: Path) -> None:
 
 @contextmanager
 def on_disk(folder: Path) -> Iterator[None]:
-    """What the system has against reading or writing a store, as an error for its user."""
+    """Turn errors of the operating system into a StoreError."""
     try:
         yield
     except OSError as error:

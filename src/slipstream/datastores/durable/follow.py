@@ -1,8 +1,8 @@
-"""A store that follows another: finished segments never change, so it fetches those that it lacks, checks them, and
-passes to the other's state in one moment.
+"""A store that follows another one: it fetches the segments that it lacks, which never change, checks them, and
+switches to the other's state atomically.
 
-What the other has in its log alone comes with its next segment. Whoever follows is read like any store, and written by
-nobody else.
+Documents that are only in the other's log come with its next segment. A follower is read like any store, but not
+written by anything else.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ from slipstream.datastores.durable.witness import Place, Witness
 from slipstream.errors import DamagedError, StoreError
 from slipstream.urls import Url, path_of
 
-TURNS = 100  # a writer that merges segments deletes some that are being fetched: then there is a newer state
+TURNS = 100  # tries: a writer that merges segments may delete one that is being fetched, then its newer state is read
 
 
 @dataclass(frozen=True)
 class Followed:
-    """What came of it."""
+    """The result of `follow`."""
 
     generation: int  # of the state that both have now
-    changed: bool  # it was another one before
+    changed: bool  # whether the target had another one before
     fetched: int = 0  # segments
     bytes: int = 0
 
 
 def follow(source: str | Path, target: str | Path) -> Followed:
-    """Bring a store to the state of another, either of them a folder or a URL. At any instant, and after a crash at
-    any instant, the target is in one whole state of the source."""
+    """Bring a store to the state of another. Each is a folder or a URL. At any moment, also after a crash, the target
+    is in one complete state of the source."""
     there, here = path_of(source), path_of(target)
     for turn in range(TURNS):
         data = _manifest_bytes(there)
@@ -70,7 +70,7 @@ def follow(source: str | Path, target: str | Path) -> Followed:
 
 
 class _GoneError(Exception):
-    """A segment that the source has no more."""
+    """The source no longer has a segment."""
 
 
 @contextmanager
@@ -115,7 +115,7 @@ def _follow(there: Path | Url, folder: Path, manifest: Manifest) -> Followed:
 
 
 def _old_state(there: Path | Url, folder: Path, manifest: Manifest) -> Manifest | None:
-    """What the target is now. Raise if it is anything but an earlier state of the source."""
+    """The target's current state. Raise unless it is an earlier state of the source."""
     if not (folder / NAME).exists():
         return None
     old = read_manifest(folder)
@@ -132,14 +132,14 @@ def _old_state(there: Path | Url, folder: Path, manifest: Manifest) -> Manifest 
 
 
 def _finish(folder: Path, state: Manifest) -> None:
-    """What a follower that ended right after its switch did not get to."""
+    """Finish what a follower that was killed after its switch left undone."""
     if not (folder / COPY).exists() or manifest_bytes(folder, COPY) != manifest_bytes(folder):
         write_whole(folder / COPY, manifest_bytes(folder))
     _clean(folder, state)
 
 
 def _fetch(there: Path | Url, folder: Path, entry: SegmentEntry, manifest: Manifest) -> bool:
-    """Have a segment, whole. False if it was there: it got its name only when it had been checked."""
+    """Fetch and check a segment. False: it exists already, and was checked before it got its name."""
     path = folder / entry.name
     if path.exists():
         if _is(path, entry, manifest):
@@ -158,7 +158,7 @@ def _fetch(there: Path | Url, folder: Path, entry: SegmentEntry, manifest: Manif
 
 
 def _is(path: Path, entry: SegmentEntry, manifest: Manifest) -> bool:
-    """Whether it is the segment that is meant, by its header's sum, which has the sums of all else."""
+    """Whether a file is this segment, by its header's checksum, as the header has the checksums of everything else."""
     try:
         segment = Segment(path)
     except DamagedError:
@@ -167,7 +167,7 @@ def _is(path: Path, entry: SegmentEntry, manifest: Manifest) -> bool:
 
 
 def _empty_log(folder: Path, manifest: Manifest) -> str:
-    """The id of an empty log under the name that the manifest has for one."""
+    """Create an empty log with the manifest's name for it, unless there is one. Returns its id."""
     path = folder / manifest.log
     if path.exists():
         with path.open("rb") as file:
@@ -180,7 +180,7 @@ def _empty_log(folder: Path, manifest: Manifest) -> str:
 
 
 def _clean(folder: Path, state: Manifest) -> None:
-    """Delete what is of no state any more. Whoever has it open keeps it."""
+    """Delete files that the state does not name. Readers that have them open can go on."""
     named = {state.log, *(entry.name for entry in state.segments)}
     for path in folder.iterdir():
         if OURS.fullmatch(path.name) and path.name not in named:
@@ -188,7 +188,7 @@ def _clean(folder: Path, state: Manifest) -> None:
 
 
 def _publish(there: Path | Url, here: Url, manifest: Manifest, data: bytes) -> Followed:
-    """The same behind a URL, for others to follow: an object is there as a whole or not at all."""
+    """Publish a store at a URL, for others to follow. Objects there are complete or absent."""
     old = _published(here)
     if old is not None and old.id != manifest.id:
         raise StoreError(f"{here} holds another store: name another place")

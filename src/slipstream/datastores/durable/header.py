@@ -1,4 +1,4 @@
-"""The header of a segment file, and the list of its sources. Every number in it is looked at before it is believed."""
+"""The header of a segment file, and the list of its sources. Every number in it is validated before it is used."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from slipstream.datastores.sparse.sort import DEPTH
 from slipstream.errors import DamagedError
 
 MAGIC = b"SLIPSEG1"
-# In this order: what a cut-off file loses first can be made again.
+# The order matters: if a file is truncated, the sections lost first are those that can be computed again.
 SECTIONS = ("sources", "documents", "tokens_sums", "positions_sums", "keys_sums", "tokens", "positions", "keys")
 PAGED = ("tokens", "positions", "keys")  # checked page by page
 
 
 @dataclass(frozen=True)
 class SourceEntry:
-    """Where documents came from, and how far it was read."""
+    """A source of documents, and how far it was read."""
 
     name: str
     documents: int
     size: int = -1  # of the file, in bytes; -1 if it is no file
     modified: int = -1  # of the file, in nanoseconds
-    complete: bool = True  # False: there may be more documents in it
-    texts: int = 0  # then: texts of the file that were read to their end,
+    complete: bool = True  # False: it may have more documents
+    texts: int = 0  # if not complete: texts of the file that were read to their end,
     tokens: int = 0  # and tokens of the next one
 
 
@@ -51,7 +51,7 @@ def read_header(path: Path, page: bytes) -> dict[str, Any]:
 
 
 def _possible(header: dict[str, Any]) -> None:
-    """Raise unless every section lies where it can be read: compiled code follows these numbers."""
+    """Raise unless every section lies within the file: compiled code reads at these addresses without checking."""
     kinds = {"store": str, "generation": int, "collection": str, "tokenizer": str, "vocabulary": int, "width": int}
     for name, kind in {**kinds, "documents": int, "bytes": int}.items():
         if type(header[name]) is not kind or (kind is int and not 0 <= header[name] < 1 << 62):
@@ -72,7 +72,7 @@ def _possible(header: dict[str, Any]) -> None:
         raise ValueError("its tokens have no width")
     expected = {"documents": 8 * header["documents"], "positions": 4 * count, "keys": 8 * -(-count // EVERY)}
     expected |= {n + "_sums": 8 * -(-size[n] // PAGE) for n in PAGED}
-    if wrong := [name for name, told in expected.items() if size[name] != told]:
+    if wrong := [name for name, needed in expected.items() if size[name] != needed]:
         raise ValueError(f"its {wrong[0]} have {size[wrong[0]]} bytes")
 
 
@@ -89,7 +89,7 @@ def parse_sources(path: Path, data: bytes) -> list[SourceEntry]:
         ) from error
 
 
-# ---- the first page of a file, of vectors too: magic number (8 bytes), length and checksum of the JSON that follows
+# ---- the first page of a file, also of files of vectors: magic number (8 bytes), length and checksum of JSON, the JSON
 
 
 def header_page(magic: bytes, header: dict[str, Any]) -> bytes:
@@ -108,5 +108,5 @@ def page_body(magic: bytes, page: bytes) -> bytes | None:
 
 
 def page_sum(page: bytes) -> str:
-    """Its checksum. A manifest knows the file by it, since the header has the checksums of all else."""
+    """The header's checksum. It identifies the file, since the header contains the checksums of everything else."""
     return f"{int.from_bytes(page[12:20], 'little'):016x}"

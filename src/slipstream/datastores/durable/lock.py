@@ -1,5 +1,5 @@
-"""The right to write to a folder. The folder itself is locked, which nobody deletes by mistake; the file `lock` in it
-tells whose the right is, and keeps out older versions, which lock that."""
+"""The lock of a store's writer. The folder itself is locked, as a lock file might be deleted by mistake. The file
+`lock` in it names the owner, and is locked too, for older versions, which know only that."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Lock:
 
     @property
     def ours(self) -> bool:
-        """False in a process that was forked off: there can be one writer."""
+        """False in a forked process: only its parent may write."""
         return self.process == os.getpid()
 
 
@@ -61,11 +61,11 @@ def _taken(file: int) -> bool:
 
 @contextmanager
 def no_writer(folder: Path) -> Iterator[bool]:
-    """Whether there is no writer, and there will be none within the block: so keep it short."""
+    """Yields whether there is no writer. If so, none can start during the block, so keep it short."""
     file = os.open(folder, os.O_RDONLY)
     try:
         alone = False
-        with suppress(OSError):  # there is one, or the file system has no locks
+        with suppress(OSError):  # there is a writer, or the file system has no locks
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             alone = True
         yield alone

@@ -1,10 +1,10 @@
-"""The write-ahead log: what was appended to or removed from a store and is not yet in a segment. The bytes are
-specified in docs/store-format.md.
+"""The write-ahead log: changes to a store that are not yet in a segment. The bytes are specified in
+docs/store-format.md.
 
-A record is acknowledged once it is on the disk; only then the acknowledged length in the header grows, and after it
-that of the witness, a file beside the log. So a torn record beyond that length is one nobody was promised, and a
-damaged one before it is an error, never a silent loss. Beside a writer, readers stop at that length: what lies beyond
-may yet be taken back, if the disk is full.
+A record is acknowledged once it is durable. Only then is the acknowledged length in the header updated, and after that
+the one in the witness, a file next to the log. So a torn record beyond that length was never acknowledged, and a
+damaged one before it is an error, never a silent loss. While there is a writer, readers stop at that length: records
+beyond it may still be taken back, if the disk is full.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ RECORD = struct.Struct("<4sIQ")  # mark, payload bytes, XXH64 of the payload, se
 MARK = b"\xa5SLR"
 NONE, DOCUMENT, REMOVE, COMPLETE, READ = 0, 1, 2, 3, 4
 PREFIX = struct.Struct("<BHH")  # kind, bytes of the collection's name, bytes of the source's name
-FILE = struct.Struct("<qq")  # size and time of change of a source that was read to its end
-PROGRESS = struct.Struct("<qqqq")  # the same of one that is being read, texts of it that were read, tokens of the next
-UNSYNCED = 1 << 26  # bytes that a bulk append may leave to be synced later
+FILE = struct.Struct("<qq")  # size and modification time of a source that was read to its end
+PROGRESS = struct.Struct("<qqqq")  # the same of a source that is being read, its texts read, tokens of the next text
+UNSYNCED = 1 << 26  # bytes that bulk appends may leave unsynced
 
 
 @dataclass(frozen=True)
@@ -51,11 +51,11 @@ class Record:
 
 @dataclass(frozen=True)
 class LogHead:
-    """Which log a file is. A log of format 1 does not say."""
+    """The identity of a log file. Logs of format 1 have none."""
 
     store: str = ""  # 16 hex digits
     log: str = ""
-    generation: int = 0  # of the manifest when it was made; 0: a repair made it of other files
+    generation: int = 0  # of the manifest when it was created; 0: made by a repair from other files
 
     def page(self) -> bytearray:
         page = bytearray(PAGE)
@@ -69,18 +69,18 @@ class LogHead:
             return cls()
         if len(page) < HEADER.size:
             return None
-        magic, store, log, generation, told = HEADER.unpack_from(page)
-        whole = magic == MAGIC and checksum(page[: HEADER.size - 8]) == told and generation < 1 << 62
+        magic, store, log, generation, stored = HEADER.unpack_from(page)
+        whole = magic == MAGIC and checksum(page[: HEADER.size - 8]) == stored and generation < 1 << 62
         return cls(store.hex(), log.hex(), generation) if whole else None
 
 
 class LogWriter:
-    """Appends to one log file. What it synced is on the disk, and acknowledged."""
+    """Appends to one log file. Everything that is synced is acknowledged."""
 
     def __init__(self, path: Path, place: Place) -> None:
         self.path, self.place, self._synced = path, place, place
         self._witness: tuple[Witness, int] | None = None
-        self.doubtful = False  # the disk refused a sync: what was to be synced may be lost
+        self.doubtful = False  # a sync failed: what was to be synced may be lost
         self._file = os.open(path, os.O_RDWR)
         page = os.pread(self._file, PAGE, 0)
         head = LogHead.parse(page)
@@ -88,8 +88,8 @@ class LogWriter:
         self.head = head
         slots = _read_slots(page)
         self._turn = slots.index(min(slots))
-        os.ftruncate(self._file, place.length)  # what lies beyond is a record that was never acknowledged
-        os.fdatasync(self._file)  # what lies before may not have been either, but will be seen from now on
+        os.ftruncate(self._file, place.length)  # beyond is a record that was never acknowledged
+        os.fdatasync(self._file)  # records before may not have been acknowledged either: from now on they are
         self._acknowledge(place)
 
     @classmethod
@@ -101,8 +101,8 @@ class LogWriter:
         return cls(path, Place())
 
     def append(self, records: Iterable[Record], sync: bool = True) -> None:
-        """All of them durable, or an error and none of them acknowledged. Without sync they may become so later: in
-        bulk, waiting for the disk at every turn would be most of the time."""
+        """Append records: all are durable, or it raises and none is acknowledged. Without sync they may become durable
+        later: in bulk, waiting for the disk each time would take most of the time."""
         if self.doubtful:
             raise StoreError(
                 f"{self.path}: the disk failed, and what was added in bulk may be lost: open the store again"
@@ -110,9 +110,9 @@ class LogWriter:
         start, place, pieces = self.place.length, self.place, []
         for record in records:
             payload = record.payload()
-            told = checksum(payload, int(_seed(self.head, place.length)))
-            pieces += [RECORD.pack(MARK, len(payload), told), payload]
-            place = place.after(place.length + RECORD.size + len(payload), told)
+            record_sum = checksum(payload, int(_seed(self.head, place.length)))
+            pieces += [RECORD.pack(MARK, len(payload), record_sum), payload]
+            place = place.after(place.length + RECORD.size + len(payload), record_sum)
         data = b"".join(pieces)
         try:
             written = 0
@@ -122,13 +122,13 @@ class LogWriter:
                 self._sync(place)
         except OSError as error:
             self.doubtful = self._synced.length < start
-            with suppress(OSError):  # else a whole record of a failed batch could be taken for one that was added
+            with suppress(OSError):  # else complete records of a failed batch could later be read as valid
                 os.ftruncate(self._file, start)
             raise StoreError(f"{self.path}: nothing was added, since writing failed: {error}") from error
         self.place = place
 
     def enter(self, witness: Witness, generation: int) -> None:
-        """The manifest of this generation names this log, which is durable: the witness may say so."""
+        """Record this log in the witness. The manifest of this generation must name it already."""
         self._witness = witness, generation
         witness.say(generation, self.head.log, self._synced)
 
@@ -138,7 +138,8 @@ class LogWriter:
         self._synced = place
 
     def _acknowledge(self, place: Place) -> None:
-        """The records are on the disk, whether or not there is room to say so: then the next time says it."""
+        """Update the acknowledged length. If that fails, the records are durable all the same, and the next update
+        covers them."""
         with suppress(OSError):
             os.pwrite(self._file, _slot(place.length), SLOTS[self._turn])
             self._turn = 1 - self._turn
@@ -159,7 +160,7 @@ START = Place()
 
 @dataclass(frozen=True, eq=False)
 class LogRead:
-    """What is in a log."""
+    """The contents of a log."""
 
     head: LogHead
     records: list[Record]
@@ -167,11 +168,11 @@ class LogRead:
 
 
 def read_log(path: Path, start: Place = START, beyond: bool = False) -> LogRead:
-    """Every acknowledged record from a place on. beyond: also what is whole after them: after a power failure the
-    acknowledged length may be that of a moment before. Only where no writer may take it back."""
+    """Every acknowledged record from a place on. beyond: also complete records after them, since after a power failure
+    the acknowledged length may be out of date. Only if there is no writer, who may still take them back."""
     with path.open("rb") as file:
-        for _ in range(3):  # a writer may just be writing a slot
-            page = os.pread(file.fileno(), PAGE, 0)  # before the records: it may only grow meanwhile
+        for _ in range(3):  # a writer may be in the middle of writing a slot
+            page = os.pread(file.fileno(), PAGE, 0)  # read before the records, as the length can only grow
             slots = _read_slots(page)
             sure, promised = min(slots) > 0, max(slots)
             if sure:
@@ -183,12 +184,12 @@ def read_log(path: Path, start: Place = START, beyond: bool = False) -> LogRead:
             )
         size = os.fstat(file.fileno()).st_size
         file.seek(start.length)
-        # No further for readers: a bulk append leaves much beyond that, to be read in vain at every refresh.
+        # Readers read no further: a bulk append may leave much beyond, which every refresh would read for nothing.
         data = file.read(max(0, min(promised, size) - start.length) if sure and not beyond else -1)
         size = max(size, start.length + len(data))  # it may have grown meanwhile
     spans, total = _whole_records(np.frombuffer(data, np.uint8), start.length, _seed(head), np.uint64(start.sum))
     end = start.length + (int(spans[-1, 1]) if len(spans) else 0)
-    # With one slot lost, more may have been promised than is known: then nothing may be left over.
+    # If one slot is damaged, more may have been acknowledged than the other says: then nothing may be left over.
     if end < promised or (not sure and end != size):
         raise DamagedError(
             f"{path}: the record at byte {end} is damaged or missing, and {promised} bytes were acknowledged; "
@@ -198,7 +199,7 @@ def read_log(path: Path, start: Place = START, beyond: bool = False) -> LogRead:
 
 
 def sum_at(path: Path, length: int) -> int | None:
-    """What the records up to a length add up to; None: none ends there."""
+    """The sum (see `Place`) of the records up to a length; None: no record ends there."""
     with path.open("rb") as file:
         head = LogHead.parse(file.read(PAGE))
         data = file.read(max(0, min(length, os.fstat(file.fileno()).st_size) - PAGE))
@@ -210,8 +211,8 @@ def sum_at(path: Path, length: int) -> int | None:
 
 
 def salvage_log(path: Path, log: str = "", acknowledged: int = 0) -> tuple[list[Record], int]:
-    """Every record that is whole, wherever it stands, and how many bytes are lost, as far as that is known. log: its
-    id, should its header not tell. acknowledged: how many bytes it had, by another file."""
+    """Every intact record, anywhere in the file, and the number of lost bytes, as far as known. log: its id, in case
+    its header is damaged. acknowledged: its length according to another file."""
     data = path.read_bytes()
     head = LogHead.parse(data[:PAGE]) or LogHead(log=log)
     view = np.frombuffer(data, np.uint8)
@@ -235,7 +236,7 @@ def _parsed(data: bytes, spans: NDArray[np.int64]) -> list[Record]:
         kind, a, b = PREFIX.unpack_from(view, start)
         at = start + PREFIX.size
         names = [bytes(view[at : at + a]), bytes(view[at + a : at + a + b])]
-        for name in names:  # the same string for all records of a source: there may be millions
+        for name in names:  # share one string among all records of a source, of which there may be millions
             if name not in known:
                 try:
                     known[name] = name.decode(*ENCODING)
@@ -247,22 +248,22 @@ def _parsed(data: bytes, spans: NDArray[np.int64]) -> list[Record]:
 
 @compiled
 def _whole_records(data, offset, seed, total):  # type: ignore[no-untyped-def]
-    """(records, 2) where the payload of each begins and ends, up to the first that is not whole; data[0] is byte
-    `offset` of the file. And the sum of `Place`."""
+    """(records, 2): begin and end of each record's payload, up to the first damaged record; and their sum, as in
+    `Place`. data[0] is byte `offset` of the file."""
     spans, count, at, address = np.empty((16, 2), np.int64), 0, np.int64(0), np.int64(data.ctypes.data)
     while at + 16 <= len(data):
-        length, told = np.int64(0), np.uint64(0)
+        length, stored = np.int64(0), np.uint64(0)
         for i in range(4):
             length |= np.int64(data[at + 4 + i]) << np.int64(8 * i)
         for i in range(8):
-            told |= np.uint64(data[at + 8 + i]) << np.uint64(8 * i)
+            stored |= np.uint64(data[at + 8 + i]) << np.uint64(8 * i)
         mark = data[at] == 0xA5 and data[at + 1] == 0x53 and data[at + 2] == 0x4C and data[at + 3] == 0x52
         start, end = at + 16, at + 16 + length
         if not mark or length < 5 or end > len(data):
             break
         names = np.int64(data[start + 1]) + 256 * np.int64(data[start + 2])
         names += np.int64(data[start + 3]) + 256 * np.int64(data[start + 4])
-        if names + 5 > length or xxh64(address + start, length, np.uint64(offset + at) + seed) != told:
+        if names + 5 > length or xxh64(address + start, length, np.uint64(offset + at) + seed) != stored:
             break
         if count == len(spans):
             more = np.empty((2 * count, 2), np.int64)
@@ -270,14 +271,14 @@ def _whole_records(data, offset, seed, total):  # type: ignore[no-untyped-def]
                 more[i, 0], more[i, 1] = spans[i, 0], spans[i, 1]
             spans = more
         spans[count, 0], spans[count, 1] = start, end
-        total = total * np.uint64(ODD) + told
+        total = total * np.uint64(ODD) + stored
         count += 1
         at = end
     return spans[:count], total
 
 
 def _seed(head: LogHead, offset: int = 0) -> np.uint64:
-    """What a record's checksum starts from: its place, in this log and no other."""
+    """The seed of a record's checksum: it depends on the log and on the record's offset."""
     return np.uint64((int(head.log or "0", 16) + offset) % (1 << 64))
 
 
@@ -287,9 +288,9 @@ def _slot(length: int) -> bytes:
 
 
 def _read_slots(page: bytes) -> list[int]:
-    """The acknowledged lengths in a log's first page, 0 for one that is damaged."""
+    """The acknowledged lengths in a log's first page; 0 for a damaged one."""
     found = []
     for at in SLOTS:
-        number, told = page[at : at + 8], page[at + 8 : at + 16]
-        found.append(struct.unpack("<Q", number)[0] if told == struct.pack("<Q", checksum(number)) else 0)
+        number, stored = page[at : at + 8], page[at + 8 : at + 16]
+        found.append(struct.unpack("<Q", number)[0] if stored == struct.pack("<Q", checksum(number)) else 0)
     return found

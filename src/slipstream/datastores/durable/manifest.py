@@ -1,8 +1,8 @@
-"""The manifest of a store: which files make it up, each by its name and by what it is. It is replaced as a whole, so a
-store is always in one state or the next, never between.
+"""The manifest of a store: the files that make it up, by name and id. It is replaced atomically, so a store is always
+in one state or the next, never in between.
 
-A copy lies beside it. It is only read to repair a store whose manifest is damaged, and to notice a manifest that is
-older: nothing else knows the vocabulary of a young store, or what was removed and is still in a segment.
+There is a copy, which is read only to repair a damaged manifest and to notice one that is out of date. Without the
+copy, the vocabulary of a new store and the removed sources would be lost with the manifest.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from slipstream.datastores.sparse.sort import DEPTH
 from slipstream.errors import DamagedError, StoreError
 
 FORMAT = 2
-READABLE = (1, 2)  # a store of format 1 has no ids; the next writer gives it some
+READABLE = (1, 2)  # a store of format 1 has no ids; the next writer adds them
 NAME = "store.json"
 COPY = "store.copy.json"
 FOLLOWS = "follows"  # a note: which other store this one follows
-HUGE = 1 << 62  # no number in a file is so large
-MOST = (1 << 32) - 1  # ids of a vocabulary: the largest number of 32 bits separates documents
+HUGE = 1 << 62  # numbers in a file must be smaller
+MOST = (1 << 32) - 1  # largest vocabulary: the last 32-bit number is the separator of documents
 
 
 def new_id() -> str:
@@ -42,12 +42,12 @@ class SegmentEntry:
     tokens: int
     documents: int
     bytes: int
-    sum: str = ""  # of its header, which has the sums of all else; empty in format 1
-    removed: tuple[str, ...] = ()  # sources whose documents don't count any more
+    sum: str = ""  # checksum of its header, which has the checksums of everything else; empty in format 1
+    removed: tuple[str, ...] = ()  # sources whose documents were removed
 
     @classmethod
     def of(cls, name: str, header: dict[str, Any], sum: str) -> SegmentEntry:
-        """The entry of a segment file with this header. Before its text, and after each document, stand separators."""
+        """The entry of a segment file with this header. Separators before the text and after documents don't count."""
         documents = header["documents"]
         tokens = header["sections"]["tokens"][1] * 8 // header["width"] - DEPTH - documents
         return cls(name, header["collection"], tokens, documents, header["bytes"], sum)
@@ -60,14 +60,14 @@ class Manifest:
     log: str
     next: int = 1  # number of the next file
     segments: tuple[SegmentEntry, ...] = ()
-    notes: dict[str, Any] = field(default_factory=dict)  # how the text was made, for whoever reads it
+    notes: dict[str, Any] = field(default_factory=dict)  # about the text, such as how answers were sampled
     id: str = ""  # of the store: 16 hex digits
     generation: int = 0  # how often it was replaced
     log_id: str = ""
-    gone: tuple[tuple[str, str], ...] = ()  # files whose content is in others, with their ids: they may be deleted
+    gone: tuple[tuple[str, str], ...] = ()  # files (with ids) whose contents are in others: they may be deleted
 
     def __post_init__(self) -> None:
-        """Whatever a file says must be possible: names become paths, numbers sizes."""
+        """Validate everything, since names become paths and numbers become sizes."""
         if not 1 <= self.vocabulary <= MOST:
             raise StoreError(f"vocabulary is {self.vocabulary}: there are 1 to {MOST} ids")
         names = [self.log, *(e.name for e in self.segments)]
@@ -88,13 +88,13 @@ class Manifest:
         return token_type(self.vocabulary).itemsize * 8
 
     def named(self) -> tuple[str, Manifest]:
-        """A number for a new file, and the manifest that knows it is taken."""
+        """A number for a new file, and the manifest in which it is taken."""
         return f"{self.next:08d}", replace(self, next=self.next + 1)
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Durable when this returns. Only then may files go that it doesn't name: a crash can leave the copy one state
-    behind, and then that state must be whole."""
+    """Write the manifest and its copy, durably. Only then may files be deleted that it doesn't name: after a crash the
+    copy may be one state older, and that state must be complete."""
     body = {"format": FORMAT, "width": manifest.width, **asdict(manifest)}
     text = json.dumps({**body, "checksum": _sum(body)}, indent=1).encode()
     for name in (NAME, COPY):
@@ -102,7 +102,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def manifest_bytes(folder: Path, name: str = NAME) -> bytes:
-    """Differs whenever the manifest does, which times and inodes of the file need not."""
+    """The file's bytes. To notice a new manifest these are compared, since time and inode may stay the same."""
     try:
         return (folder / name).read_bytes()
     except PermissionError as error:
@@ -123,8 +123,8 @@ def read_manifest(folder: Path, name: str = NAME) -> Manifest:
 def parse_manifest(path: object, data: bytes) -> Manifest:
     try:
         body = json.loads(data)
-        told = body.pop("checksum")
-        if told != _sum(body):
+        stored = body.pop("checksum")
+        if stored != _sum(body):
             raise ValueError("its checksum is wrong")
         if body["format"] not in READABLE:
             raise StoreError(f"{path} has format {body['format']}, this version reads {FORMAT}: update slipstream")
@@ -149,7 +149,7 @@ _SHAPE: dict[str, Any] = {
 
 
 def fits(value: Any, shape: dict[str, Any]) -> None:
-    """Raise if something that was read is of another type than it must be."""
+    """Raise if a field that was read has the wrong type."""
     for name, kind in shape.items():
         found = getattr(value, name)
         if isinstance(kind, dict):

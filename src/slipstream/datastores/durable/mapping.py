@@ -1,8 +1,8 @@
-"""Files mapped into memory that may be cut off while they are read, without a descriptor kept for each.
+"""Memory-mapped files that may be truncated while they are read. No descriptor is kept open for a file.
 
-Reading a mapped page that its file no longer has is a bus error, which ends the process. Here it is caught: the page
-becomes zeros, and whoever was reading is told by `watching`. Only addresses of files that were mapped here are treated
-so; any other bus error ends the process as it would have.
+Reading a mapped page beyond the end of its file is a bus error, which ends the process. Here it is caught: the page
+becomes zeros, and `watching` raises an error in the reader. Only files that were mapped here are handled; any other bus
+error ends the process as usual.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from slipstream.datastores.durable.pages import pointer
 from slipstream.errors import DamagedError
 
-ROOM = 1 << 16  # files that are guarded at a time
+ROOM = 1 << 16  # files that can be guarded at a time
 MADV = {"random": mmap.MADV_RANDOM, "sequential": mmap.MADV_SEQUENTIAL}
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -37,14 +37,14 @@ _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ct
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
-# Row 0: how many pages were missing so far, and the last one's address. Then first and last address of each mapping.
-# The handler reads it at any moment, so it is never moved.
+# Row 0: number of missing pages so far, and the address of the last one. Then begin and end of each mapping. The signal
+# handler may read this at any moment, so it must not move.
 _ranges = np.zeros((ROOM, 2), np.int64)
 _free = list(range(ROOM - 1, 0, -1))
 
 
 class Mapping:
-    """A file's bytes, to be read."""
+    """A file's bytes, read-only."""
 
     def __init__(self, file: int, size: int) -> None:
         self.size, self.address = size, 0
@@ -58,7 +58,7 @@ class Mapping:
         weakref.finalize(self, _unmap, address, size, _guard(address, size))
 
     def array(self, dtype: Any, count: int, offset: int) -> NDArray[Any]:
-        """A view of some of it, which keeps the mapping alive."""
+        """An array over a part of it, which keeps the mapping alive."""
         dtype = np.dtype(dtype)
         if offset < 0 or count < 0 or offset + count * dtype.itemsize > self.size:
             raise ValueError(f"{count} × {dtype} at byte {offset} do not lie within {self.size} bytes")
@@ -73,7 +73,7 @@ class Mapping:
 
 
 class _View:
-    """What numpy needs to know; an array of it keeps it."""
+    """The array interface for numpy. An array made from it keeps it alive."""
 
     def __init__(self, mapping: Mapping, address: int, count: int, dtype: np.dtype[Any]) -> None:
         self.mapping = mapping
@@ -82,7 +82,7 @@ class _View:
 
 @contextmanager
 def watching(what: str | Path) -> Iterator[None]:
-    """Raise if a page was missing that was read meanwhile, here or in another thread: what was read says nothing."""
+    """Raise if a missing page was read during the block, in this or another thread: what was read may be wrong."""
     before = int(_ranges[0, 0])
     yield
     if _ranges[0, 0] != before:
@@ -96,7 +96,7 @@ def missing(what: str | Path) -> DamagedError:
 
 
 def pages_missed() -> int:
-    """How many pages were missing so far when they were read."""
+    """How many missing pages were read so far."""
     return int(_ranges[0, 0])
 
 
@@ -104,7 +104,7 @@ def pages_missed() -> int:
 
 
 def _guard(address: int, size: int) -> int:
-    """The row of a mapping that is guarded now; 0: there is no room, or no such signal here."""
+    """Guard a mapping, and return its row; 0: there is no room, or the system has no such signal."""
     if sys.platform != "linux" or not _free:
         return 0
     row = _free.pop()
@@ -131,11 +131,11 @@ class _Action(ctypes.Structure):
     )
 
 
-_previous = _Action()  # who handled bus errors before
+_previous = _Action()  # the handler that was installed before
 
 
 def _install() -> None:
-    """Unless it is installed."""
+    """Install the handler, unless it is installed."""
     current = _Action()
     _libc.sigaction(signal.SIGBUS, None, ctypes.byref(current))
     handler = _handler()
@@ -148,7 +148,7 @@ def _install() -> None:
 
 def _handler() -> int:
     if not _made:
-        # Symbols, since compiled code that is kept for later can't contain addresses.
+        # Symbols, since cached compiled code can't contain addresses.
         llvmlite.binding.add_symbol("slipstream_mapped_ranges", _ranges.ctypes.data)
         llvmlite.binding.add_symbol("slipstream_previous_action", ctypes.addressof(_previous))
         signature = types.void(types.int32, types.voidptr, types.voidptr)
@@ -183,7 +183,7 @@ _system_sigaction = types.ExternalFunction("sigaction", types.int32(types.int32,
 
 
 def _on_bus_error(number, info, _context):  # type: ignore[no-untyped-def]
-    """Runs in the thread that read, in the midst of whatever it was doing: no Python here, and no memory."""
+    """The signal handler. It interrupts the reading thread anywhere, so it must not call Python or allocate memory."""
     address = carray(info, (3,), np.int64)[2]  # si_addr
     ranges = carray(pointer(_ranges_address()), (ROOM, 2), np.int64)
     for row in range(1, ROOM):
@@ -194,4 +194,4 @@ def _on_bus_error(number, info, _context):  # type: ignore[no-untyped-def]
                 ranges[0, 0] += 1
                 ranges[0, 1] = address
                 return
-    _system_sigaction(number, _previous_address(), 0)  # not ours: it happens again, for whoever was there before
+    _system_sigaction(number, _previous_address(), 0)  # not ours: the old handler gets it when the read is repeated

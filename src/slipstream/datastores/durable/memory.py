@@ -1,8 +1,8 @@
-"""What was appended and is not yet in a segment: documents in memory, searchable at once.
+"""Documents in memory that are not yet in a segment, searchable at once.
 
-They are kept as a few runs, each more than twice as long as the next: a new document becomes a run of its own, and runs
-of like size are sorted into one. So a token is sorted again about as often as the text doubles. A document is no object
-of its own, only a stretch of a run: there may be millions of a few tokens each.
+They are kept as a few runs, each more than twice as long as the next: a new document becomes a run, and runs of similar
+size are sorted into one. So a token is sorted again about as often as the text doubles. A document is no Python object,
+only a part of a run, since there may be millions of a few tokens each.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ class Memory:
     """The recent documents of one collection."""
 
     dtype: Any
-    vocabulary: int = 0  # ids from there on are no tokens; 0: of any
+    vocabulary: int = 0  # ids from here on are never drafted; 0: no limit
     size: int = 0  # tokens
     batches: list[_Batch] = field(default_factory=list)
     sources: list[str] = field(default_factory=list)  # of each document, in order
     files: dict[str, tuple[int, int]] = field(default_factory=dict)  # size and time of sources read to their end
-    reading: dict[str, tuple[int, int, int, int]] = field(default_factory=dict)  # of others, how far they were read
+    reading: dict[str, tuple[int, int, int, int]] = field(default_factory=dict)  # progress in other sources
 
     def append(self, document: Tokens, source: str) -> None:
         self.extend([document], [source])
 
     def extend(self, documents: Sequence[Tokens], sources: Sequence[str]) -> None:
-        """Documents that are sorted together."""
+        """Append documents that are sorted together."""
         if not len(documents):
             return
         self.size += sum(map(len, documents))
@@ -58,7 +58,7 @@ class Memory:
         self.batches.append(_Batch(np.concatenate(texts[::-1]) if len(texts) > 1 else text))
 
     def remove(self, source: str) -> None:
-        """Forget the documents of a source."""
+        """Remove the documents of a source."""
         self.files.pop(source, None)
         self.reading.pop(source, None)
         if source in self.sources:
@@ -66,7 +66,7 @@ class Memory:
             self._replace(kept)
 
     def keep_latest(self, limit: int) -> None:
-        """Forget the oldest documents until at most `limit` tokens are left."""
+        """Remove the oldest documents until at most `limit` tokens are left."""
         documents = self.documents()
         room = np.cumsum([len(d) for d in documents[::-1]])[::-1] <= limit
         self._replace(
@@ -81,29 +81,29 @@ class Memory:
         return [d for batch in self.batches for d in split(batch.text)]
 
     def runs(self) -> list[Run]:
-        """To search them. Only what is new since the last time is sorted."""
+        """The runs for a search. Only those that are new since the last call are sorted."""
         for batch in self.batches:
             if batch.run is None:
                 tokens = with_margin([batch.text], self.dtype)
                 batch.run = Run(tokens, sort_positions(tokens), vocabulary=self.vocabulary)
-                batch.text = tokens[DEPTH:]  # once is enough
+                batch.text = tokens[DEPTH:]  # a view, to hold the tokens in memory once
         return [batch.run for batch in self.batches if batch.run is not None]
 
     def take_text(self) -> Tokens:
-        """All of it as a segment keeps it; it is not kept here any more, so that it is in memory once."""
+        """All documents in the form of a segment. They are removed here, to hold them in memory once."""
         texts = [batch.text for batch in self.batches]
         self.batches.clear()
         return with_margin(texts, self.dtype)
 
     def entries(self) -> dict[str, SourceEntry]:
-        """The sources, with how much of each is here."""
+        """The entries of all sources."""
         counts = dict.fromkeys([*self.files, *self.reading], 0)
         for name in self.sources:
             counts[name] = counts.get(name, 0) + 1
         return {n: self._entry(n, c) for n, c in counts.items()}
 
     def entry(self, name: str) -> SourceEntry | None:
-        """One of them."""
+        """The entry of one source."""
         documents = self.sources.count(name)
         known = documents or name in self.files or name in self.reading
         return self._entry(name, documents) if known else None
@@ -116,11 +116,11 @@ class Memory:
 
 
 def with_margin(texts: list[Tokens], dtype: Any) -> Tokens:
-    """Texts with separators after their documents, as one run; they are taken from the list as they are copied."""
+    """Texts, with separators after their documents, as one run. Removes each text from the list once it is copied."""
     whole = np.empty(DEPTH + sum(map(len, texts)), dtype)
     whole[:DEPTH] = separator(whole)
     at = len(whole)
-    while texts:  # from the end, so that each can go
+    while texts:  # from the end, so that each can be freed
         text = texts.pop()
         whole[at - len(text) : at] = text
         at -= len(text)
@@ -128,14 +128,14 @@ def with_margin(texts: list[Tokens], dtype: Any) -> Tokens:
 
 
 def split(text: Tokens) -> list[Tokens]:
-    """The documents of a text with a separator after each."""
+    """The documents of a text that has a separator after each."""
     ends = np.flatnonzero(text == separator(text))
     starts = np.concatenate([[0], ends[:-1] + 1]) if len(ends) else ends
     return [text[a:b] for a, b in zip(starts.tolist(), ends.tolist(), strict=True)]
 
 
 def starts_of(tokens: Tokens) -> NDArray[np.uint32]:
-    """Where the documents of a run begin."""
+    """Where the documents of a run start."""
     ends = np.flatnonzero(tokens[DEPTH:] == separator(tokens)) + DEPTH
     return np.concatenate([[DEPTH], ends + 1])[: len(ends)].astype(np.uint32)
 
@@ -149,7 +149,7 @@ def content_of(
     vocabulary: int,
     dtype: Any,
 ) -> Content:
-    """Documents as a segment keeps them."""
+    """Documents in the form of a segment."""
     return content_of_run(join(documents, dtype), sources, entries, collection, tokenizer, vocabulary)
 
 

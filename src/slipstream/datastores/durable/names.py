@@ -1,4 +1,4 @@
-"""Names: of collections and sources, which must stay apart wherever they are written, and of a store's own files."""
+"""Names of collections and sources, which must stay distinct in every encoding, and of a store's files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ def checked_source(name: str) -> str:
 
 
 def _kept_apart(what: str, name: str) -> str:
-    """JSON joins a pair of surrogates into one character: two different names, and their tenants, would become one."""
+    """Refuse names that JSON does not preserve. It joins a pair of surrogates into one character, so two different
+    names, and their tenants' data, would become one."""
     if json.loads(json.dumps(name)) != name:
         raise StoreError(f"{what} {name!r}: its surrogates make up a character, so write that character instead")
     return name

@@ -1,5 +1,5 @@
-"""Which of the files in a store's folder make up the store: those of the newest manifest that is whole, or of the files
-themselves where they are newer than that, or where there is none."""
+"""For repair: which files make up a damaged store. Those that the newest intact manifest names; or, if there is none or
+some files are newer than it, what the files' own headers say."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from slipstream.errors import DamagedError, StoreError
 
 @dataclass
 class Findings:
-    """What is found out on the way."""
+    """State of a repair: what was found and done so far."""
 
     folder: Path
     manifest: Manifest
-    logs: dict[str, set[str]]  # that are to be read, and the collections to leave out of each
+    logs: dict[str, set[str]]  # logs to read, and the collections to leave out of each
     records: list[Record] = field(default_factory=list)  # of the logs
     sentences: list[str] = field(default_factory=list)
     aside: list[Path] = field(default_factory=list)
@@ -38,7 +38,7 @@ class Findings:
 
 @dataclass(frozen=True)
 class StoreFile:
-    """What a file says of itself."""
+    """What a file's header says."""
 
     store: str
     generation: int
@@ -61,7 +61,7 @@ def files_of(folder: Path) -> dict[str, StoreFile]:
 
 
 def segment_file(path: Path) -> StoreFile | None:
-    """A segment, if one of its headers can be read."""
+    """A segment file, if one of its two headers can be read."""
     found = any_header(path)
     if found is None:
         return None
@@ -70,7 +70,7 @@ def segment_file(path: Path) -> StoreFile | None:
 
 
 def find_newest(folder: Path) -> Findings:
-    """The newer of the manifest and its copy, if it is of the store whose files these are; or one like it."""
+    """The newer of the manifest and its copy, if it belongs to these files; else a manifest made from the headers."""
     files = Counter(f.store for f in files_of(folder).values())
     whole: dict[str, Manifest] = {}
     for name in (NAME, COPY):
@@ -83,7 +83,7 @@ def find_newest(folder: Path) -> Findings:
     if not whole:
         state = _from_headers(folder)
     else:
-        newest = max(whole, key=lambda name: (files[whole[name].id], whole[name].generation))  # of equals the first
+        newest = max(whole, key=lambda name: (files[whole[name].id], whole[name].generation))  # in a tie, the first
         manifest = whole[newest]
         state = Findings(folder, manifest, {manifest.log: set()})
         state.sentences = [f"{name} was damaged, gone or another store's: it was made anew" for name in bad]
@@ -96,7 +96,7 @@ def find_newest(folder: Path) -> Findings:
 
 
 def _complete(state: Findings) -> None:
-    """If there are files of this store that a later manifest must have named, go on from those."""
+    """If the store has files that only a later manifest can have named, add them."""
     m, files = state.manifest, files_of(state.folder)
     named = {e.name for e in m.segments} | {m.log}
     newer = {
@@ -106,7 +106,7 @@ def _complete(state: Findings) -> None:
     if not newer:
         return
     there = {n: f for n, f in files.items() if n in newer or n in named}
-    kept, logs = _weigh(state.folder, there)
+    kept, logs = _without_duplicates(state.folder, there)
     superseded = {name for n in kept for name, _ in there[n].header["made_from"]}
     entries = [e for e in m.segments if e.name in kept or (e.name not in there and e.name not in superseded)]
     entries += [SegmentEntry.of(n, files[n].header, files[n].id) for n in kept if n not in named]
@@ -125,7 +125,8 @@ def _complete(state: Findings) -> None:
 
 
 def _within(name: str, file: StoreFile, m: Manifest, files: dict[str, StoreFile], folder: Path) -> bool:
-    """Whether all that a file holds is in files that the manifest names: then a writer ended before it was needed."""
+    """Whether everything in a file is also in files that the manifest names: then a writer was interrupted before it
+    switched to the file."""
     if name.endswith(".log"):
         return (folder / name).stat().st_size <= PAGE
     return bool(file.header["made_from"]) and all(
@@ -135,7 +136,7 @@ def _within(name: str, file: StoreFile, m: Manifest, files: dict[str, StoreFile]
 
 
 def _is_there(folder: Path, name: str, id: str, files: dict[str, StoreFile]) -> bool:
-    """Whether a file that another was made from is still there, as it was then."""
+    """Whether a file that another was made from still exists, unchanged."""
     if name not in files:
         return False
     log, _, length = id.partition(":")
@@ -143,7 +144,7 @@ def _is_there(folder: Path, name: str, id: str, files: dict[str, StoreFile]) -> 
 
 
 def _from_headers(folder: Path) -> Findings:
-    """What the files themselves say."""
+    """A manifest made from the headers of the files."""
     files = files_of(folder)
     segments = {n: f for n, f in files.items() if f.header}
     if not segments:
@@ -154,9 +155,9 @@ def _from_headers(folder: Path) -> Findings:
     id, _ = Counter(f.store for f in segments.values()).most_common(1)[0]
     segments = {n: f for n, f in segments.items() if f.store in ("", id)}
     logs = {n: f for n, f in files.items() if not f.header and f.store in ("", id)}
-    if any(f.generation for f in logs.values()):  # what an interrupted repair made is in the others
+    if any(f.generation for f in logs.values()):  # generation 0: made by an interrupted repair, from the other logs
         logs = {n: f for n, f in logs.items() if f.generation}
-    kept, kept_logs = _weigh(folder, segments | logs)
+    kept, kept_logs = _without_duplicates(folder, segments | logs)
     entries = tuple(SegmentEntry.of(n, files[n].header, files[n].id) for n in kept)
     log = min(kept_logs, default="00000000.log")
     log_id = files[log].id if log in files and id else new_id() if id else ""
@@ -174,9 +175,9 @@ def kind_of(file: StoreFile) -> tuple[int, str]:
     return file.header["vocabulary"], file.header["tokenizer"]
 
 
-def _weigh(folder: Path, files: dict[str, StoreFile]) -> tuple[list[str], dict[str, set[str]]]:
-    """Which segments to keep, and which logs, with the collections to leave out of each: a crash may have left files
-    whose documents are in others too."""
+def _without_duplicates(folder: Path, files: dict[str, StoreFile]) -> tuple[list[str], dict[str, set[str]]]:
+    """Which segments and logs to keep, and which collections to leave out of each log: after a crash, some documents
+    may be in several files."""
     logs = {n: set[str]() for n, f in files.items() if not f.header}
     twice: set[str] = set()
     for name, file in files.items():
@@ -184,7 +185,7 @@ def _weigh(folder: Path, files: dict[str, StoreFile]) -> tuple[list[str], dict[s
             continue
         origins = {n for n, id in file.header["made_from"] if _is_there(folder, n, id, files)}
         if origins & set(logs):
-            # A log has what all segments made from it have, and these may not have been all of them yet.
+            # A log has the documents of all segments made from it, some of which may be missing.
             log = origins.pop()
             if log_is_whole(folder / log):
                 twice.add(name)
@@ -206,7 +207,7 @@ def log_is_whole(path: Path) -> bool:
 
 
 def wrong_with(path: Path) -> list[str]:
-    """What is wrong with a segment by itself."""
+    """The faults of a single segment."""
     try:
         return Segment(path).verify()
     except (StoreError, FileNotFoundError) as error:

@@ -1,7 +1,7 @@
 """Checksums: XXH64 of the 4096-byte pages of a file, checked the first time a page is read.
 
-A mapped file is opened without reading it, so its pages are checked when a search first touches them: a damaged page
-is an error then, never a wrong answer.
+A mapped file is opened without reading it. Its pages are checked when a search first reads them, so a damaged page
+raises an error and never becomes a draft.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def page_sums(data: NDArray[np.uint8]) -> NDArray[np.uint64]:
     return _page_sums(data)
 
 
-# ---- compiled. Bytes are told by their address: arrays that may be written to and others would be compiled apart.
+# ---- compiled. Bytes are passed by address: read-only arrays and writable ones would be compiled separately.
 
 
 @intrinsic
@@ -59,7 +59,7 @@ def _round(lane, word):  # type: ignore[no-untyped-def]
 
 @compiled
 def _word(data, at):  # type: ignore[no-untyped-def]
-    """Eight bytes, little-endian. LLVM makes one load of it."""
+    """Eight bytes, little-endian. LLVM compiles this to one load."""
     word = np.uint64(0)
     for i in range(8):
         word |= np.uint64(data[at + i]) << np.uint64(8 * i)

@@ -1,9 +1,8 @@
-"""Repair: keep everything of a damaged store that is provably whole. Damaged files are set aside, never deleted.
+"""Repair: keep everything of a damaged store that is provably intact. Damaged files are set aside, never deleted.
 
-Whatever can be made again from something whole is: the order of a segment from its tokens, the manifest from its copy
-or from the segments. The newest files win: a manifest that is older than they are is completed from them. New files are
-written first, then the manifest is switched, and only then damaged files leave their place, so an interrupted repair
-can be repeated.
+What can be rebuilt is: the order of a segment from its tokens, the manifest from its copy or from the segments. The
+newest files win: a manifest that is older than some files is completed from them. New files are written first, then the
+manifest is switched, and only then are damaged files moved, so an interrupted repair can be repeated.
 """
 
 from __future__ import annotations
@@ -55,19 +54,19 @@ from slipstream.datastores.sparse.runs import Pieces
 from slipstream.errors import StoreError
 
 ASIDE = "damaged"
-AGAIN = FILE.pack(-1, -1)  # a source that ended with no size or time: no file is like it, so it is read again
+AGAIN = FILE.pack(-1, -1)  # marks a source to be read again: no file has this size and time
 
 
 @dataclass(frozen=True)
 class RepairReport:
     kept: int  # documents
-    lost: int  # documents, as far as it is known how many there were
+    lost: int  # documents, as far as known
     set_aside: tuple[str, ...]  # files that are now in the folder `damaged`
-    sentences: tuple[str, ...]  # what was found and done; empty if all was well
+    sentences: tuple[str, ...]  # what was found and done; empty if nothing was wrong
 
 
 def repair(folder: str | Path) -> RepairReport:
-    """Make a store sound again. There must be no writer."""
+    """Repair a store. There must be no writer."""
     folder = Path(folder)
     if not any((folder / name).exists() for name in (NAME, COPY)) and not any(folder.glob("*.seg")):
         raise StoreError(f"{folder} is no datastore: it has neither a manifest nor a segment")
@@ -98,7 +97,7 @@ def repair(folder: str | Path) -> RepairReport:
 
 
 def _mend_log(state: Findings, witness: Witnessed | None) -> None:
-    """Read every log; unless there is just one and it is whole, they become a new one."""
+    """Read every log. Unless there is exactly one and it is intact, write a new one from them."""
     damaged = [name for name in state.logs if not _is_ours(state, name, witness)]
     for name, elsewhere in state.logs.items():
         path = state.folder / name
@@ -119,7 +118,7 @@ def _mend_log(state: Findings, witness: Witnessed | None) -> None:
 
 
 def _is_ours(state: Findings, name: str, witness: Witnessed | None) -> bool:
-    """Whether a log is whole, and the one that was meant."""
+    """Whether a log is intact, and has the ids of the manifest and the witness."""
     path, m = state.folder / name, state.manifest
     if not log_is_whole(path):
         return False
@@ -156,7 +155,7 @@ def _salvage(state: Findings, path: Path, elsewhere: set[str], witness: Witnesse
 
 
 def _without_progress(record: Record) -> Record:
-    """A document of a file of which others are lost: it must be read again from its beginning."""
+    """The record without progress in its file. Other documents of the file are lost, so it must be read again."""
     return replace(record, kind=DOCUMENT, body=record.body[PROGRESS.size :]) if record.kind == READ else record
 
 
@@ -164,7 +163,7 @@ def _without_progress(record: Record) -> Record:
 
 
 def _mend_segment(state: Findings, entry: SegmentEntry) -> SegmentEntry | None:
-    """The entry of a segment that is whole, or of one that was made of its whole documents."""
+    """The entry of a segment if it is intact, else of a new one made from its intact documents."""
     path, m = state.folder / entry.name, state.manifest
     file = segment_file(path)
     if file is not None:
@@ -201,7 +200,7 @@ def _mend_segment(state: Findings, entry: SegmentEntry) -> SegmentEntry | None:
 
 
 def _write(state: Findings, damaged: SegmentEntry, found: Salvaged) -> SegmentEntry:
-    """A new segment of what was salvaged."""
+    """Write a new segment from what was salvaged."""
     counts = Counter(found.names)
     entries = {s.name: replace(s, documents=counts[s.name]) for s in found.sources}
     m = state.manifest
@@ -227,7 +226,7 @@ def _finish(state: Findings, generation: int, changed: bool) -> RepairReport:
         for path in state.aside:
             if path.name not in (NAME, COPY):
                 path.unlink()
-        (folder / Witness.NAME).unlink(missing_ok=True)  # it may speak of what is lost
+        (folder / Witness.NAME).unlink(missing_ok=True)  # it may refer to lost records
     with Store.open(folder) as store:
         place, kept, generation = store.contents.place, store.info()["documents"], store.manifest.generation
     if not changed:
@@ -247,7 +246,7 @@ def _finish(state: Findings, generation: int, changed: bool) -> RepairReport:
 
 
 def _copy_aside(path: Path) -> None:
-    """A second name for the file, or a copy where the file system has no second names."""
+    """Link the file into the folder `damaged`, or copy it if the file system has no hard links."""
     aside = path.parent / ASIDE
     aside.mkdir(exist_ok=True)
     for name in (path.name, *(f"{path.name}.{i}" for i in range(2, 1000))):

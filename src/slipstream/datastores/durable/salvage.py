@@ -1,4 +1,4 @@
-"""Salvage: the documents of a damaged segment file that are provably whole."""
+"""Salvage: recover the documents of a damaged segment file that are provably intact."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from slipstream.datastores.durable.pages import PAGE, checksum, page_sums
 from slipstream.datastores.sparse.sort import Tokens, separator
 from slipstream.errors import StoreError
 
-SALVAGED = "salvaged"  # the source of documents whose own is not known any more
+SALVAGED = "salvaged"  # the source of documents whose own source is lost
 
 
 @dataclass(frozen=True)
@@ -23,17 +23,17 @@ class Salvaged:
     documents: list[Tokens]
     names: list[str]  # the source of each document
     sources: list[SourceEntry]
-    named: bool  # whether these are the sources they came from
-    lost_from: list[str]  # the source of each lost document, as far as it is known
+    named: bool  # whether these are the original sources
+    lost_from: list[str]  # the source of each lost document, as far as known
     lost: int
 
     @property
     def incomplete(self) -> set[str]:
-        """Sources of which documents were lost."""
+        """The sources that lost documents."""
         return set(self.lost_from)
 
     def without(self, removed: Set[str]) -> Salvaged:
-        """What was removed is neither kept nor lost."""
+        """The same without removed sources: their documents are neither kept nor lost."""
         if not removed:
             return self
         kept = [i for i, name in enumerate(self.names) if name not in removed]
@@ -49,7 +49,7 @@ class Salvaged:
 
 
 def any_header(path: Path) -> tuple[dict[str, Any], str] | None:
-    """The header of a segment file, from its first page or else from its last, and its checksum."""
+    """The header of a segment file, from its first page or, if that is damaged, from its last; and its checksum."""
     if not path.is_file():
         return None
     with path.open("rb") as file:
@@ -68,7 +68,7 @@ def any_header(path: Path) -> tuple[dict[str, Any], str] | None:
 
 
 def salvage_segment(path: Path, header: dict[str, Any]) -> Salvaged:
-    """Whatever is left of it."""
+    """Recover what is intact in a segment file."""
     file = _File(np.fromfile(path, np.uint8), header)
     tokens, good = file.tokens()
     starts, ends, numbers = file.places(tokens, good)
@@ -92,7 +92,7 @@ def salvage_segment(path: Path, header: dict[str, Any]) -> Salvaged:
 
 
 class _File:
-    """The sections of a segment file, as far as they are there."""
+    """The sections of a segment file, as far as they exist."""
 
     def __init__(self, data: NDArray[np.uint8], header: dict[str, Any]) -> None:
         self.data, self.header = data, header
@@ -113,33 +113,33 @@ class _File:
             return None
 
     def tokens(self) -> tuple[Tokens, NDArray[np.bool_]]:
-        """(n,) zeros where the file ends early, and (pages,) which are as they were written."""
+        """(n,) tokens, zeros where the file is cut off; and (pages,) which pages are intact."""
         offset, size = self.header["sections"]["tokens"]
         pages = -(-size // PAGE)
         there = max(0, min(pages, (len(self.data) - offset) // PAGE))
         found = page_sums(self.data[offset : offset + there * PAGE])
-        if there == pages and size % PAGE:  # what fills up the last page says nothing
+        if there == pages and size % PAGE:  # ignore the padding of the last page
             last = np.zeros(PAGE, np.uint8)
             last[: size % PAGE] = self.section("tokens")[-(size % PAGE) :]
             found[-1:] = page_sums(last)
-        told = self.section("tokens_sums")
+        stored = self.section("tokens_sums")
         sums = np.zeros(pages, np.uint64)
-        sums[: len(told) // 8] = told[: len(told) // 8 * 8].view(np.uint64)
+        sums[: len(stored) // 8] = stored[: len(stored) // 8 * 8].view(np.uint64)
         good = np.zeros(pages, np.bool_)
         good[:there] = found == sums[:there]
         if there == pages and self.is_whole("tokens_sums", found):
-            good[:] = True  # the pages are those that were summed up: it is the sums that are damaged
+            good[:] = True  # the pages match the checksum of the sums: only the stored sums are damaged
         tokens = self.section("tokens")
         if len(tokens) < size:
             tokens = np.concatenate([tokens, np.zeros(size - len(tokens), np.uint8)])
         return tokens.view(f"<u{self.header['width'] // 8}"), good
 
     def places(self, tokens: Tokens, good: NDArray[np.bool_]) -> tuple[Any, Any, NDArray[np.uint32] | None]:
-        """Where documents start and end, and the numbers of their sources if these are known."""
+        """Where documents start and end, and the numbers of their sources, if known."""
         count, table = self.header["documents"], self.section("documents")
         found = _between_separators(tokens, good)
         if not self.is_whole("documents", table) and table.nbytes == 8 * count and len(found[0]) == count:
-            # With every document found, only the numbers of the sources must be believed.
+            # Every document was found, so only the sources' numbers are taken from the damaged table.
             table = np.concatenate([found[0].astype(np.uint32), table.view(np.uint32)[count:]]).view(np.uint8)
         if not self.is_whole("documents", table):
             return *found, None
@@ -150,7 +150,7 @@ class _File:
 
 
 def _between_separators(tokens: Tokens, good: NDArray[np.bool_]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Documents as they can be told from the tokens alone: between two separators, and all in good pages."""
+    """Documents found in the tokens alone: between two separators, entirely in intact pages."""
     marks = np.flatnonzero(tokens == separator(tokens))
     marks = marks[_in_good_pages(marks, marks, good, tokens)]
     starts, ends = marks[:-1] + 1, marks[1:]
@@ -163,7 +163,7 @@ def _between_separators(tokens: Tokens, good: NDArray[np.bool_]) -> tuple[NDArra
 def _in_good_pages(
     first: NDArray[np.int64], last: NDArray[np.int64], good: NDArray[np.bool_], tokens: Tokens
 ) -> NDArray[np.bool_]:
-    """(n,) whether all tokens from first to last (n,) lie in good pages."""
+    """(n,) whether all tokens from first to last (n,) are in intact pages."""
     page = PAGE // tokens.itemsize
     bad_before = np.concatenate([[0], np.cumsum(~good)])  # (pages + 1,)
     return bad_before[last // page + 1] == bad_before[first // page]

@@ -1,8 +1,8 @@
 """A segment: documents with their sorted positions as one immutable, memory-mapped file. docs/store-format.md has the
 bytes.
 
-Opening reads one page. All else is checked when it is first touched: documents and sources as a whole, tokens and
-positions page by page.
+Opening reads one page. Everything else is checked when it is first read: documents and sources as a whole, tokens,
+positions and keys page by page.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from slipstream.errors import DamagedError
 
 @dataclass(frozen=True, eq=False)
 class Content:
-    """What a segment is made of."""
+    """The contents of a segment."""
 
     collection: str
     tokenizer: str
@@ -48,16 +48,16 @@ class Content:
     starts: NDArray[np.uint32]  # (documents,) where each begins in tokens
     source: NDArray[np.uint32]  # (documents,) which of the sources each is from
     sources: list[SourceEntry]
-    # The log or the segments whose documents these are, with their ids. Should the manifest be lost, this tells which
-    # files say the same thing twice.
+    # The log or the segments that these documents came from, with their ids. If the manifest is lost, this tells which
+    # files have the same documents.
     made_from: tuple[tuple[str, str], ...] = ()
     store: str = ""  # its id
     generation: int = 0  # of the manifest when this was made
 
 
 def write_segment(path: Path, content: Content, positions: Pieces) -> None:
-    """The file, whole and on the disk, or not at all. positions: in pieces, each written before the next is asked for,
-    since they take twice the memory of the text."""
+    """Write the file, complete and durable, or not at all. positions: in pieces, each written before the next is
+    computed, since they take twice the memory of the text."""
     count = positions.count
     lengths = {
         "tokens": content.tokens.nbytes,
@@ -74,7 +74,7 @@ def write_segment(path: Path, content: Content, positions: Pieces) -> None:
     made = path.with_suffix(".making")
     try:
         with made.open("wb") as file:
-            os.posix_fallocate(file.fileno(), 0, offset + PAGE)  # a full disk is found out here
+            os.posix_fallocate(file.fileno(), 0, offset + PAGE)  # a full disk fails here
             into = _Sections(file.fileno(), sections)
             for name in ("sources", "documents"):
                 into.write(name, parts[name])
@@ -102,7 +102,7 @@ def write_segment(path: Path, content: Content, positions: Pieces) -> None:
                     "checksums": {n: f"{checksum(parts[n]):016x}" for n in parts},
                 },
             )
-            for at in (0, offset):  # twice: without it, nothing of a segment can be told
+            for at in (0, offset):  # twice, since without a header a segment is lost
                 os.pwrite(file.fileno(), page, at)
             os.fsync(file.fileno())
         made.rename(path)
@@ -113,7 +113,7 @@ def write_segment(path: Path, content: Content, positions: Pieces) -> None:
 
 
 def _laid_out(sizes: dict[str, int]) -> tuple[dict[str, list[int]], int]:
-    """Offset and size of each section: on whole pages, after the header's. And where the last one ends."""
+    """Offset and size of each section, on whole pages after the header; and the end of the last one."""
     offset, sections = PAGE, {}
     for name in SECTIONS:
         sections[name] = [offset, sizes[name]]
@@ -122,7 +122,7 @@ def _laid_out(sizes: dict[str, int]) -> tuple[dict[str, list[int]], int]:
 
 
 class _Sections:
-    """Sections that are written piece by piece, with the sums of their pages."""
+    """Writes sections piece by piece, and computes the checksums of their pages."""
 
     def __init__(self, file: int, sections: dict[str, list[int]]) -> None:
         self._file, self._at = file, {n: offset for n, (offset, _) in sections.items()}
@@ -148,7 +148,7 @@ class _Sections:
             self._rest[name] = data[whole:].copy()
 
     def finish(self, name: str) -> NDArray[np.uint64]:
-        """(pages,) of all that was written; zeros fill the last."""
+        """(pages,) the checksums of a section, its last page filled with zeros."""
         if len(self._rest[name]):
             self._sums[name].append(page_sums(np.pad(self._rest[name], (0, PAGE - len(self._rest[name])))))
         return np.concatenate([np.empty(0, np.uint64), *self._sums[name]])
@@ -171,7 +171,7 @@ class Segment:
                 )
             self._map = Mapping(file.fileno(), there.st_size)
         self._state = _state_of(there)
-        # A search jumps: reading ahead would fetch a hundred pages for each that is wanted.
+        # A search jumps around: read-ahead would fetch a hundred pages for each that is needed.
         self._map.advise("random")
         self.collection: str = self.header["collection"]
         self.dtype = np.dtype(f"<u{self.header['width'] // 8}")
@@ -182,8 +182,8 @@ class Segment:
         return len(self.tokens)
 
     def trust_again(self, always: bool) -> None:
-        """Before a page that was checked is believed again: has the file been changed since? Then all are checked once
-        more. always: check them in any case, since a disk changes bytes without telling."""
+        """Have all pages checked again if the file has changed. always: in any case, since a disk may change bytes
+        silently. Raise if the file was replaced or truncated."""
         now = _state_of(os.stat(self.path))
         if now[:3] != self._state[:3]:
             raise DamagedError(
@@ -200,7 +200,7 @@ class Segment:
         return self._map.array(dtype, size // np.dtype(dtype).itemsize, offset)
 
     def _whole(self, name: str, dtype: Any) -> NDArray[Any]:
-        """A section that is small enough to be checked as a whole. A copy: it is believed for long."""
+        """A section that is small enough to be checked as a whole. A copy, since it is not checked again."""
         with watching(self.path):
             data = self._section(name, np.uint8).copy()
         if f"{checksum(data):016x}" != self.header["checksums"][name]:
@@ -213,12 +213,12 @@ class Segment:
 
     @cached_property
     def numbers(self) -> dict[str, int]:
-        """Of the sources, by their names."""
+        """The number of each source, by name."""
         return {s.name: i for i, s in enumerate(self.sources)}
 
     @cached_property
     def _places(self) -> NDArray[np.uint32]:
-        """(2, documents) where each begins, and the number of its source."""
+        """(2, documents): the start of each, and the number of its source."""
         places = self._whole("documents", np.uint32).reshape(2, -1)
         starts = places[0].astype(np.int64)
         ordered = len(starts) == 0 or (starts[0] >= DEPTH and starts[-1] < len(self) and (np.diff(starts) > 0).all())
@@ -232,7 +232,7 @@ class Segment:
 
     @cached_property
     def ends(self) -> NDArray[np.uint32]:
-        """(documents,) where the separator after each stands."""
+        """(documents,) the index of the separator after each."""
         return np.append(self.starts, np.uint32(len(self.tokens)))[1:] - np.uint32(1)
 
     @cached_property
@@ -241,25 +241,25 @@ class Segment:
 
     @cached_property
     def checks(self) -> dict[str, Checks]:
-        """Of tokens, positions and keys."""
+        """The checksums of tokens, positions and keys."""
         sums = {n: self._section(n + "_sums", np.uint64) for n in PAGED}
         return {n: Checks(s, np.zeros(len(s), np.uint8)) for n, s in sums.items()}
 
     def run(self, removed: Sequence[str] = ()) -> Run:
-        """To search it, without what came from the removed sources."""
+        """The run for searches, without documents of removed sources."""
         keys = self._section("keys", np.uint64)
         dead, vocabulary = self.dead(removed), self.header["vocabulary"]
         return Run(self.tokens, self.positions, str(self.path), keys, self.checks, dead, vocabulary)
 
     def dead(self, removed: Sequence[str]) -> NDArray[np.int64]:
-        """(2d,) where the removed documents start and end."""
+        """(2d,) starts and ends of removed documents."""
         if not removed:
             return np.empty(0, np.int64)
         gone = self.is_from(removed)
         return np.stack([self.starts[gone], self.ends[gone]], axis=1).astype(np.int64).ravel()
 
     def is_from(self, names: Sequence[str]) -> NDArray[np.bool_]:
-        """(documents,) whether each is from one of the sources."""
+        """(documents,) whether each is from one of these sources."""
         chosen = np.zeros(len(self.sources), np.bool_)
         chosen[[self.numbers[name] for name in names if name in self.numbers]] = True
         return chosen[self.source] if len(chosen) else np.zeros(len(self.starts), np.bool_)
@@ -280,13 +280,13 @@ class Segment:
         return self.tokens
 
     def damaged_pages(self, name: str) -> list[int]:
-        """Of tokens, positions or keys."""
+        """The numbers of damaged pages of tokens, positions or keys."""
         self._map.advise("sequential")
         offset, size = self.header["sections"][name]
         pages = -(-size // PAGE)
         data = self._map.array(np.uint8, pages * PAGE, offset)
         bad: list[int] = []
-        for first in range(0, pages, 4096):  # in pieces, so that a huge segment never is in memory as a whole
+        for first in range(0, pages, 4096):  # in pieces, so that a large segment need not fit into memory
             last = min(first + 4096, pages)
             differs = page_sums(data[first * PAGE : last * PAGE]) != self.checks[name].sums[first:last]
             bad += (np.flatnonzero(differs) + first).tolist()
@@ -294,7 +294,7 @@ class Segment:
         return bad
 
     def damage(self) -> list[str]:
-        """Read everything and compare its sums: what has changed, in words."""
+        """Read everything and compare checksums. Returns a sentence for each fault."""
         wrong = []
         for name in self.header["checksums"]:
             try:
@@ -313,7 +313,7 @@ class Segment:
         return wrong
 
     def verify(self) -> list[str]:
-        """Read everything and see that it is possible too: what is wrong, in words."""
+        """Read everything, compare checksums and check that the contents are consistent. A sentence for each fault."""
         wrong = self.damage()
         if not wrong:
             try:
@@ -346,7 +346,7 @@ def _bytes(array: NDArray[Any] | bytes) -> NDArray[np.uint8]:
 
 @compiled
 def _misplaced(tokens, starts, vocabulary, sep):  # type: ignore[no-untyped-def]
-    """The first document that does not begin right after the last one's separator, or is not made of tokens; or -1."""
+    """The first document that does not start right after a separator, or has invalid tokens; or -1."""
     end = 0
     while end < DEPTH and tokens[end] == sep:
         end += 1

@@ -1,5 +1,5 @@
-"""What a store's files say, read together: the manifest, and the segments and the log that it names, each of which must
-be the one that it means."""
+"""Read a store's files together: the manifest, and the segments and the log that it names. Each file's id must be the
+one in the manifest."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class State:
 
 
 def read_state(folder: Path, known: Mapping[str, Segment], writing: bool) -> State:
-    """known: segments that are open. A writer that switches to the next state meanwhile deletes files of the last one:
-    then there is a newer manifest to read."""
+    """known: segments that are open already. If a writer switches to another state meanwhile, it deletes files of the
+    old one: then read the new manifest."""
     for turn in range(TURNS):
         data = manifest_bytes(folder)
         manifest = parse_manifest(folder / NAME, data)
@@ -94,18 +94,18 @@ def _read(folder: Path, manifest: Manifest, data: bytes, known: Mapping[str, Seg
 
 
 def _newest(folder: Path, manifest: Manifest, data: bytes) -> None:
-    """Raise if the copy is newer: it is never written first."""
+    """Raise if the copy is newer than the manifest, which is always written first."""
     try:
         copy = (folder / COPY).read_bytes()
         newer = copy != data and parse_manifest(folder / COPY, copy).generation > manifest.generation
     except (OSError, StoreError):
-        return  # `verify` tells; the next writer makes it anew
+        return  # `verify` reports it, and the next writer writes it again
     if newer:
         raise DamagedError(f"{folder / NAME} is older than its copy: {REPAIR}")
 
 
 def _same(path: Path, log: LogRead, place: Place) -> None:
-    """Raise unless the log goes on from a place that was acknowledged."""
+    """Raise unless the log contains all that was acknowledged."""
     total = log.place.sum if log.place.length == place.length else None
     if log.place.length > place.length:
         total = sum_at(path, place.length)
@@ -117,7 +117,7 @@ def _same(path: Path, log: LogRead, place: Place) -> None:
 
 
 def _possible(path: Path, log: LogRead, manifest: Manifest) -> None:
-    """Raise if a record can't be one of this store."""
+    """Raise if a record can't belong to this store."""
     for record in log.records:
         if not possible(record, manifest.width):
             raise DamagedError(

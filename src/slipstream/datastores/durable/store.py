@@ -1,7 +1,7 @@
 """Store: a durable datastore of token documents that grows while it is searched. One writer, many readers.
 
-Like a log-structured merge tree: what is appended goes to a write-ahead log and to memory, memory becomes a segment,
-and segments of like size become one. A search works on a snapshot of runs that never changes.
+It is a log-structured merge tree: appended documents go to a write-ahead log and to memory, memory is flushed to a
+segment, and segments of similar size are merged. A search works on a snapshot of runs that never changes.
 """
 
 from __future__ import annotations
@@ -48,20 +48,20 @@ from slipstream.datastores.sparse.search import Found, SearchShape, draft
 from slipstream.datastores.sparse.sort import Tokens
 from slipstream.errors import StoreError
 
-DEFAULT = "default"  # the collection of those who name none
-LEARNED = "learned"  # the source of what models said while they were asked
-MEMORY_TOKENS = 1 << 20  # appended tokens that become a segment
-SEGMENT_TOKENS = 1 << 27  # tokens of a segment at most: building one takes 5 bytes of memory for each
+DEFAULT = "default"  # the collection, if none is named
+LEARNED = "learned"  # the source of answers that models gave while they were served
+MEMORY_TOKENS = 1 << 20  # tokens in memory that are flushed to a segment
+SEGMENT_TOKENS = 1 << 27  # tokens of a segment at most: building one takes 5 bytes of memory per token
 
 
 @dataclass(frozen=True)
 class Document:
     tokens: Sequence[int] | NDArray[Any]
     source: str = ""
-    # Set on the last document of a file: the file's size and time of change.
+    # Set on the last document of a file: the file's size and modification time.
     completes: tuple[int, int] | None = None
-    # Set on others of a file: size and time of change, how many of its texts were read with this document, and how
-    # many tokens of the next.
+    # Set on a file's other documents: its size and modification time, how many of its texts have been read completely
+    # including this document, and how many tokens of the next text.
     read: tuple[int, int, int, int] | None = None
 
 
@@ -71,13 +71,13 @@ class Store:
     def __init__(self, contents: Contents, segment_tokens: int) -> None:
         self.folder, self.contents, self.segment_tokens = contents.folder, contents, segment_tokens
         self._compaction = Compaction(contents, segment_tokens)
-        self._flush_at = 0  # after a flush that failed, not before so many tokens are in memory
+        self._flush_at = 0  # after a failed flush, the next one waits for so many tokens in memory
 
     @property
     def manifest(self) -> Manifest:
         return self.contents.manifest
 
-    # ---- making and opening one
+    # ---- creating and opening
 
     @classmethod
     def create(
@@ -125,11 +125,11 @@ class Store:
         tokenizer: str | None = None,
         segment_tokens: int = SEGMENT_TOKENS,
     ) -> Store:
-        """An existing store. tokenizer: the fingerprint of the one whose ids will be searched for."""
+        """Open an existing store. tokenizer: the fingerprint of the tokenizer of the texts to be searched for."""
         folder = Path(folder)
         _check_segments(segment_tokens)
         with on_disk(folder):
-            manifest_bytes(folder)  # before a lock is made in a folder that holds no store
+            manifest_bytes(folder)  # raises before a lock is created in a folder without a store
             lock = Lock(folder) if write else None
             try:
                 contents = Contents(folder, lock)
@@ -158,13 +158,13 @@ class Store:
             )
 
     def refresh(self) -> None:
-        """See what a writer in another process did since, and check files again that have changed under our eyes."""
+        """Load what a writer in another process has changed, and check the pages of changed files again."""
         self.contents.refresh()
 
     def close(self) -> None:
-        """End background work and let another writer in. Nothing is lost by not calling it."""
+        """Wait for background work and release the lock. Nothing is lost if it is not called."""
         held = self.contents.held
-        if held is None or held.ours:  # a fork's threads are its parent's
+        if held is None or held.ours:  # not in a forked process: the thread runs in its parent
             self._compaction.wait()
         self.contents.close()
 
@@ -177,7 +177,7 @@ class Store:
     # ---- searching
 
     def runs(self, collection: str = DEFAULT) -> Runs:
-        """A snapshot of all there is to search in a collection."""
+        """A snapshot of everything in a collection, to be searched."""
         return self.contents.runs(collection)
 
     def draft(
@@ -197,12 +197,12 @@ class Store:
     # ---- writing
 
     def append(self, tokens: Sequence[int] | NDArray[Any], source: str = "", collection: str = DEFAULT) -> None:
-        """Add a document. When this returns it is on the disk, and every search finds it."""
+        """Add a document. When this returns, it is durable and every search finds it."""
         self.extend([Document(tokens, source)], collection)
 
     def extend(self, documents: Iterable[Document], collection: str = DEFAULT, *, bulk: bool = False) -> None:
-        """Add documents with one write to the disk. bulk: they need not be searchable or acknowledged before they are a
-        segment, which `flush` makes of them at the latest."""
+        """Add documents with one write to the disk. bulk: they need not be durable or searchable until they are in a
+        segment, at the latest after `flush`."""
         self.contents.check_writer()
         checked_collection(collection)
         records = []
@@ -224,7 +224,7 @@ class Store:
             self._flush_by_itself(size + limit, quietly=not bulk)
 
     def _flush_by_itself(self, next_at: int, quietly: bool) -> None:
-        """quietly: what was appended is on the disk, so that must not seem to have failed if this does."""
+        """quietly: warn instead of raising if the flush fails, since what was appended is durable already."""
         try:
             self.flush()
         except StoreError as error:
@@ -234,8 +234,8 @@ class Store:
             warnings.warn(f"{self.folder}: no segment was made, so the log goes on growing: {error}", stacklevel=4)
 
     def remove(self, source: str, collection: str = DEFAULT) -> int:
-        """Forget every document of a source: no search finds it any more, and compaction deletes it. Returns how many
-        documents there were."""
+        """Remove all documents of a source: searches no longer find them, and compaction deletes them. Returns how many
+        there were."""
         self.contents.check_writer()
         with self.contents.changing():
             found = self._source(source, collection)
@@ -244,7 +244,7 @@ class Store:
         return 0 if found is None else found.documents
 
     def _source(self, name: str, collection: str) -> SourceEntry | None:
-        """One of `sources`."""
+        """One entry of `sources`."""
         parts = []
         for entry in self.contents.entries(collection):
             segment = self.contents.segments[entry.name]
@@ -256,7 +256,7 @@ class Store:
         return by_name(parts).get(name)
 
     def sources(self, collection: str = DEFAULT) -> dict[str, SourceEntry]:
-        """What the documents of a collection came from."""
+        """The sources of a collection's documents."""
         with self.contents.settled():
             parts: list[SourceEntry] = []
             for entry in self.contents.entries(collection):
@@ -279,36 +279,36 @@ class Store:
         yield from (tokens for tokens, name in recent if source in (None, name))
 
     def note(self, **notes: Any) -> None:
-        """Write something about the store into its manifest."""
+        """Add notes to the manifest."""
         self.contents.check_writer()
         with on_disk(self.folder), self.contents.changing():
             self.contents.switch(replace(self.manifest, notes={**self.manifest.notes, **notes}), ())
 
     def flush(self) -> None:
-        """Make a segment of what is in memory, and begin a new log."""
+        """Write the documents in memory to segments, and begin a new log."""
         self.contents.flush()
         self._flush_at = 0
         self._compaction.in_background()
 
     @property
     def waiting(self) -> int:
-        """Tokens that are in no segment yet."""
+        """Number of tokens that are in no segment yet."""
         with self.contents.settled():
             return sum(memory.size for memory in self.contents.memory.values())
 
     def compact(self) -> None:
-        """As few segments as can be, without what was removed."""
+        """Merge into as few segments as possible, and delete removed documents."""
         self.flush()
         self._compaction.everything()
 
-    # ---- looking at all of it
+    # ---- inspecting
 
     def verify(self) -> list[str]:
-        """Read everything that is on the disk: what is wrong, in words."""
+        """Read everything on the disk. Returns a sentence for each fault."""
         return verify(self.folder)
 
     def info(self) -> dict[str, Any]:
-        """What there is, in numbers. Removed documents don't count, but take up space until the next compaction."""
+        """Sizes and counts. Removed documents are not counted, but take up space until the next compaction."""
         with self.contents.settled():
             m = self.manifest
             removed = 0

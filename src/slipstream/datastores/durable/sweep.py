@@ -1,5 +1,5 @@
-"""What a writer that did not get to the end left in a store's folder. Only what is provably in other files is deleted;
-what is not is kept, in the folder `orphans`."""
+"""Clean up what an interrupted writer left in a store's folder. A file is deleted only if its contents are provably in
+other files; otherwise it is moved to the folder `orphans`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ORPHANS = "orphans"
 
 
 def sweep(folder: Path, manifest: Manifest, place: Place) -> None:
-    """place: how far the log was read, which the manifest names."""
+    """place: how far the manifest's log was read."""
     named = {e.name for e in manifest.segments} | {manifest.log}
     gone = dict(manifest.gone)
     for path in sorted(folder.iterdir()):
@@ -32,7 +32,7 @@ def sweep(folder: Path, manifest: Manifest, place: Place) -> None:
 
 
 def _superseded(path: Path, manifest: Manifest, gone: str, place: Place) -> bool:
-    """Whether all that a file holds is in files that the manifest names."""
+    """Whether everything in a file is also in files that the manifest names."""
     if path.suffix == ".log":
         head = _head(path)
         _not_newer(path, head.store, head.generation, manifest)
@@ -73,7 +73,7 @@ def _is_empty(path: Path) -> bool:
 
 
 def set_apart(path: Path, name: str) -> Path:
-    """Move a file into a folder beside it, under a name that is free there."""
+    """Move a file into a subfolder, under a name that is free there."""
     apart = path.parent / name
     apart.mkdir(exist_ok=True)
     there = apart / path.name

@@ -1,4 +1,4 @@
-"""Reading everything that a store has on the disk: what is wrong, in words."""
+"""Verify: read everything that a store has on the disk, and describe what is wrong."""
 
 from __future__ import annotations
 

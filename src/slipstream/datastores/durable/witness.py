@@ -1,5 +1,5 @@
-"""The witness: a file beside the log that says once more how far it was acknowledged, and in which generation of the
-store. So an older log, or an older manifest, is not taken for the present one."""
+"""The witness: a file next to the log with its acknowledged length and the store's generation. By this, an older log or
+an older manifest, as from a backup, is noticed."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from typing import NamedTuple
 
 from slipstream.datastores.durable.pages import PAGE, checksum
 
-SLOTS = (512, 1024)  # what is acknowledged is written to both in turn, so that one is always whole
+SLOTS = (512, 1024)  # written in turn, so that one of them is always intact
 ODD = 0x9E3779B185EBCA87
 
 
 @dataclass(frozen=True)
 class Place:
-    """How far a log was read or written, and what was there: no other log has this sum at this length."""
+    """How far a log was read or written, and a sum over its records, which identifies the contents up to there."""
 
     length: int = PAGE
     sum: int = 0
 
-    def after(self, length: int, told: int) -> Place:
-        """told: the checksum of the record that ends there."""
-        return Place(length, (self.sum * ODD + told) % (1 << 64))
+    def after(self, length: int, record_sum: int) -> Place:
+        """record_sum: the checksum of the record that ends there."""
+        return Place(length, (self.sum * ODD + record_sum) % (1 << 64))
 
 
 class Witnessed(NamedTuple):
-    """What a witness says."""
+    """The contents of a witness."""
 
     generation: int  # of the store
     log: str  # its id
@@ -37,7 +37,7 @@ class Witnessed(NamedTuple):
 
 
 class Witness:
-    """Open to be written."""
+    """A witness, open for writing."""
 
     NAME = "log.end"
     SLOT = struct.Struct("<Q8sQQQ")  # generation, the log's id, length, sum, XXH64 of these
@@ -56,7 +56,7 @@ class Witness:
 
     @classmethod
     def read(cls, folder: Path) -> Witnessed | None:
-        """None: there is no witness."""
+        """The newest intact slot. None: there is no witness."""
         found = []
         with suppress(FileNotFoundError):
             data = (folder / cls.NAME).read_bytes()

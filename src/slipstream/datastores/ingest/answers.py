@@ -1,5 +1,5 @@
-"""What the target itself answered, as `slipstream collect` wrote it, into a store: token by token, with how it was
-sampled. Drafts from such text are accepted more often than from anybody else's."""
+"""Add the target's own answers to a store, from files of `slipstream collect`, with a note on how they were sampled.
+Drafts from the target's own text are accepted more often than drafts from other text."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from slipstream.datastores.durable.store import DEFAULT, Document, Store
 from slipstream.datastores.ingest.ingest import Ingested
 from slipstream.errors import OptionError
 
-KEPT = ("temperature", "top_p")  # of the sampling: what decides how much texts vary
+KEPT = ("temperature", "top_p")  # the sampling options that decide how much texts vary
 
 
 def add_answers(store: Store, path: Path, collection: str = DEFAULT) -> Ingested:
-    """Add a file's conversations and note how they were sampled. A file that is there already is read again only if it
-    has changed since."""
+    """Add a file's conversations, and note how they were sampled. A file that is in the store is read again only if it
+    has changed."""
     name, size = str(path), path.stat()
     counts = Ingested(sources=1)
     known = store.sources(collection).get(name)
@@ -47,7 +47,7 @@ def _lines(path: Path) -> Iterator[tuple[list[int], dict[str, Any]]]:
                 yield record["tokens"], record["sampling"]
             except (ValueError, TypeError, KeyError) as error:
                 if not line.endswith("\n"):
-                    return  # it is just being written
+                    return  # it is being written
                 raise OptionError(
                     f"{path}, line {number} was not written by `slipstream collect`: `slipstream store build` takes "
                     "other texts"

@@ -1,4 +1,4 @@
-"""Encoding: documents as tokens, on all cores and in bounded memory. The tokenizer is given; nothing here loads one."""
+"""Encode documents as tokens, on all cores and in bounded memory, with a given tokenizer."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from slipstream.datastores.ingest.records import Document, text_size
 
 T = TypeVar("T")
 
-_PIECE = 1_000_000  # characters encoded at once: the tokenizer needs about a hundred bytes for each of its tokens
-# Where a text can be cut without changing its tokens: pre-tokenizers look past a line end only for more white space
-# (and some for a slash), so a single one between two visible characters separates.
+_PIECE = 1_000_000  # characters encoded at once: the tokenizer needs about a hundred bytes per token
+# Where a text can be cut without changing its tokens: a single line end between two visible characters. Pre-tokenizers
+# look beyond a line end only for more white space, and some for a slash.
 _SEAM = re.compile(r"(?<=\S)\n(?=[^\s/])")
 
 
 def batches(
     documents: Iterable[T], characters: int = 4_000_000, size: Callable[[Any], int] = text_size
 ) -> Iterator[list[T]]:
-    """The documents in groups of at most so many characters; a longer one is a group of its own."""
+    """Groups of documents with at most so many characters together; a longer document is a group of its own."""
     batch: list[T] = []
     total = 0
     for document in documents:
@@ -39,7 +39,7 @@ def batches(
 
 
 class FileTokenizer:
-    """A tokenizer.json by itself: as much of a fast tokenizer as an Encoder needs, without transformers."""
+    """A tokenizer.json without transformers: the part of a fast tokenizer that an Encoder needs."""
 
     is_fast = True
 
@@ -54,27 +54,27 @@ class FileTokenizer:
 
 
 class Encoder:
-    """Documents to tokens, on all cores where the tokenizer is a fast one."""
+    """Encodes documents, on all cores if the tokenizer is a fast one."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self._backend: Any = None
         if getattr(tokenizer, "is_fast", False):
-            # A copy, since transformers leaves the truncation of its last call switched on in the original.
+            # A copy without truncation: transformers leaves the truncation of its last call on.
             self._backend = copy.deepcopy(tokenizer.backend_tokenizer)
             self._backend.no_truncation()
             self._backend.no_padding()
         self._line_end = self._ids(["\n"])[0]
 
     def encode(self, documents: Sequence[Document]) -> list[np.ndarray]:
-        """The token ids of each document, int32 [tokens], without special tokens but those a chat template writes."""
+        """The token ids of each document, int32 [tokens], without special tokens except a chat template's."""
         texts = [self._text(document) for document in documents]
         pieces = [(i, piece) for i, text in enumerate(texts) for piece in _pieces(text)]
         parts: list[list[np.ndarray]] = [[] for _ in texts]
-        whole: set[int] = set()  # documents whose seams showed: encoded again in one go
+        whole: set[int] = set()  # documents that the cuts changed: they are encoded again as a whole
         for batch in batches(pieces, size=lambda pair: len(pair[1])):
             for (i, _), ids in zip(batch, self._ids([piece for _, piece in batch]), strict=True):
-                lead = len(self._line_end) if parts[i] else 0  # later pieces begin with a line end that isn't theirs
+                lead = len(self._line_end) if parts[i] else 0  # later pieces begin with the previous line end
                 if not np.array_equal(ids[:lead], self._line_end[:lead]):
                     whole.add(i)
                 parts[i].append(ids[lead:])
@@ -86,7 +86,7 @@ class Encoder:
         if self._backend is None:
             rows = [self.tokenizer(t, add_special_tokens=False, verbose=False)["input_ids"] for t in texts]
         else:
-            # The fast one spares the offsets; older versions of tokenizers don't have it.
+            # The fast one does not compute offsets. Older versions of tokenizers lack it.
             encode = getattr(self._backend, "encode_batch_fast", self._backend.encode_batch)
             rows = [encoding.ids for encoding in encode(texts, add_special_tokens=False)]
         return [np.array(row, np.int32) for row in rows]
@@ -95,7 +95,7 @@ class Encoder:
         text = document if isinstance(document, str) else self._render(document)
         try:
             text.encode()
-        except UnicodeEncodeError:  # JSON can hold half a character, which no tokenizer takes
+        except UnicodeEncodeError:  # a lone surrogate, which JSON can hold and tokenizers refuse
             text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         return text
 
@@ -103,15 +103,15 @@ class Encoder:
         if getattr(self.tokenizer, "chat_template", None):
             try:
                 return str(self.tokenizer.apply_chat_template(messages, tokenize=False))
-            except Exception:  # many templates refuse a system message, or a conversation the assistant opens
+            except Exception:  # many templates refuse system messages, or an assistant's message first
                 pass
         return "\n\n".join(message["content"] for message in messages)
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """A long text cut at line ends, the line end before it repeated at the beginning of each later piece.
+    """A long text cut at line ends; each later piece begins with the line end before it.
 
-    For some tokenizers mark where a text begins: so the mark comes before the line end, and goes with it.
+    Some tokenizers mark the beginning of a text. The mark comes before that line end, and both are removed.
     """
     start = 0
     while len(text) - start > _PIECE and (seam := _SEAM.search(text, start + _PIECE)):
@@ -121,17 +121,17 @@ def _pieces(text: str) -> Iterator[str]:
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
-    """16 hex digits that are equal where every text gets the same ids, in any process.
+    """16 hex digits that are equal if every text gets the same ids, in any process.
 
-    The sha256 of the vocabulary, one line of token and id after the other, sorted; and for a fast tokenizer of its
-    backend's JSON from the added tokens on, which is all of it but version, truncation and padding. The chat template
-    has no part in it: it decides what is written, not its ids.
+    The sha256 of the vocabulary, as sorted lines of token and id; and for a fast tokenizer, of its backend's JSON from
+    the added tokens on, which leaves out version, truncation and padding. The chat template does not count, since it
+    does not change the ids of a text.
     """
     lines = sorted(f"{token}\t{number}\n" for token, number in tokenizer.get_vocab().items())
     digest = hashlib.sha256("".join(lines).encode("utf-8", "surrogatepass"))
     if getattr(tokenizer, "is_fast", False):
-        # Cut as text: to parse a megabyte of merges takes ten times as long. Within a JSON string the mark would be
-        # escaped, so it can't be found too early.
+        # Cut as text, since parsing a megabyte of merges takes ten times as long. Inside a JSON string the quotes would
+        # be escaped, so the search can't match too early.
         description = tokenizer.backend_tokenizer.to_str()
         digest.update(description[max(0, description.find('"added_tokens":')) :].encode())
     return digest.hexdigest()[:16]

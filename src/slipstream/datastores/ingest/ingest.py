@@ -1,4 +1,4 @@
-"""Ingest: sources into a store, in bounded memory. Whatever interrupts it, the same call goes on where it stopped."""
+"""Ingest: read sources into a store, in bounded memory. After an interruption, the same call continues."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from slipstream.datastores.ingest.records import Document as Text
 from slipstream.datastores.ingest.records import read_documents, text_size
 from slipstream.datastores.ingest.sources import SourceFile
 
-BATCH = 1_000_000  # characters encoded at once: the tokenizer needs about a hundred bytes for each of its tokens
+BATCH = 1_000_000  # characters encoded at once: the tokenizer needs about a hundred bytes per token
 Progress = Callable[[int, int, int], None]  # bytes read, bytes in all, tokens added
 
 
 @dataclass
 class Ingested:
-    """What came of it."""
+    """The result of an ingest."""
 
     sources: int = 0
     documents: int = 0
     tokens: int = 0
-    known: int = 0  # sources that were in the store already, unchanged
-    replaced: int = 0  # sources that had changed since
+    known: int = 0  # unchanged sources, in the store already
+    replaced: int = 0  # sources that had changed
     duplicates: int = 0  # documents left out
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A text of a source, or the source's end."""
+    """A text of a source, or the end of the source."""
 
     source: SourceFile
     text: Text | None  # None marks the end of a source
@@ -55,14 +55,14 @@ def ingest(
     deduplicate: bool = False,
     progress: Progress | None = None,
 ) -> Ingested:
-    """Add what is not in the store yet. A source that was read to its end is read again only if it has changed."""
+    """Add sources that are not in the store. One that was read to its end is read again only if it has changed."""
     counts = Ingested()
     total, read = sum(s.size for s in sources), 0
     pieces = _pieces(store, sources, collection, field, counts)
     seen: set[int] | None = None
     room = longest_segment(store.segment_tokens)
     for documents in encoded(pieces, encoder, room):
-        if deduplicate and seen is None:  # after the first sources that had changed were removed
+        if deduplicate and seen is None:  # not before changed sources of the first batch were removed
             seen = _hashes(store, collection)
         fresh = [d for d in documents if d.completes or seen is None or is_new(document_hash(d, store.dtype), seen)]
         counts.duplicates += len(documents) - len(fresh)
@@ -83,13 +83,13 @@ def ingest(
 
 
 def longest_segment(segment_tokens: int) -> int:
-    """Tokens of a segment that is made here at most: one more, and the store would end it by itself."""
+    """The limit of a segment's tokens here: with one more, the store would flush by itself."""
     return segment_tokens - 1
 
 
 def cuts(lengths: Sequence[int], room: int, used: int = 0) -> Iterator[int]:
-    """Where segments end, by the lengths of documents alone: before each that would be too much. used: tokens that
-    wait for the first of them already."""
+    """Where segments end, by the lengths of documents: before each document that would not fit. used: tokens in the
+    first segment already."""
     for i, length in enumerate(lengths):
         if used + length > room:
             yield i
@@ -98,7 +98,7 @@ def cuts(lengths: Sequence[int], room: int, used: int = 0) -> Iterator[int]:
 
 
 def encoded(pieces: Iterable[Piece], encoder: Encoder, longest: int) -> Iterator[list[Document]]:
-    """The documents of pieces, some at a time."""
+    """The documents of pieces, a batch at a time."""
     for batch in batches(pieces, BATCH, size=Piece.size):
         texts = iter(encoder.encode([piece.text for piece in batch if piece.text is not None]))
         yield [
@@ -109,12 +109,12 @@ def encoded(pieces: Iterable[Piece], encoder: Encoder, longest: int) -> Iterator
 
 
 def document_hash(document: Document, dtype: np.dtype[Any]) -> int:
-    """By which equal documents are known."""
+    """A hash to find equal documents."""
     return checksum(np.asarray(document.tokens, dtype))
 
 
 def is_new(key: int, seen: set[int]) -> bool:
-    """Whether it was not seen before; from now on it was."""
+    """Whether the key is not in `seen`. Adds it."""
     known = key in seen
     seen.add(key)
     return not known
@@ -123,8 +123,8 @@ def is_new(key: int, seen: set[int]) -> bool:
 def _pieces(
     store: Store, sources: Sequence[SourceFile], collection: str, field: str | None, counts: Ingested
 ) -> Iterator[Piece]:
-    """What is still to be read: of a source that was interrupted what comes after the stored part, unless it has
-    changed since; then all of it, instead of what is stored."""
+    """What is still to be read. Of an interrupted source, the part that is not stored. If it has changed, all of it,
+    and the stored part is removed."""
     known = store.sources(collection)
     for source in sources:
         entry = known.get(source.name, SourceEntry(source.name, 0, complete=False))
@@ -140,7 +140,7 @@ def _pieces(
 
 
 def pieces_of(source: SourceFile, field: str | None, texts: int = 0, tokens: int = 0) -> Iterator[Piece]:
-    """All of a source, or what comes after so many of its texts and so many tokens of the next."""
+    """All of a source, or the part after so many of its texts and so many tokens of the next."""
     for number, text in enumerate(read_documents(source, field)):
         if number >= texts:
             yield Piece(source, text, number, tokens if number == texts else 0)
@@ -152,8 +152,8 @@ def _end(piece: Piece) -> Document:
 
 
 def _documents(piece: Piece, tokens: np.ndarray, limit: int) -> Iterator[Document]:
-    """A text as a document, or as several if it is longer than a segment can hold. Each says how far its source was
-    read with it, so that reading can go on from there."""
+    """A text as one document, or as several if it is too long for a segment. Each has the progress in its source, so
+    that reading can continue there."""
     for start in range(piece.skip, len(tokens), limit):
         end = min(start + limit, len(tokens))
         done = (piece.number + 1, 0) if end == len(tokens) else (piece.number, end)
@@ -161,5 +161,5 @@ def _documents(piece: Piece, tokens: np.ndarray, limit: int) -> Iterator[Documen
 
 
 def _hashes(store: Store, collection: str) -> set[int]:
-    """Of every document of a collection."""
+    """The hashes of all documents of a collection."""
     return {checksum(document) for document in store.documents(collection)}

@@ -1,6 +1,6 @@
-"""Records: the documents in a file. JSON and parquet hold many, in layouts that are recognised; anything else is one.
+"""Read the documents of a file. JSON and parquet hold many, in layouts that are recognised; any other file is one.
 
-Importing this does not load pyarrow: it comes with the first parquet file.
+pyarrow is imported only when a parquet file is read.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _SPACE = re.compile(r"[ \t\r\n]*")
 
 
 def read_documents(source: SourceFile, field: str | None = None) -> Iterator[Document]:
-    """The documents of a file, without empty ones. JSON and parquet hold many; anything else is one.
+    """The documents of a file, without empty ones. JSON and parquet hold many; any other file is one.
 
     `field` names the field that holds the text (`a.b`: b within a); without it, a record's layout is recognised.
     """
@@ -72,9 +72,9 @@ def json_lines(source: SourceFile) -> Iterator[tuple[str, Any]]:
 
 
 def _json(source: SourceFile, field: str | None) -> Iterator[tuple[str, Any]]:
-    """An array, JSON lines under another name, or one object.
+    """An array, JSON lines with the wrong file name, or one object.
 
-    One object of no known layout is text as it stands: projects are full of settings in JSON, some with comments.
+    An object of no known layout is read as text: projects have many settings in JSON, some with comments.
     """
     with source.path.open(encoding="utf-8-sig", errors="replace") as file:
         if file.read(CHUNK).lstrip().startswith("["):
@@ -93,12 +93,12 @@ def _json(source: SourceFile, field: str | None) -> Iterator[tuple[str, Any]]:
 
 
 def json_array(source: SourceFile) -> Iterator[tuple[str, Any]]:
-    """The elements one by one, from a buffer that holds little more than the longest of them."""
+    """The elements one by one, from a buffer little longer than the longest of them."""
     decode = json.JSONDecoder().raw_decode
     with source.path.open(encoding="utf-8-sig", errors="replace") as file:  # it may end within a character
         buffer = file.read(CHUNK)
         place = buffer.index("[") + 1
-        line, count, over = 1, 0, False  # of the buffer's start; elements so far; nothing is left to read
+        line, count, over = 1, 0, False  # line of the buffer's start, elements so far, end of file
         while True:
             place = _after_space(buffer, place)
             if buffer.startswith("]", place):
@@ -114,8 +114,8 @@ def json_array(source: SourceFile) -> Iterator[tuple[str, Any]]:
                 if mark not in (",", "]") and (mark or not over):  # a number may go on in the next chunk
                     raise json.JSONDecodeError("Expecting ',' or ']'", buffer, end)
             except json.JSONDecodeError as error:
-                # What the buffer's end cuts through is complained of where it starts: a string, a word, an escape.
-                # Such a complaint near the end of a file that is closed properly is meant as it stands.
+                # Where the buffer's end cuts a string, word or escape, the error's position is its beginning. So an
+                # error near the buffer's end may only mean that more must be read, unless the file ends properly.
                 closed = over and error.pos < len(buffer.rstrip()) and buffer.rstrip().endswith("]")
                 cut = error.msg.startswith("Unterminated") or (error.pos > len(buffer) - 16 and not closed)
                 if not cut:
@@ -124,7 +124,7 @@ def json_array(source: SourceFile) -> Iterator[tuple[str, Any]]:
                     warnings.warn(f"{source.name} is cut off: its {count} whole elements were read", stacklevel=2)
                     return
                 line += buffer.count("\n", 0, place)
-                more = file.read(max(CHUNK, len(buffer) - place))  # doubling, so that a long element costs no square
+                more = file.read(max(CHUNK, len(buffer) - place))  # doubling: linear time for long elements
                 buffer, place, over = buffer[place:] + more, 0, not more
                 continue
             count += 1
@@ -144,7 +144,7 @@ def parquet_rows(source: SourceFile, field: str | None) -> Iterator[tuple[str, A
         with source.path.open("rb") as bytes_of, parquet.ParquetFile(bytes_of) as file:
             names: list[str] = file.schema_arrow.names
             wanted = {field, field.split(".")[0]} if field else _FIELDS
-            # Only these columns: others may hold images. A row still shows the others' names, for the errors.
+            # Only these columns are read, as others may hold images. A row still has the others' names, for errors.
             columns = [name for name in names if name in wanted]
             number = 0
             for batch in file.iter_batches(batch_size=1024, columns=columns):
@@ -215,7 +215,7 @@ def messages_of(turns: Any) -> list[dict[str, str]] | None:
                 pass
             case _:
                 return None
-        if isinstance(content, list):  # of parts, of which images and the like have no text
+        if isinstance(content, list):  # a list of parts; images and the like have no text
             texts = [part.get("text") for part in content if isinstance(part, dict)]
             content = "\n".join(text for text in texts if isinstance(text, str))
         if not isinstance(content, str | None):
@@ -239,7 +239,7 @@ def _field_names(record: dict[str, Any]) -> Iterator[str]:
 
 
 def _parsed(text: str) -> Any:
-    """What the JSON says, or None if it is none."""
+    """The parsed JSON, or None if it is invalid."""
     try:
         return json.loads(text)
     except ValueError:

@@ -1,11 +1,11 @@
-"""Ingest in shards, on any number of workers: what `ingest` makes of the same sources, segment by segment.
+"""Ingest in shards, on any number of workers. The segments are the same as those that `ingest` makes.
 
     sources → shards ─ read ─→ tokens ─ plan ─→ segments ─ write ─→ the store takes all of them in one moment
                       workers           here              workers
 
-Both kinds of work are functions of what they are given: they write one file, whose name says what it was made from. So
-whoever dies is done again, by anybody, and what is there after an interruption is not done again. The files lie in the
-store's folder, which all workers must see, until the store has taken the segments.
+Both kinds of jobs are deterministic and write one file, whose name is a hash of their inputs. So a job of a worker that
+dies can be repeated by any other, and files that exist after an interruption are reused. The files are in the store's
+folder, which all workers must see, until the store has adopted the segments.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ from slipstream.errors import StoreError
 from slipstream.workers import Workers, results
 
 FOLDER = "parts"
-SHARD_BYTES = 16 << 20  # of source files: seconds of work, which is what a dead worker costs
+SHARD_BYTES = 16 << 20  # of source files: some seconds of work, which are lost if a worker dies
 
 
 @dataclass(frozen=True)
 class Build:
-    """What all work of one build has in common."""
+    """What all jobs of one build have in common."""
 
-    folder: Path  # of the files that are made on the way
+    folder: Path  # for intermediate files
     collection: str
     field: str | None
     deduplicate: bool
@@ -78,7 +78,7 @@ class Build:
         return np.dtype(f"<u{self.width // 8}")
 
     def file(self, kind: str, *made_from: Any) -> Path:
-        """Where the work on something goes. Its name is a digest of all that it depends on."""
+        """The file of a job. Its name is a digest of everything that the contents depend on."""
         about = repr((self.field, self.segment_tokens, self.tokenizer, *made_from))
         return self.folder / f"{hashlib.sha256(about.encode()).hexdigest()[:32]}.{kind}"
 
@@ -97,16 +97,16 @@ class Shard:
 
 @dataclass(frozen=True, eq=False)
 class Tokenised:
-    """What became of a shard: its documents, and after those of each source a mark of no tokens."""
+    """A shard after tokenisation: its documents, and an empty mark after those of each source."""
 
     shard: Shard
     lengths: NDArray[np.uint32]  # (n,) tokens of each; 0 is a mark
-    hashes: NDArray[np.uint64]  # (n,) to find equal documents by; empty if that is not asked for
+    hashes: NDArray[np.uint64]  # (n,) to find equal documents; empty without deduplication
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """A segment that is to be written: which documents of which shards, in order."""
+    """A segment to be written: which documents of which shards, in order."""
 
     build: Build
     parts: list[tuple[Shard, NDArray[np.int64]]] = field(default_factory=list)
@@ -129,11 +129,11 @@ def ingest_sharded(
     progress: Progress | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> Ingested:
-    """Fill a new store, with the help of workers that have loaded an Encoder. Interrupted, the same call goes on."""
+    """Fill a new store, with workers that have loaded an Encoder. After an interruption, the same call continues."""
     known = store.sources(collection)
     entries = [known.get(s.name, SourceEntry(s.name, 0, complete=False)) for s in sources]
     if all(e.complete and (e.size, e.modified) == (s.size, s.modified) for e, s in zip(entries, sources, strict=True)):
-        shutil.rmtree(store.folder / FOLDER, ignore_errors=True)  # it was interrupted when all was done
+        shutil.rmtree(store.folder / FOLDER, ignore_errors=True)  # it was interrupted after everything was done
         return Ingested(known=len(sources))
     if known or store.waiting:
         raise StoreError(f"{store.folder} was begun by one machine alone: go on without workers, or in a new folder")
@@ -141,15 +141,15 @@ def ingest_sharded(
     build.folder.mkdir(exist_ok=True)
     counts = Ingested()
     read = results(workers, read_shard, shards(build, sources, shard_bytes))
-    told = _telling(read, sum(s.size for s in sources), counts, progress)
-    made = list(results(workers, write_planned, plans(build, told, counts)))
+    reported = _with_progress(read, sum(s.size for s in sources), counts, progress)
+    made = list(results(workers, write_planned, plans(build, reported, counts)))
     store.contents.adopt(made)
     shutil.rmtree(build.folder)
     return counts
 
 
 def shards(build: Build, sources: Sequence[SourceFile], size: int) -> Iterator[Shard]:
-    """Sources in their order, of about so many bytes together."""
+    """Consecutive sources of about so many bytes together."""
     waiting: list[SourceFile] = []
     for source in sources:
         if waiting and sum(s.size for s in waiting) + source.size > size:
@@ -161,7 +161,7 @@ def shards(build: Build, sources: Sequence[SourceFile], size: int) -> Iterator[S
 
 
 def read_shard(encoder: Encoder, shard: Shard) -> Tokenised:
-    """Tokenise a shard, unless that was done."""
+    """Tokenise a shard, unless its file exists."""
     build, path = shard.build, shard.file
     if not path.exists():
         pieces = (piece for source in shard.sources for piece in pieces_of(source, build.field))
@@ -187,7 +187,7 @@ def read_shard(encoder: Encoder, shard: Shard) -> Tokenised:
 
 
 def plans(build: Build, shards: Iterable[Tokenised], counts: Ingested) -> Iterator[Plan]:
-    """Cut the documents of shards into segments as `ingest` does: each once, in order."""
+    """Divide the documents of shards into segments in the same way as `ingest`."""
     seen: set[int] = set()
     room, used, plan = longest_segment(build.segment_tokens), 0, Plan(build)
     for tokenised in shards:
@@ -212,7 +212,7 @@ def plans(build: Build, shards: Iterable[Tokenised], counts: Ingested) -> Iterat
 
 
 def write_planned(_: Encoder, plan: Plan) -> Path:
-    """Sort and write a segment, unless that was done."""
+    """Sort and write a segment, unless its file exists."""
     path = plan.file
     if not path.exists():
         b, memory = plan.build, Memory(plan.build.dtype, plan.build.vocabulary)
@@ -224,12 +224,12 @@ def write_planned(_: Encoder, plan: Plan) -> Path:
         made = path.with_name(f"{path.stem}-{uuid4().hex}.seg")
         write_segment(made, content, Pieces(content.tokens, threads=1))  # other cores have their own workers
         _put(made, path)
-    Segment(path)  # or it is not whole
+    Segment(path)  # raises if it is damaged
     return path
 
 
 def _load(memory: Memory, shard: Shard, kept: NDArray[np.int64]) -> None:
-    """Documents of a shard into memory, as the store does with those that it is given."""
+    """Load documents of a shard into memory, as the store does with new documents."""
     with _opened(shard.file) as data:
         tokens, lengths, source, read = (data[name] for name in ("tokens", "lengths", "source", "read"))
     ends = np.cumsum(lengths, dtype=np.int64)
@@ -246,7 +246,7 @@ def _load(memory: Memory, shard: Shard, kept: NDArray[np.int64]) -> None:
 
 
 def _put(made: Path, path: Path) -> None:
-    """Whole and under its name in one moment. Who made it a second time made the same."""
+    """Give a complete file its name, atomically. If another worker made it too, both are the same."""
     made.replace(path)
     sync_folder(path.parent)
 
@@ -260,7 +260,9 @@ def _opened(path: Path) -> Iterator[Any]:
         raise StoreError(f"{path} is damaged or gone ({error}): delete it, and build again") from error
 
 
-def _telling(read: Iterable[Tokenised], total: int, counts: Ingested, progress: Progress | None) -> Iterator[Tokenised]:
+def _with_progress(
+    read: Iterable[Tokenised], total: int, counts: Ingested, progress: Progress | None
+) -> Iterator[Tokenised]:
     done = 0
     for tokenised in read:
         yield tokenised

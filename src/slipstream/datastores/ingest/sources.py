@@ -1,4 +1,4 @@
-"""Sources: what the user names (files, folders, globs, URLs, Python's own library) as files to read."""
+"""Sources: find the files to read in what the user names (files, folders, globs, URLs, Python's standard library)."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class SourceFile:
     name: str  # as the user would type it
     path: Path | Url
     size: int  # bytes
-    modified: int  # nanoseconds, as the file system tells them; of a URL, a number that changes with the file
+    modified: int  # modification time in nanoseconds; for a URL, a number that changes with the file
 
 
 def find_sources(given: Sequence[str | Path], stdlib: bool = False) -> list[SourceFile]:
-    """The files that were named, or lie below a named folder, each once, in the order of the names.
+    """The files that were named or are below a named folder, each once, in the order of the names.
 
-    In folders and globs, what is hidden or binary is left out, and what isn't UTF-8 is left out with a warning: only a
-    file named by itself must be readable.
+    In folders and globs, hidden and binary files are skipped, and files that aren't UTF-8 with a warning. A file that
+    is named itself must be readable.
     """
     if not given and not stdlib:
         raise StoreError("no sources were given: name files, folders or globs, or ask for the standard library")
@@ -65,7 +65,7 @@ def find_sources(given: Sequence[str | Path], stdlib: bool = False) -> list[Sour
 
 
 def is_text(path: Path) -> bool:
-    """Whether it is UTF-8 to its end, without a NUL byte in its first 8 KiB."""
+    """Whether the whole file is UTF-8, without a NUL byte in its first 8 KiB."""
     return _trouble(path, parquet=False) is None
 
 
@@ -111,7 +111,7 @@ def _source(path: Path | Url, name: str) -> SourceFile:
 
 
 def _trouble(path: Path | Url, parquet: bool = True) -> str | None:
-    """Why a file can't be a source, or None. Of what is far away only the beginning is read here."""
+    """Why a file can't be a source, or None. Of remote files only the beginning is read."""
     if isinstance(path, Path) and not path.is_file():
         return "neither a file nor a folder"
     if parquet and path.suffix.lower() == ".parquet":
@@ -127,7 +127,7 @@ def _trouble(path: Path | Url, parquet: bool = True) -> str | None:
                 return None
             while chunk := file.read(CHUNK):
                 decoder.decode(chunk)
-            # A dump that is cut off may end within a character, and is read up to there.
+            # A truncated dump may end inside a character, and is read up to there.
             decoder.decode(b"", final=path.suffix.lower() != ".json")
     except UnicodeDecodeError:
         return "not UTF-8"

@@ -1,5 +1,5 @@
-"""A run: a piece of text with its positions sorted by what precedes them. Everything that can be searched is runs: the
-mapped segments of a store, what was appended since, the text so far. One search goes over all of them."""
+"""A run: a piece of text with its positions sorted by the tokens before them. Everything that is searched is a run: the
+mapped segments of a store, recently appended documents, the text of a request. One search covers all of them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NONE = np.empty(0, np.int64)
 
 @dataclass(frozen=True, eq=False)
 class Checks:
-    """The checksums of a mapped section's pages, and which of them were found right so far."""
+    """The checksums of a mapped section's pages, and which pages have been checked."""
 
     sums: NDArray[np.uint64]  # (pages,)
     seen: NDArray[np.uint8]  # (pages,) 1 once checked
@@ -39,12 +39,12 @@ class Run:
     tokens: Tokens  # (n,) documents with a separator after each, DEPTH separators before the first
     positions: Positions  # (m,) in the order of `sort`
     name: str = "memory"  # for error messages: the file it is mapped from
-    # (m / EVERY,) the last tokens before every EVERY-th position, as one number: most of a search is a search in these,
-    # which lie close together. A small run does without.
+    # (m / EVERY,) the last tokens before every EVERY-th position, packed into a number. Most steps of a binary search
+    # are done in these, which are close together in memory. Small runs have none.
     keys: NDArray[np.uint64] | None = None
     checks: dict[str, Checks] = field(default_factory=dict)  # of tokens, positions and keys, if they are mapped
     dead: NDArray[np.int64] = field(default_factory=lambda: NONE)  # (2d,) starts and ends of removed text, ascending
-    vocabulary: int = 0  # ids from there on are no tokens, whatever a file says; 0: all but the separator are
+    vocabulary: int = 0  # ids from here on are never drafted, whatever a file contains; 0: no limit but the separator
 
     @classmethod
     def of(cls, documents: Sequence[Sequence[int] | NDArray[Any]], dtype: Any = np.uint16) -> Run:
@@ -57,12 +57,12 @@ class Run:
 
 
 def token_type(vocabulary: int) -> np.dtype[Any]:
-    """The narrowest tokens for a vocabulary. The largest value of the type is no token: it separates documents."""
+    """The narrowest type for a vocabulary. Its largest value is the separator of documents, not a token."""
     return np.dtype(np.uint16 if vocabulary <= 0xFFFF else np.uint32)
 
 
 def join(documents: Sequence[Sequence[int] | NDArray[Any]], dtype: Any) -> Tokens:
-    """Documents as a run keeps them."""
+    """Documents in the form of a run: separators before, between and after them."""
     tokens = np.empty(DEPTH + sum(len(d) + 1 for d in documents), dtype)
     sep = separator(tokens)
     tokens[:DEPTH] = sep
@@ -74,14 +74,14 @@ def join(documents: Sequence[Sequence[int] | NDArray[Any]], dtype: Any) -> Token
     return tokens
 
 
-# The columns of the table that hands runs to compiled code: addresses and lengths. Of each section: where it lies, the
-# checksums of its pages, and which pages are known to be right.
+# The columns of the table that passes runs to compiled code: addresses and lengths. For each section: the addresses of
+# its data, of its pages' checksums, and of the flags of checked pages.
 TOKENS, TOKEN_SUMS, TOKEN_SEEN, POSITIONS, POSITION_SUMS, POSITION_SEEN, KEYS, KEY_SUMS, KEY_SEEN = range(9)
 LENGTH, COUNT, DEAD, DEADS, LIMIT, COLUMNS = range(9, 15)
 
 
 class Runs:
-    """Several runs as one thing to search: a snapshot that never changes and keeps alive what it points to."""
+    """Several runs to be searched together: a snapshot that never changes and keeps alive what it points to."""
 
     def __init__(self, runs: Sequence[Run], dtype: Any = np.uint16) -> None:
         self.runs = tuple(runs)
@@ -107,7 +107,7 @@ class Runs:
 
 
 class Pieces:
-    """Positions in order, sorted a piece at a time, each with its keys."""
+    """Sorted positions, a piece at a time, each piece with its keys."""
 
     def __init__(self, tokens: Tokens, threads: int | None = None) -> None:
         self.tokens, self.count, self._threads = tokens, count_positions(tokens), threads

@@ -1,9 +1,9 @@
-"""Search: what followed the longest endings of a text in any of several runs, as a draft tree. Compiled, and without
-the GIL.
+"""Search: find the longest suffixes of a text in several runs, and draft what followed them, as a tree. Compiled, and
+without the GIL.
 
-One pass finds every match of every length: where the text's end would be inserted in the order of contexts, its longest
-matches are the neighbours, and shorter ones lie further out. So matches are collected in shells, longest first, across
-all runs at once, until there are enough.
+A run's positions are sorted by their contexts. The longest matches of the text's end are next to the place where it
+would be inserted, and shorter ones lie further out on both sides. So one binary search per run finds the matches of all
+lengths. They are collected in shells (all matches of one length), longest first, over all runs, until there are enough.
 """
 
 from __future__ import annotations
@@ -39,25 +39,25 @@ from slipstream.datastores.sparse.sort import DEPTH
 from slipstream.errors import DamagedError, OptionError
 from slipstream.tree import TokenTree
 
-# Found by trying how many true next tokens the tree covers on unseen code: see docs/log/datastores.md.
-TRUST = 2.0  # a match counts this much more than one that is shorter by a token
-MANY = 64 * EVERY  # matches that need not be counted to the last
-UNKNOWN = 4.0  # what continuations that no match has count, where a match of n tokens counts TRUST ** n
-FADE = 0.7  # nodes are chosen as if each were worth this much of what it is, against its parent
+# Chosen by how many true next tokens the tree covers on unseen code: see docs/log/datastores.md.
+TRUST = 2.0  # the weight of a match grows by this factor with every token of its length: TRUST ** length
+MANY = 64 * EVERY  # more matches than this are counted approximately
+UNKNOWN = 4.0  # weight, on the same scale, of continuations that no match has
+FADE = 0.7  # for the choice of nodes, mass is multiplied by this once per depth, which favours shallow nodes
 
 
 @dataclass(frozen=True)
 class SearchShape:
-    """What a search may take and give."""
+    """Limits of a search."""
 
     longest: int = 16  # tokens of context that are matched at most
     shortest: int = 1  # and at least
-    matches: int = 40  # continuations looked at; of more, evenly spread ones
+    matches: int = 40  # continuations used; if there are more matches, evenly spread ones are taken
     length: int = 10  # tokens of each continuation
     nodes: int = 64  # of the tree
-    fill: bool = True  # whether shorter matches fill what the longest ones leave
-    exact: bool = False  # count very many matches to the last; to draft, their extent will do
-    random: bool = False  # as many continuations as fit, chosen at random, instead of the best nodes of all
+    fill: bool = True  # whether shorter matches are added if there are too few of the longest
+    exact: bool = False  # count large numbers of matches exactly; drafts don't need that
+    random: bool = False  # randomly chosen continuations, as many as fit, instead of the best nodes of all of them
 
     def __post_init__(self) -> None:
         if not 1 <= self.shortest <= self.longest <= 32:
@@ -72,13 +72,13 @@ class Found:
 
     tree: TokenTree
     lengths: NDArray[np.int64]  # (levels,) how many tokens matched
-    counts: NDArray[np.int64]  # (levels,) how many positions have exactly that match
+    counts: NDArray[np.int64]  # (levels,) how many positions match exactly that many tokens
 
 
 def draft(runs: Runs, text: NDArray[np.int32], shape: SearchShape, source: str = "") -> Found:
-    """Continuations of `text`, whose last token is the root of the tree. A node's score is its conditional frequency
-    among the matches, a match weighted by its length. Its raw score is how probable it is: a lone match of one token
-    has no rival, and is seldom right."""
+    """Continuations of `text`, whose last token is the root of the tree. A node's score is its frequency among the
+    matches that reach its parent, weighted by their lengths. Its raw score is lower, with UNKNOWN added to the total:
+    the only match of a short context has score 1, but is seldom right."""
     failed, missed = np.zeros(3, np.int64), pages_missed()
     tokens, parents, raw, score, lengths, counts = _draft(
         runs.table, runs.width, text, shape.longest, shape.shortest, shape.matches, shape.length, shape.nodes,
@@ -95,12 +95,13 @@ def draft(runs: Runs, text: NDArray[np.int32], shape: SearchShape, source: str =
     return Found(TokenTree(tokens, parents, raw, score, (source,)), lengths, counts)
 
 
-# ---- compiled: `t` is the table of runs, r the number of a run in it
+# ---- compiled. `t` is the table of runs, r the number of a run in it. failed: (3,) zeros, or number of a damaged run
+# from 1 on, section and page
 
 
 @compiled
-def _fine(sums, seen, data, page):  # type: ignore[no-untyped-def]
-    """Check a page that is not trusted yet."""
+def _check_page(sums, seen, data, page):  # type: ignore[no-untyped-def]
+    """Verify the checksum of a page, and mark it as checked."""
     if xxh64(data + page * PAGE, np.int64(PAGE), np.uint64(0)) != carray(pointer(sums), (page + 1,), np.uint64)[page]:
         return False
     carray(pointer(seen), (page + 1,), np.uint8)[page] = 1
@@ -113,13 +114,13 @@ def _position(t, r, i, failed):  # type: ignore[no-untyped-def]
     seen = t[r, POSITION_SEEN]
     if seen != 0:
         page = i * 4 // PAGE
-        if carray(pointer(seen), (page + 1,), np.uint8)[page] == 0 and not _fine(
+        if carray(pointer(seen), (page + 1,), np.uint8)[page] == 0 and not _check_page(
             t[r, POSITION_SUMS], seen, t[r, POSITIONS], page
         ):
             failed[0], failed[1], failed[2] = r + 1, 1, page
             return np.int64(DEPTH)
     position = np.int64(carray(pointer(t[r, POSITIONS]), (i + 1,), np.uint32)[i])
-    if position < DEPTH or position >= t[r, LENGTH]:  # whatever a file says, nothing outside of it is read
+    if position < DEPTH or position >= t[r, LENGTH]:  # never read outside the run, whatever the file says
         failed[0], failed[1], failed[2] = r + 1, 1, i * 4 // PAGE
         return np.int64(DEPTH)
     return position
@@ -127,13 +128,13 @@ def _position(t, r, i, failed):  # type: ignore[no-untyped-def]
 
 @compiled
 def _readable(t, r, first, last, size, failed):  # type: ignore[no-untyped-def]
-    """Whether the tokens first..last may be read."""
+    """Check the pages of the tokens first..last. False: one is damaged."""
     seen = t[r, TOKEN_SEEN]
     if seen != 0:
         end = last * size // PAGE
         pages = carray(pointer(seen), (end + 1,), np.uint8)
         for page in range(first * size // PAGE, end + 1):
-            if pages[page] == 0 and not _fine(t[r, TOKEN_SUMS], seen, t[r, TOKENS], page):
+            if pages[page] == 0 and not _check_page(t[r, TOKEN_SUMS], seen, t[r, TOKENS], page):
                 failed[0], failed[1], failed[2] = r + 1, 0, page
                 return False
     return True
@@ -141,7 +142,7 @@ def _readable(t, r, first, last, size, failed):  # type: ignore[no-untyped-def]
 
 @compiled
 def _compare(t, r, width, query, i, failed):  # type: ignore[no-untyped-def]
-    """How many tokens before the i-th position agree with the reversed query, and whether it comes before the query."""
+    """How many tokens before the i-th position match the reversed query, and whether it sorts before the query."""
     position = _position(t, r, i, failed)
     if not _readable(t, r, position - len(query), position - 1, width.itemsize, failed):
         return 0, False
@@ -155,7 +156,7 @@ def _compare(t, r, width, query, i, failed):  # type: ignore[no-untyped-def]
 
 @inlined
 def _key_bounds(width, query, n):  # type: ignore[no-untyped-def]
-    """The lowest and the highest key of contexts that agree with the first n tokens of the query."""
+    """The lowest and the highest key of contexts that match the first n tokens of the query."""
     lowest, bits = np.uint64(0), 8 * width.itemsize
     step = 8 // width.itemsize
     for i in range(min(n, step)):
@@ -167,14 +168,14 @@ def _key_bounds(width, query, n):  # type: ignore[no-untyped-def]
 
 @compiled
 def _first_key(t, r, key, beyond, lo, hi, failed):  # type: ignore[no-untyped-def]
-    """The number of the first key that is not below `key`, or, for `beyond`, the first above it."""
+    """The index of the first key that is not below `key`; with `beyond`, of the first above it."""
     keys = carray(pointer(t[r, KEYS]), (hi,), np.uint64)
     seen = t[r, KEY_SEEN]
     while lo < hi and failed[0] == 0:
         middle = (lo + hi) // 2
         if seen != 0:
             page = middle * 8 // PAGE
-            if carray(pointer(seen), (page + 1,), np.uint8)[page] == 0 and not _fine(
+            if carray(pointer(seen), (page + 1,), np.uint8)[page] == 0 and not _check_page(
                 t[r, KEY_SUMS], seen, t[r, KEYS], page
             ):
                 failed[0], failed[1], failed[2] = r + 1, 2, page
@@ -188,7 +189,7 @@ def _first_key(t, r, key, beyond, lo, hi, failed):  # type: ignore[no-untyped-de
 
 @inlined
 def _narrow(t, r, width, query, inside, outside, n, failed):  # type: ignore[no-untyped-def]
-    """Let the keys tell outside[n] more closely, up to the entries between two of them."""
+    """Move outside[n] closer by a binary search in the keys, to within EVERY entries."""
     lowest, highest = _key_bounds(width, query, n)
     if outside[n] < inside:
         first = _first_key(t, r, lowest, np.bool_(False), (outside[n] + EVERY) // EVERY, inside // EVERY + 1, failed)
@@ -201,8 +202,8 @@ def _narrow(t, r, width, query, inside, outside, n, failed):  # type: ignore[no-
 
 @compiled
 def _insertion_point(t, r, width, query, below, above, failed):  # type: ignore[no-untyped-def]
-    """Where the query belongs. On the way, below[n] and above[n] become the nearest entries on either side that were
-    seen to agree in fewer than n tokens."""
+    """Where the query would be inserted. Also sets below[n] and above[n] to the nearest entries on either side that are
+    known to match fewer than n tokens."""
     lo, hi = np.int64(0), t[r, COUNT]
     below[:], above[:] = -1, hi
     if t[r, KEYS] != 0:
@@ -210,7 +211,7 @@ def _insertion_point(t, r, width, query, below, above, failed):  # type: ignore[
         first = _first_key(t, r, lowest, np.bool_(False), lo, (hi + EVERY - 1) // EVERY, failed)
         last = _first_key(t, r, highest, np.bool_(True), first, (hi + EVERY - 1) // EVERY, failed)
         lo, hi = max(lo, (first - 1) * EVERY + 1), min(hi, last * EVERY)
-        whole = min(8 // width.itemsize, len(query))  # tokens of a key: beyond these entries, fewer agree
+        whole = min(8 // width.itemsize, len(query))  # tokens of a key: outside lo..hi fewer match
         below[whole:], above[whole:] = lo - 1, hi
     while lo < hi and failed[0] == 0:
         middle = (lo + hi) // 2
@@ -233,11 +234,11 @@ def _agree(t, r, width, query, i, failed):  # type: ignore[no-untyped-def]
 
 @compiled
 def _edge(t, r, width, query, inside, outside, n, exact, failed):  # type: ignore[no-untyped-def]
-    """The outermost entry that agrees in at least n tokens. `inside` does; all that lie `outside` or beyond don't, and
-    are known better afterwards. Of very many, a few at the edge don't matter: they count as shorter matches then."""
+    """The outermost entry that matches at least n tokens. `inside` does; outside[n] and all beyond it don't. Updates
+    `outside`. If there are very many matches, a few at the edge may be missed: they count as shorter ones."""
     if t[r, KEYS] != 0 and n <= 8 // width.itemsize:
         _narrow(t, r, width, query, inside, outside, n, failed)
-        # Among removed ones, the few at the edge may be all that live.
+        # Not with removed documents: the few at the edge may be the only ones that are not removed.
         if not exact and t[r, DEADS] == 0 and abs(outside[n] - inside) > MANY:
             return outside[n] + (EVERY if outside[n] < inside else -EVERY)
     beyond = outside[n]
@@ -254,7 +255,7 @@ def _edge(t, r, width, query, inside, outside, n, exact, failed):  # type: ignor
 
 @compiled
 def _is_dead(t, r, position):  # type: ignore[no-untyped-def]
-    """Whether an odd number of the starts and ends of removed text lie at or before the position."""
+    """Whether a position was removed: an odd number of starts and ends of removed text lie at or before it."""
     dead = carray(pointer(t[r, DEAD]), (t[r, DEADS],), np.int64)
     lo, hi = 0, len(dead)
     while lo < hi:
@@ -280,7 +281,7 @@ def _dead_among(t, begin, size, failed):  # type: ignore[no-untyped-def]
 
 @inlined
 def _query(text, longest, limit):  # type: ignore[no-untyped-def]
-    """The end of a text, reversed: the last token first. No further back than to what can't be in a store."""
+    """The end of a text, reversed: the last token first. It stops at a token that can't be in a store."""
     size = 0
     while size < min(longest, len(text)) and text[len(text) - 1 - size] >= 0 and text[len(text) - 1 - size] < limit:
         size += 1
@@ -289,7 +290,7 @@ def _query(text, longest, limit):  # type: ignore[no-untyped-def]
 
 @inlined
 def _living(t, begin, size, first, last, failed):  # type: ignore[no-untyped-def]
-    """Of the entries first..last of a shell the first that was not removed: its run and position, or -1."""
+    """The run and position of the first entry among first..last of a shell that was not removed; position -1: none."""
     before = np.int64(0)
     for shell in range(len(size)):
         r = np.int64(shell // 2)
@@ -308,7 +309,7 @@ def _draft(t, width, text, longest, shortest, most, length, nodes, fill, random,
     query = _query(text, longest, (np.int64(1) << (8 * width.itemsize)) - 1)
     owner, found, agreed = np.empty(most, np.int64), np.empty(most, np.int64), np.empty(most, np.int64)
     lengths, counts = np.empty(longest, np.int64), np.empty(longest, np.int64)
-    # Entries lo..hi of each run are taken; beyond them, the neighbours agree with the query in left and right tokens.
+    # Entries lo..hi of each run are taken. The next ones on either side match the query in left and right tokens.
     runs = len(t) if len(query) > 0 else 0
     lo, hi = np.empty(runs, np.int64), np.empty(runs, np.int64)
     left, right = np.empty(runs, np.int64), np.empty(runs, np.int64)
@@ -317,7 +318,7 @@ def _draft(t, width, text, longest, shortest, most, length, nodes, fill, random,
         lo[r] = hi[r] = _insertion_point(t, r, width, query, below[r], above[r], failed)
         left[r] = _agree(t, r, width, query, lo[r] - 1, failed)
         right[r] = _agree(t, r, width, query, hi[r], failed)
-    # The shell of one length: to the left and right in each run.
+    # The shell of one length: a part on the left and one on the right in each run.
     begin, size = np.empty(2 * runs, np.int64), np.empty(2 * runs, np.int64)
     taken, levels = 0, 0
     while taken < most and failed[0] == 0:
@@ -353,7 +354,7 @@ def _draft(t, width, text, longest, shortest, most, length, nodes, fill, random,
                 shell += 1
             r = shell // 2
             p = _position(t, r, begin[shell] + at - before, failed)
-            if t[r, DEADS] > 0 and _is_dead(t, r, p):  # then any other one for which it stands
+            if t[r, DEADS] > 0 and _is_dead(t, r, p):  # then another one of the j-th part of the shell
                 r, p = _living(t, begin, size, np.int64(j * spacing), np.int64((j + 1) * spacing), failed)
             if p >= 0:
                 owner[taken], found[taken], agreed[taken] = r, p, n
@@ -363,15 +364,15 @@ def _draft(t, width, text, longest, shortest, most, length, nodes, fill, random,
         _shuffle(matches)
         fit = min(taken, max(1, nodes // length))
         matches = owner[:fit], found[:fit], agreed[:fit]
-    _touch(t, width, matches, length, failed)
+    _prefetch(t, width, matches, length, failed)
     tokens, parents, raw, score = _tree(t, width, text[-1], matches, length, nodes, failed)
     return tokens, parents, raw, score, lengths[:levels], counts[:levels]
 
 
 @inlined
-def _touch(t, width, matches, length, failed):  # type: ignore[no-untyped-def]
-    """Check every continuation, and read where it begins. Reads that need nothing of each other wait for memory
-    together, while the tree needs one after the other."""
+def _prefetch(t, width, matches, length, failed):  # type: ignore[no-untyped-def]
+    """Check the pages of every continuation, and read its first token. These reads are independent, so their memory
+    latencies overlap; building the tree would read them one after the other."""
     total = 0
     for i in range(len(matches[0])):
         r, p = matches[0][i], matches[1][i]
@@ -382,7 +383,7 @@ def _touch(t, width, matches, length, failed):  # type: ignore[no-untyped-def]
 
 @inlined
 def _shuffle(matches):  # type: ignore[no-untyped-def]
-    """An order that the matches themselves decide, so that the same search gives the same draft."""
+    """Shuffle with a seed made from the matches, so that the same search gives the same draft."""
     found = matches[1]
     state = np.uint64(len(found))
     for i in range(len(found) - 1, 0, -1):
@@ -394,7 +395,7 @@ def _shuffle(matches):  # type: ignore[no-untyped-def]
 
 @compiled
 def _next(t, width, matches, i, depth, length):  # type: ignore[no-untyped-def]
-    """The token at a depth of the i-th continuation, -1 where it has ended."""
+    """The token at a depth of the i-th continuation; -1 after its end."""
     r, at = matches[0][i], matches[1][i] + depth
     if depth >= length or at >= t[r, LENGTH]:
         return np.int64(-1)
@@ -412,7 +413,7 @@ def _powers(base, most):  # type: ignore[no-untyped-def]
 
 @compiled
 def _slot(table, parents, tokens, node, token):  # type: ignore[no-untyped-def]
-    """Where in the hash table the child of a node with a token is, or would be."""
+    """The slot of the hash table for the child of a node with this token, filled or free."""
     slot = ((node * 0x9E3779B1 + token * 0x85EBCA77) >> 7) & (len(table) - 1)
     while table[slot] != 0 and (parents[table[slot]] != node or tokens[table[slot]] != token):
         slot = (slot + 1) & (len(table) - 1)
@@ -421,16 +422,16 @@ def _slot(table, parents, tokens, node, token):  # type: ignore[no-untyped-def]
 
 @compiled
 def _tree(t, width, root, matches, length, nodes, failed):  # type: ignore[no-untyped-def]
-    """The continuations with their common prefixes merged, and of that the best nodes, best first.
+    """Merge the continuations' common prefixes, and keep the best nodes, best first.
 
-    A node's mass is the weight of the matches that run through it. While only one does, what follows is left to be read
-    when it is needed: `tail` of a node is the match it goes on with, -1 where its children are made.
+    A node's mass is the total weight of the matches through it. If there is only one, its children are created when
+    they are needed: `tail` of a node is the match that it continues with, -1 if its children exist.
     """
     room = len(matches[0]) * length + nodes + 2
     slots = 16
     while slots < 2 * room:
         slots *= 2
-    table = np.zeros(slots, np.int32)  # 0 is free: the root is nobody's child
+    table = np.zeros(slots, np.int32)  # 0 means free: the root is no child
     trust, fade = _powers(TRUST, np.int64(DEPTH)), _powers(FADE, length)
     tokens, parents, depth = np.empty(room, np.int32), np.empty(room, np.int32), np.empty(room, np.int32)
     first, sibling, tail = np.empty(room, np.int32), np.empty(room, np.int32), np.empty(room, np.int32)
@@ -453,7 +454,7 @@ def _tree(t, width, root, matches, length, nodes, failed):  # type: ignore[no-un
                 table[slot] = n
                 n = _add(tokens, parents, first, sibling, tail, depth, mass, n, node, token, i, weight)
                 break
-            if tail[child] >= 0:  # no longer alone: the other one takes its next step first
+            if tail[child] >= 0:  # a second match: first create the child that the other one continues with
                 match = np.int64(tail[child])
                 other = _next(t, width, matches, match, depth[child], length)
                 if other >= 0:
@@ -519,7 +520,7 @@ def _push(heap, worth, size, node):  # type: ignore[no-untyped-def]
 
 @inlined
 def _pop(heap, worth, size):  # type: ignore[no-untyped-def]
-    """Take the best away."""
+    """Remove the best node."""
     size -= 1
     node, i = heap[size], 0
     while 2 * i + 1 < size:

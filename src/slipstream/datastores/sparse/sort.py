@@ -1,11 +1,11 @@
-"""Sorting the positions of a text by what precedes them, in bounded memory and on every core.
+"""Sort the positions of a text by the tokens before them, in bounded memory and on every core.
 
 The order is that of the reversed contexts: of two positions, the one whose previous token is smaller comes first; on a
 tie the token before that decides, and so on for DEPTH tokens; then the smaller position. All positions that follow one
 n-gram are thus neighbours, for every n at once, and the neighbours of a text's end are its longest matches.
 
-Buckets of one previous token are sorted for themselves, a piece of the whole at a time, so a segment of n tokens needs
-about n bytes of memory here besides the tokens themselves.
+Positions with the same previous token form a bucket. Buckets are sorted separately, a part of them at a time, so a
+segment of n tokens needs about n bytes of memory here besides its tokens.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from slipstream.compiled import compiled, inlined
 
 DEPTH = 32  # tokens of context that decide the order
 SMALL = 4  # groups up to this size are sorted by comparing whole contexts
-SHORT = 20  # pairs that are sorted by insertion
-PIECES = 4  # in which a large segment is sorted
-LARGE = 1 << 14  # larger ones are first spread by a digit
+SHORT = 20  # at most so many pairs are sorted by insertion
+PIECES = 4  # pieces in which a large segment is sorted
+LARGE = 1 << 14  # larger groups are first distributed by a digit
 DIGITS = 1 << 16
 
 Tokens = NDArray[Any]  # (n,) uint16 or uint32
@@ -34,7 +34,7 @@ Positions = NDArray[np.uint32]  # (m,)
 
 
 def separator(tokens: Tokens) -> int:
-    """What stands between documents: the one value of the type that no vocabulary reaches."""
+    """The token between documents: the largest value of the type, which is no token id."""
     return int(np.iinfo(tokens.dtype).max)
 
 
@@ -83,12 +83,12 @@ def sorted_pieces(tokens: Tokens, threads: int | None = None) -> Iterator[Positi
 
 
 def _shift(tokens: Tokens, vocabulary: int) -> np.uint64:
-    """How far a key is shifted to become a digit: its first token, or of a large one the first bits."""
+    """By how many bits a key is shifted to become a digit: its first token, or the first bits of a long one."""
     return np.uint64(64 - 8 * tokens.itemsize + max(0, (vocabulary - 2).bit_length() - DIGITS.bit_length() + 1))
 
 
 def _stretches(ends: NDArray[np.int64], size: int) -> Iterator[tuple[int, int]]:
-    """Buckets from one to before another, of about `size` positions together, or of one bucket that has more."""
+    """Ranges (first, last + 1) of buckets with about `size` positions together, or one bucket that has more."""
     first = 0
     while first < len(ends):
         base = ends[first - 1] if first else 0
@@ -103,7 +103,7 @@ def count_positions(tokens: Tokens) -> int:
 
 
 def _split(starts: NDArray[np.int64], ends: NDArray[np.int64], size: int) -> list[tuple[int, int]]:
-    """Runs of whole buckets of about `size` positions, the largest first, so that no thread is left alone for long."""
+    """Ranges of whole buckets of about `size` positions, the largest first, so that threads end at about one time."""
     edges, first = [0], 0
     for bucket in range(len(starts)):
         if ends[bucket] - starts[first] >= size:
@@ -154,7 +154,7 @@ def _sortable(tokens, sep):  # type: ignore[no-untyped-def]
 
 @compiled
 def _scatter(tokens, sep, first, last, positions, lo, hi, offsets):  # type: ignore[no-untyped-def]
-    """The positions of the buckets from first to before last."""
+    """Collect the positions of the buckets first..last - 1."""
     for p in range(lo, hi):
         bucket = tokens[p - 1]
         if bucket >= first and bucket < last and tokens[p] != sep and bucket != sep:
@@ -186,7 +186,7 @@ def context_key(tokens, position, depth):  # type: ignore[no-untyped-def]
 
 @compiled
 def _buffers(room, shift):  # type: ignore[no-untyped-def]
-    """Keys of a group, and room for a pass over a large one, which needs to know how a key becomes a digit."""
+    """Buffers for the keys of a group, and for distributing a large one by digit; and the shift for that."""
     large = room if room > LARGE else 0
     return np.empty(room, np.uint64), np.empty(large, np.uint64), np.empty(large, np.uint32), shift
 
@@ -211,12 +211,12 @@ def _sort_group(tokens, positions, start, end, start_depth, buffers):  # type: i
             if more - less > 1:
                 stack.append((less, more, depth + 1))
             continue
-        if depth >= DEPTH:  # alike in all that counts
+        if depth >= DEPTH:  # equal contexts: sort by position
             for i in range(lo, hi):
                 keys[i - lo] = positions[i]
             _sort_pairs(keys[: hi - lo], positions[lo:hi])
             continue
-        # The last key may reach over DEPTH: start it earlier, on tokens that are equal anyway.
+        # The last key may reach beyond DEPTH: start it earlier, at tokens that are equal anyway.
         depth = min(depth, DEPTH - step)
         for i in range(lo, hi):
             keys[i - lo] = context_key(tokens, np.int64(positions[i]), depth)
@@ -283,7 +283,7 @@ def _part(tokens, positions, lo, hi, depth):  # type: ignore[no-untyped-def]
 
 @compiled
 def _sort_many(keys, values, buffers):  # type: ignore[no-untyped-def]
-    """Spread a large group by its keys' first digit, which is the first token or nearly so; then sort what is left."""
+    """Distribute a large group by the keys' first digit, about the first token; then sort within each digit."""
     _, spare_keys, spare_values, shift = buffers
     ends = np.zeros(DIGITS, np.int64)
     for key in keys:
@@ -306,7 +306,7 @@ def _sort_many(keys, values, buffers):  # type: ignore[no-untyped-def]
 
 @compiled
 def _sort_pairs(keys, values):  # type: ignore[no-untyped-def]
-    """Quicksort of keys, with values following them. Unsigned indices spare the check for negative ones."""
+    """Quicksort of keys, with values moved along. Unsigned indices save the check for negative ones."""
     one = np.uint64(1)
     if len(keys) <= SHORT:
         _insert_pairs(keys, values, np.uint64(0), np.uint64(len(keys)))
@@ -332,7 +332,7 @@ def _sort_pairs(keys, values):  # type: ignore[no-untyped-def]
                 i += one
                 j -= one
             middle = j + one
-            if middle - lo < hi - middle:  # the smaller side first, so that what waits stays short
+            if middle - lo < hi - middle:  # the smaller side first, which keeps the stack small
                 starts[depth], ends[depth] = middle, hi
                 hi = middle
             else:

@@ -121,7 +121,7 @@ def generate(
 
 
 def spoken(stream: Any) -> Result:
-    """Print an answer while it comes. Where Ctrl-C left nothing of it, the command ends."""
+    """Print an answer as it is generated. If Ctrl-C left no token of it, the command exits with 130."""
     say(stream)
     if stream.stats is None:
         raise typer.Exit(130)
@@ -129,7 +129,7 @@ def spoken(stream: Any) -> Result:
 
 
 def tell_steps(llm: LLM, drafter: str, result: Result) -> None:
-    """What was decided at each step, in words."""
+    """Print a sentence about each step: what was drafted and verified, and why."""
     from slipstream.trace.explain import explain as in_words
 
     if parts := getattr(llm.engine.drafter, "parts", None):
@@ -139,7 +139,7 @@ def tell_steps(llm: LLM, drafter: str, result: Result) -> None:
 
 
 def tell_logprobs(llm: LLM, result: Result) -> None:
-    """A line for each token: its log probability, and the likeliest ones at its place."""
+    """Print a line for each token: its log probability, and the most likely tokens at its position."""
     from slipstream.trace.record import readable
 
     for entry in result.logprobs or []:
@@ -178,7 +178,7 @@ def trace(
     compile: o.Compile = False,
     trust_remote_code: o.Trust = False,
 ) -> None:
-    """Answer a prompt and show what happened: one page, each token coloured by who drafted it."""
+    """Answer a prompt and write a page that shows each step, its tokens coloured by the drafter they came from."""
     from slipstream.trace.page import read
 
     if (prompt is None) == (not source):
@@ -193,8 +193,8 @@ def trace(
         tell_page([read(file) for file in source], html)
         return
     if against is not None:
-        registry.find(against)  # a misspelt name should not cost a model's loading time
-        seed = randbits(32) if seed is None else seed  # both draw the same
+        registry.find(against)  # a misspelt name is refused before a model is loaded
+        seed = randbits(32) if seed is None else seed  # both runs sample with one seed
     asked = {
         "prompt": o.read_prompt(prompt or ""),
         "max_new_tokens": max_new_tokens,
@@ -205,7 +205,7 @@ def trace(
         "accept": accept,
         "template": not raw,
     }
-    # Of a drafter that does not take these, they are left out below.
+    # Not every drafter takes these: they are left out below for one that does not.
     perhaps = {"prediction": o.prediction_text(prediction), "drafters": drafters}
     with busy("loading the model"):
         o.check_decoding(max_new_tokens, accept, max_draft, temperature=temperature, top_p=top_p)
@@ -214,7 +214,7 @@ def trace(
     other = None
     if against is not None:
         other = type(llm)(llm.model, llm.tokenizer, against, compile=compile)
-        other.generate("Hello!", max_new_tokens=2)  # a model's first steps are slow, whoever drafts
+        other.generate("Hello!", max_new_tokens=2)  # warm up: a model's first steps are slow with any drafter
     with line_writer(jsonl) as write, line_writer(jsonl_against) as write_other:
         traces = [recorded(llm, write, asked | perhaps)]
         if other is not None:
@@ -224,7 +224,7 @@ def trace(
 
 
 def tell_page(traces: list[list[dict[str, Any]]], html: Path | None) -> None:
-    """Write the page of one trace or of two."""
+    """Write the page that shows one trace or two."""
     from slipstream.trace.page import write_page
 
     if html is not None:
@@ -233,7 +233,7 @@ def tell_page(traces: list[list[dict[str, Any]]], html: Path | None) -> None:
 
 
 def recorded(llm: LLM, write: Any, asked: dict[str, Any]) -> list[dict[str, Any]]:
-    """Answer aloud; the lines of the trace, each of which is written at once if there is somebody to write it."""
+    """Print an answer and return the lines of its trace. If `write` is given, it gets each line as the step ends."""
     result = spoken(llm.stream(**asked, trace=write or True))
     tell_status(result, asked["accept"])
     return result.trace or []
@@ -241,14 +241,14 @@ def recorded(llm: LLM, write: Any, asked: dict[str, Any]) -> list[dict[str, Any]
 
 @contextmanager
 def line_writer(path: Path | None) -> Iterator[Any]:
-    """A function that writes JSON lines to a new file, each on the disk before the next; None without a path.
+    """A function that writes JSON lines to a new file and flushes each; None without a path.
 
-    A line that can't be written costs the lines after it, but not the answer: it is told at the end.
+    If a line can't be written, the lines after it are dropped and the answer goes on; the error is raised at the end.
     """
     if path is None:
         yield None
         return
-    file: Any = None  # opened with the first line: until then, a file that was there before stays as it is
+    file: Any = None  # opened with the first line: until then an existing file is left as it is
     failed: OSError | None = None
 
     def write(line: dict[str, Any]) -> None:
@@ -265,7 +265,7 @@ def line_writer(path: Path | None) -> Iterator[Any]:
         yield write
     finally:
         if file is not None:
-            with suppress(OSError):  # what could not be written before can't be written now
+            with suppress(OSError):  # buffered text of a failed write fails again on close
                 file.close()
     if failed is not None:
         with told(path):

@@ -1,4 +1,4 @@
-"""bench: the command that measures."""
+"""bench: measure drafters on prompts, or put a load on a server."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from slipstream.evaluate.workloads import Prompt
 
 
-# What --serve takes besides; and what nothing else takes.
+# The options that --serve takes, and those of them that need --serve.
 SERVED = {"serve", "rates", "seconds", "prompts", "limit", "categories", "model", "max_new_tokens", "seed"}
 SERVED |= {"out_json", "html"}
 ONLY_SERVED = {"rates", "seconds"}
@@ -72,7 +72,7 @@ def bench(
     rates: Annotated[str, typer.Option(help="Of --serve: requests per second, separated by commas.")] = "0.5,1,2,4",
     seconds: Annotated[float, typer.Option(help="Of --serve: for how long requests come, at each rate.")] = 30.0,
 ) -> None:
-    """Measure drafters and transformers' own ways on the same prompts, interleaved, in one process."""
+    """Measure drafters and transformers' own methods on the same prompts, interleaved, in one process."""
     check_given(ctx, serve is not None)
     if compare is not None:
         from slipstream.evaluate.compare import compare_files
@@ -86,7 +86,7 @@ def bench(
         from slipstream.evaluate.load import LoadPlan
 
         o.at_least(1, limit=limit, max_new_tokens=max_new_tokens)
-        # First questions alone: the later ones of a conversation need the answers in between.
+        # Only the first turn of a conversation: later turns need the answers in between.
         first = [prompt.turns[0] for prompt in choose(prompts, categories, limit)]
         load_plan = LoadPlan(first, parse_rates(rates), seconds, max_new_tokens, seed)
         load(serve, model, load_plan, asked, html, out_json)
@@ -145,7 +145,7 @@ def choose(prompts: Path | None, categories: str | None, limit: int | None) -> l
 
 
 def check_given(ctx: typer.Context, serving: bool) -> None:
-    """Refuse options that would have no effect, with --serve and without."""
+    """Refuse options that have no effect: some need --serve, others don't go with it."""
     given = o.given_flags(ctx)
     if serving and (useless := [option for name, option in given.items() if name not in SERVED]):
         raise OptionError(f"{', '.join(useless)} has no effect on a server: leave it out, or leave out --serve")
@@ -154,7 +154,7 @@ def check_given(ctx: typer.Context, serving: bool) -> None:
 
 
 def sweep_contestants(names: list[str], sweeps: list[str]) -> tuple[list[str], dict[str, dict[str, Any]]]:
-    """Each drafter once per value of the swept options it has; others as they are."""
+    """The contestants to run: each drafter once per value of the swept options it has, the others once."""
     swept: list[str] = []
     options: dict[str, dict[str, Any]] = {}
     used = set()
@@ -192,7 +192,7 @@ def parse_rates(given: str) -> list[float]:
 def load(
     url: str, model: str | None, plan: LoadPlan, options: dict[str, Any], html: Path | None, out_json: Path | None
 ) -> None:
-    """Put a load on a server, and tell how it did."""
+    """Put a load on a server and print the measurements."""
     from slipstream.evaluate.load import measure
     from slipstream.evaluate.remote import find
 
@@ -208,7 +208,7 @@ def load(
 
 
 def tell(rows: Any, document: dict[str, Any], html: Path | None, out_json: Path | None) -> None:
-    """A benchmark's results."""
+    """Print and write the results of a benchmark."""
     from slipstream.evaluate.page import write_page
     from slipstream.evaluate.report import stages, table
 
@@ -223,13 +223,15 @@ def keep(
     html: Path | None,
     out_json: Path | None,
 ) -> None:
-    """The table, the files asked for, and with --json the JSON line last.
+    """Print the table, write the files asked for, and with --json print the JSON line last.
 
-    It is printed as well where a file can't be written: what was measured is not lost.
+    If a file can't be written, the JSON line is printed too, so that no measurement is lost.
     """
     from slipstream.evaluate.report import line
 
-    wide = out if out.is_terminal else Console(width=140, highlight=False)  # a file has no edge to cut columns at
+    wide = (
+        out if out.is_terminal else Console(width=140, highlight=False)
+    )  # not a terminal: use a fixed width, so that no column is cut
     wide.print(table)
     for said in remarks:
         wide.print(said, markup=False)

@@ -1,4 +1,4 @@
-"""chat: talk with a model, which loads while the first message is typed."""
+"""chat: chat with a model, which loads while the first message is typed."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def chat(
     compile: o.Compile = False,
     trust_remote_code: o.Trust = False,
 ) -> None:
-    """Talk with a model. Enter sends, Alt+Enter adds a line, /help lists commands, Ctrl-C ends an answer, Ctrl-D the
-    chat."""
+    """Chat with a model. Enter sends, Alt+Enter adds a line, /help lists commands, Ctrl-C stops an answer, Ctrl-D
+    quits."""
     typed = sys.stdin.isatty()
     words = o.drafter_options(option, drafter_path, head)
     loading = Loading(
@@ -63,7 +63,7 @@ def chat(
     code = 0
     try:
         if model is None:
-            ensure_embedded()  # fetched but once; its progress bar needs the screen, so no prompt yet
+            ensure_embedded()  # before the prompt: its progress bar needs the screen
         lines = typed_lines(loading) if typed else plain_lines(loading)
         talk(Conversation(loading.result, system, options, lines), lines)
     except ModelError as error:
@@ -82,7 +82,7 @@ def typed_lines(loading: Loading) -> TypedLines:
 
 
 def plain_lines(loading: Loading) -> PlainLines:
-    loading.result()  # nobody waits for a prompt
+    loading.result()  # standard input is no terminal: there is no prompt to show meanwhile
     return PlainLines()
 
 
@@ -94,18 +94,18 @@ def talk(conversation: Conversation, lines: PlainLines | TypedLines) -> None:
             return
         except LoadingError:
             raise
-        except SlipstreamError as error:  # a turn that can't be answered must not end the conversation
+        except SlipstreamError as error:  # one turn failed; the chat goes on
             err.print(f"[red]{escape(str(error))}[/red]")
-        except KeyboardInterrupt:  # while the model was awaited
+        except KeyboardInterrupt:  # while the model was loading
             err.print("[yellow](stopped)[/yellow]")
 
 
 class LoadingError(ModelError):
-    """The model that a chat waits for could not be loaded."""
+    """The model of a chat could not be loaded."""
 
 
 class Loading:
-    """A model, loaded in a thread of its own from the moment that somebody first wants it."""
+    """Loads a model in a thread of its own, which the first call of `start` or `result` begins."""
 
     def __init__(self, load: Callable[[], LLM]) -> None:
         self._load = load
@@ -114,20 +114,21 @@ class Loading:
     def start(self) -> Future[LLM]:
         if self._future is None:
             self._future = Future()
-            self._future.set_running_or_notify_cancel()  # a prompt that ends stops waiting, and must not cancel it
+            # A running future can't be cancelled: loading goes on when a prompt ends and stops waiting for it.
+            self._future.set_running_or_notify_cancel()
             threading.Thread(target=self._run, args=(self._future,), daemon=True).start()
         return self._future
 
     def result(self) -> LLM:
-        """Waits in bits: Python sees a Ctrl-C that came just before it began to wait only when that ends."""
+        """Wait for the model, 0.2 s at a time: a Ctrl-C just before a wait is handled only after that wait."""
         future = self.start()
         while not wait([future], timeout=0.2).done:
             pass
         return future.result()
 
     def leave(self, code: int) -> None:
-        """End the process at once if the thread still works: Python's own way would stop the thread inside libraries
-        that crash then."""
+        """End the process at once if the model is still loading. An ordinary exit would stop the thread inside
+        libraries, which crash then."""
         if self._future is not None and not self._future.done():
             sys.stdout.flush()
             sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""collect: the command that lets the target write what heads learn from."""
+"""collect: let the target answer prompts, as training data for heads."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def collect(
     ray: o.Ray = None,
     trust_remote_code: o.Trust = False,
 ) -> None:
-    """Let the target answer prompts, to train a head on. Interrupted, the same command goes on where it stopped."""
+    """Let a model answer prompts, as training data for a head. If interrupted, run the same command again to go on."""
     from slipstream.training.prompts import read_questions
 
     check_writable(out_file)
@@ -80,7 +80,7 @@ def collect(
 def _load(
     model: str | None, dtype: str | None, device: str | None, batch: int, compile: bool, trust_remote_code: bool
 ) -> Any:
-    """The target, in whichever process."""
+    """Load the target. At module level, so that it can be sent to Ray's workers."""
     from slipstream.llm import load
 
     return load(

@@ -1,4 +1,4 @@
-"""A conversation on the command line: questions, and the commands that begin with a slash."""
+"""A chat on the command line: questions, and commands that begin with a slash."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Quit(Exception):
 
 
 class Conversation:
-    """`llm` waits for the model; options are those of each answer; lines are where questions come from."""
+    """`llm` returns the model when it is loaded; `options` go to every answer; `lines` reads what the user types."""
 
     def __init__(
         self, llm: Callable[[], LLM], system: str | None, options: dict[str, Any], lines: PlainLines | TypedLines
@@ -44,12 +44,12 @@ class Conversation:
         self._begin()
 
     def take(self, line: str) -> None:
-        """Answer a question or carry out a command. After a space, a question may begin with a slash."""
+        """Answer a question or carry out a command. A leading space lets a question begin with a slash."""
         if line.startswith("/"):
             self._obey(line)
         elif line.strip():
             self._retries = 0
-            # A terminal may send bytes that are no text, which no tokenizer takes.
+            # A terminal may send bytes that are not text; a tokenizer would refuse them.
             self._answer(line.strip().encode(errors="replace").decode())
 
     def _begin(self) -> None:
@@ -57,7 +57,7 @@ class Conversation:
             self._chat.close()
             self._chat = None
         self._question: str | None = None
-        self._answered = False  # whether that question and its answer are the last two messages
+        self._answered = False  # whether the last two messages are that question and its answer
         self._retries = 0
         self._all: list[Stats] = []
 
@@ -122,7 +122,11 @@ class Conversation:
         text = json.dumps(self._messages, ensure_ascii=False, indent=1) + "\n"
         try:
             write_text(Path(name).expanduser(), text)
-        except (OptionError, ValueError, RuntimeError) as error:  # no file, a name of zero bytes, an unknown ~user
+        except (
+            OptionError,
+            ValueError,
+            RuntimeError,
+        ) as error:  # not writable, a name with a zero byte, an unknown ~user
             raise OptionError(f"/save {name}: nothing was written: {error}") from error
         err.print(f"wrote {name}", markup=False)
 
@@ -137,7 +141,7 @@ class Conversation:
         try:
             self._answer(self._question)
         finally:
-            if not self._answered and dropped:  # no new answer came: the old one stays
+            if not self._answered and dropped:  # there is no new answer: restore the old one
                 self._messages.extend(dropped)
                 self._answered = True
 
@@ -153,7 +157,7 @@ class Conversation:
 
 
 def numbers(answers: list[Stats]) -> dict[str, str]:
-    """What answers took and gained together."""
+    """The totals of several answers, as printed by /stats."""
     tokens, steps = sum(s.new_tokens for s in answers), sum(s.steps for s in answers)
     seconds = sum(s.seconds for s in answers)
     return {

@@ -1,4 +1,4 @@
-"""store embed: the target reads a store, so that it can be searched by meaning."""
+"""store embed: make vectors of a store with the target's hidden states, so that it can be searched by meaning."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def embed(
     device: o.Device = None,
     trust_remote_code: o.Trust = False,
 ) -> None:
-    """Make the vectors that `--drafter dresd` searches. Interrupted, the same command goes on where it stopped.
+    """Make the vectors that `--drafter dresd` searches. If interrupted, run the same command again to go on.
 
-    Use the model and the precision that will answer. Text that was added since is read by the next call.
+    Use the same model and precision as for generating. Run it again after text was added to the store.
     """
     from slipstream.datastores.dense.build import EmbedSettings
     from slipstream.datastores.dense.build import embed as read
@@ -86,7 +86,7 @@ def embed(
 
 @dataclass(frozen=True)
 class Load:
-    """Loads the model, in whichever process."""
+    """Loads the model. An object that can be sent to other processes."""
 
     model: str | None
     dtype: str | None
@@ -103,7 +103,7 @@ class Load:
 
 
 def _devices(device: str | None, workers: int | None) -> list[str | None]:
-    """One for each worker."""
+    """The device of each worker."""
     import torch
 
     gpus = torch.cuda.device_count() if device in (None, "cuda") else 0
@@ -139,12 +139,12 @@ def _upload(store: Store, collection: str, database: str) -> None:
 
 @contextmanager
 def _bar() -> Iterator[Any]:
-    """Tells what is being done, the rate and the time left."""
+    """A progress function that shows the stage, the rate and the time left."""
     with counting_bars(speed_estimate_period=120) as bars:
         tasks: dict[str, Any] = {}
 
         def progress(doing: str, done: int, of: int) -> None:
-            stage = doing if doing in ("linking", "uploading") else "embedding"  # the others share one count
+            stage = doing if doing in ("linking", "uploading") else "embedding"  # all other stages share one bar
             if stage not in tasks:
                 tasks[stage] = bars.add_task(stage)
             text = f"{doing}: {per_second(bars, tasks[stage], done):,.0f} positions/s"

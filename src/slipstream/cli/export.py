@@ -1,4 +1,4 @@
-"""export: the command that writes heads for others."""
+"""export: write a head in a published layout."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def export(
     model: o.Model = None,
     trust_remote_code: o.Trust = False,
 ) -> None:
-    """Write a head in the layout it is published in, with everything that it shares with its target."""
+    """Write a head in its published layout, complete with the weights that it shares with its target."""
     from slipstream.errors import OptionError
 
     if out_folder.exists() and (not out_folder.is_dir() or any(out_folder.iterdir())):

@@ -1,4 +1,4 @@
-"""heads: look at trained heads, and register those that belong to a model."""
+"""heads: check trained heads, and register them for a model."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ def check(
     ] = None,
     trust_remote_code: o.Trust = False,
 ) -> None:
-    """Tell what a head is, what it reads and what is odd about it. Nothing is run, and of a target only its config is
-    read."""
+    """Show what kind of head a folder holds, what it reads, and what is unusual about it.
+
+    Nothing is run. Of the target only the config is read.
+    """
     from slipstream.errors import DrafterError
     from slipstream.heads.check import check_head, short
     from slipstream.loading.models import blank_model
@@ -54,7 +56,7 @@ def add(
     model: o.Model = None,
     trust_remote_code: o.Trust = False,
 ) -> None:
-    """Register a head for a model, which is known again by its weights: from then on auto asks the head unnamed."""
+    """Register a head for a model: from then on `auto` uses it for this model, which is recognised by its weights."""
     from slipstream.heads import registry
     from slipstream.loading.models import load_model
 
@@ -68,7 +70,7 @@ def add(
 
 @app.command("list")
 def list_() -> None:
-    """Tell which heads are registered, and for which models."""
+    """List the registered heads and their models."""
     from slipstream.heads import registry
 
     for entry in registry.entries():
@@ -78,7 +80,7 @@ def list_() -> None:
 
 @app.command()
 def remove(folder: Annotated[str, typer.Argument(metavar="FOLDER", help="As `heads list` tells it.")]) -> None:
-    """Forget a head. Its files stay."""
+    """Unregister a head. Its files stay."""
     from slipstream.heads import registry
 
     registry.remove(folder)

@@ -1,4 +1,4 @@
-"""drafters, models, prepare, demo: the commands that show what there is."""
+"""drafters, models, prepare, demo: commands that list what is there, compile, and demonstrate."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from slipstream.errors import OptionError
 
 
 def drafters() -> None:
-    """What can draft, and its options."""
+    """List the drafters and their options."""
     from slipstream import drafters as registry
     from slipstream.cli.listing import about
 
@@ -33,7 +33,10 @@ def models(
         bool, typer.Option("--remove", help="Delete them. They are converted again when needed.")
     ] = False,
 ) -> None:
-    """Converted models, the embedded one and GGUF files, and where they lie. The embedded one is fetched if need be."""
+    """List the converted models (the embedded one and GGUF files), their sizes and folders, or remove them.
+
+    The embedded model is fetched first if it is not there.
+    """
     from slipstream.loading import converted
 
     if not names and not remove:
@@ -50,7 +53,7 @@ def models(
 
 
 def prepare() -> None:
-    """Compile ahead what searches and drafts, with the embedded model: once after an install, up to a minute."""
+    """Compile the search and draft code, with the embedded model: run it once after an install."""
     from slipstream.datastores.durable.store import Store
     from slipstream.llm import LLM
 
@@ -79,7 +82,7 @@ def demo(
     device: o.Device = None,
     max_new_tokens: o.MaxNew = 160,
 ) -> None:
-    """A race: the same prompt with and without speculation, side by side."""
+    """Answer a prompt with and without speculation, side by side, and compare the times."""
     from slipstream.demo import PROMPT, race
 
     o.at_least(1, max_new_tokens=max_new_tokens)

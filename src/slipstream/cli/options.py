@@ -1,4 +1,4 @@
-"""Options that several commands share, and words on the command line as the types a drafter's options have."""
+"""Options that several commands share, and NAME=VALUE words converted to the types of a drafter's options."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ Ray = Annotated[
 ]
 Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")]
 
-# Sizes of heads, for train and tune
+# Sizes of heads, for `train` and `tune`
 Block = Annotated[int | None, typer.Option(help="Places of dflash's block (8), or tokens of a pass of falcon (2).")]
 Bias = Annotated[
     int | None, typer.Option(help="dflash: the rank of a bias by the token before, as DSpark has it: 256.")
@@ -90,7 +90,7 @@ Confidence = Annotated[
 def drafter_options(
     option: list[str] | None, drafter_path: str | None, heads: list[str] | None, learn: bool = False
 ) -> list[str]:
-    """NAME=VALUE words: those that were given as such, and those that have an option of their own."""
+    """All options of the drafter as NAME=VALUE words: those of --option, and those that have a flag of their own."""
     words = list(option or [])
     if drafter_path is not None:
         words.append(f"drafter_path={drafter_path}")
@@ -102,7 +102,7 @@ def drafter_options(
 
 
 def parse_options(kind: type, given: list[str]) -> dict[str, Any]:
-    """NAME=VALUE words as the types that a drafter's options have."""
+    """Parse NAME=VALUE words into the types of a drafter's options."""
     known = {f.name: f for f in fields(kind)}
     options: dict[str, Any] = {}
     for word in given:
@@ -125,7 +125,7 @@ def parse_options(kind: type, given: list[str]) -> dict[str, Any]:
 
 
 def given_flags(ctx: typer.Context) -> dict[str, str]:
-    """The options that stand on the command line: how each is written there, by the name of its parameter."""
+    """The options given on the command line: parameter name → flag."""
     return {
         p.name: p.opts[0]
         for p in ctx.command.params
@@ -134,7 +134,7 @@ def given_flags(ctx: typer.Context) -> dict[str, str]:
 
 
 def at_least(least: int, **numbers: int | None) -> None:
-    """Refuse the first number below `least`, by the name of its option; None was not given."""
+    """Refuse a number below `least`, naming its option. None means that the option was not given."""
     for name, value in numbers.items():
         if value is not None and value < least:
             option = name.replace("_", "-")
@@ -142,7 +142,7 @@ def at_least(least: int, **numbers: int | None) -> None:
 
 
 def check_decoding(max_new_tokens: int, accept: str = "match", max_draft: int | None = None, **sampling: Any) -> None:
-    """Refuse what no answer can be asked for with, before a model is loaded."""
+    """Refuse decoding options that are out of range, before a model is loaded."""
     at_least(1, max_new_tokens=max_new_tokens)
     at_least(0, max_draft=max_draft)
     from slipstream.accept import make_rule
@@ -153,12 +153,12 @@ def check_decoding(max_new_tokens: int, accept: str = "match", max_draft: int | 
 
 
 def read_prompt(given: str) -> str:
-    """A prompt, or for - what standard input holds."""
+    """The prompt as given, or standard input for `-`."""
     try:
         if given == "-":
             sys.stdin.reconfigure(encoding="utf-8", errors="strict")  # type: ignore[union-attr]
             given = sys.stdin.read()
-        given.encode()  # an argument that is not UTF-8 arrives with characters that nothing can encode
+        given.encode()  # fails if the argument was not UTF-8: Python passes such bytes on as surrogates
     except (UnicodeDecodeError, UnicodeEncodeError) as error:
         raise PromptError(f"the prompt is not UTF-8 text ({error.reason}): convert it first, as with iconv") from error
     if not given:
@@ -174,7 +174,7 @@ def prediction_text(file: Path | None) -> str | None:
 
 
 def schema_text(given: str | None) -> str | None:
-    """A JSON schema as it was given, or what the file holds that was named."""
+    """A JSON schema: the argument itself, or the content of the file that it names."""
     if given and not given.lstrip().startswith(("{", "[")):
         try:
             return Path(given).read_text(encoding="utf-8")

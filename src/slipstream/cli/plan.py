@@ -1,4 +1,4 @@
-"""plan: the command that forecasts."""
+"""plan: forecast the speed-up of speculation for a model and a machine."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON line last.")] = False,
     page: Annotated[Path | None, typer.Option(help="Write a page with charts here.")] = None,
 ) -> None:
-    """Forecast what speculation would give a model on a chip or on this machine, before anything is trained."""
+    """Forecast the speed-up of speculation for a model, on a named chip or this machine, before anything is trained."""
     from slipstream.plan.survival import parse_alpha
 
     o.at_least(1, batch=batch, context=context)

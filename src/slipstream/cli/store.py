@@ -1,4 +1,4 @@
-"""store: build, grow, search and mend a datastore."""
+"""store: build, extend, search, check and repair a datastore."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def build(
     ] = 1 << 27,
     ray: o.Ray = None,
 ) -> None:
-    """Make a store. Interrupted, the same command goes on where it stopped."""
+    """Build a store. If interrupted, run the same command again to go on."""
     from slipstream.datastores.durable.manifest import NAME
     from slipstream.datastores.durable.store import Store
     from slipstream.datastores.ingest.sources import find_sources
@@ -81,7 +81,7 @@ def add(
     dedup: Dedup = False,
     collection: Collection = "default",
 ) -> None:
-    """Add sources to a store. A source that is there already and has changed is replaced."""
+    """Add sources to a store. A source that has changed since it was added is replaced."""
     from slipstream.datastores.durable.store import Store
     from slipstream.datastores.ingest.sources import find_sources
 
@@ -98,7 +98,7 @@ def info(
     sources: Annotated[bool, typer.Option("--sources", help="List where the documents came from.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON line.")] = False,
 ) -> None:
-    """What is in a store."""
+    """Show what a store holds."""
     import json
 
     from slipstream.datastores.durable.store import Store
@@ -133,7 +133,7 @@ def search(
     nodes: Annotated[int, typer.Option(help="Of the tree that is shown.")] = 24,
     length: Annotated[int, typer.Option(help="Tokens of a continuation.")] = 10,
 ) -> None:
-    """Matches of the end of a text, and what followed them, as a tree."""
+    """Find matches of the end of a text, and show what followed them as a tree."""
     import numpy as np
     from rich.tree import Tree
 
@@ -166,7 +166,7 @@ def search(
 
 @app.command()
 def remove(folder: Folder, source: str, collection: Collection = "default") -> None:
-    """Forget every document of a source: see `store info --sources`."""
+    """Remove every document of a source. `store info --sources` lists the sources."""
     from slipstream.datastores.durable.store import Store
 
     with Store.open(folder, write=True) as store:
@@ -178,7 +178,7 @@ def remove(folder: Folder, source: str, collection: Collection = "default") -> N
 
 @app.command()
 def compact(folder: Folder) -> None:
-    """As few segments as can be, without what was removed."""
+    """Merge segments, and free the space of removed documents."""
     from slipstream.datastores.durable.store import Store
 
     with Store.open(folder, write=True) as store, busy("compacting"):
@@ -193,7 +193,7 @@ def follow(
     target: Annotated[str, typer.Argument(help="The one that follows: a folder; or a URL, for others to follow.")],
     every: Annotated[float | None, typer.Option(help="Go on, and look again after so many seconds.")] = None,
 ) -> None:
-    """Bring a store to the state of another: fetch its new segments, check them, and switch in one moment."""
+    """Make one store a copy of another: fetch its new segments, check them, then switch to them all at once."""
     from time import sleep
 
     from slipstream.datastores.durable.follow import follow as fetch
@@ -217,7 +217,7 @@ def follow(
 
 @app.command()
 def verify(folder: Folder) -> None:
-    """Read all of a store and check it: every checksum, and the order of every segment."""
+    """Check a whole store: every checksum, and the order of every segment."""
     from slipstream.datastores.durable.store import Store
 
     with Store.open(folder) as store, busy("reading everything"):
@@ -232,7 +232,7 @@ def verify(folder: Folder) -> None:
 
 @app.command()
 def repair(folder: Folder) -> None:
-    """Keep whatever is whole of a damaged store. What is not is set aside, in FOLDER/damaged."""
+    """Repair a damaged store: keep every document that is intact, and move damaged files to FOLDER/damaged."""
     from slipstream.datastores.durable.repair import repair as mend
 
     report = mend(folder)
@@ -241,7 +241,7 @@ def repair(folder: Folder) -> None:
 
 
 def load_encoder(model: str | None) -> tuple[Any, int, str]:
-    """The encoder for a model's tokenizer, how many ids it has, and its fingerprint."""
+    """The encoder for a model's tokenizer, the size of its vocabulary, and its fingerprint."""
     if model is None:
         ensure_embedded()
     with busy("loading the tokenizer"):
@@ -253,8 +253,8 @@ def load_encoder(model: str | None) -> tuple[Any, int, str]:
 
 
 def own_encoder(store: Store, model: str | None) -> Any:
-    """The encoder that a store was made with: from the tokenizer's file alone, if that gives the same ids, since
-    transformers takes seconds to load."""
+    """The encoder that a store was made with. It is made from the tokenizer's file alone if that gives the same ids,
+    since importing transformers takes seconds."""
     from slipstream.datastores.ingest.encoding import Encoder, FileTokenizer, tokenizer_fingerprint
     from slipstream.loading import embedded
 
@@ -271,7 +271,7 @@ def own_encoder(store: Store, model: str | None) -> Any:
 def fill(
     store: Store, found: Any, encoder: Any, collection: str, field: str | None, dedup: bool, ray: str | None = None
 ) -> None:
-    """Read sources into a store, with a bar that tells rate and time left."""
+    """Read sources into a store, with a bar that shows the rate and the time left."""
     from slipstream.datastores.ingest.ingest import ingest
     from slipstream.datastores.ingest.sharded import ingest_sharded
 
@@ -316,5 +316,5 @@ def cluster(address: str, load: Callable[[], Any], gpus: float = 0) -> Iterator[
 
 
 def returned(value: Any) -> Any:
-    """For workers that are sent what they need."""
+    """The value itself. A worker's load function, for workers that are sent what they need."""
     return value

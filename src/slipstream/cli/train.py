@@ -1,4 +1,4 @@
-"""train: the command that makes heads, and draft models."""
+"""train: train a head, or distil a draft model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from slipstream.training.train import Trained
 
 
-# Options that belong to heads alone, and to draft models alone.
+# Options that only heads have, and options that only draft models have.
 OF_HEADS = (
     *("heads", "inner_dim", "draft_vocab", "tied", "start", "no_rnn", "hass", "labels", "depths", "decay"),
     *("block", "bias", "confidence", "window", "sinks", "feedback", "activations", "pruned"),
@@ -132,7 +132,7 @@ def train(
     ] = False,
     trust_remote_code: o.Trust = False,
 ) -> None:
-    """Train a head to draft for a model, or distil a draft model. Interrupted, the same command with --resume goes on.
+    """Train a head for a model, or distil a draft model. If interrupted, run the same command with --resume to go on.
 
     On several GPUs: accelerate launch -m slipstream train …
     """
@@ -222,7 +222,7 @@ def train(
 
 
 def refuse(ctx: typer.Context, kind: str) -> None:
-    """Options that were given and belong to another kind."""
+    """Refuse options that do not apply to this kind."""
     others = OF_HEADS if kind == "model" else OF_MODELS
     given = o.given_flags(ctx)
     if wrong := ["--" + name.replace("_", "-") for name in others if name in given]:
@@ -241,12 +241,12 @@ class Run(NamedTuple):
 
 @contextmanager
 def opened(folder: Path, model: str | None, dtype: str | None, device: str | None, trust: bool) -> Iterator[Run]:
-    """The target is loaded, and a bar shows what happens. An interrupted run says how it goes on."""
+    """Load the target and show a progress bar. If the run is interrupted, print how to go on."""
     from slipstream.training import checkpoint
     from slipstream.training.processes import Processes
 
     processes = Processes(device)
-    if processes.rank == 0:  # it makes and removes folders: others would take them for the user's
+    if processes.rank == 0:  # the check makes and removes folders: others would take them for the user's
         check_folder(folder)
     if model is None and processes.rank == 0:
         ensure_embedded()
@@ -297,16 +297,16 @@ def tell_size(done: Trained | Distilled) -> None:
 
 @contextmanager
 def watching(processes: Any) -> Iterator[Any]:
-    """A bar that tells loss, rate, accuracies and time left. Ctrl-C ends the training between two steps."""
+    """A bar with loss, rate, accuracies and time left. Ctrl-C ends the training between two steps."""
     stopped = False
 
     def stop(*_: Any) -> None:
         nonlocal stopped
-        if stopped:  # the second time it is meant at once
+        if stopped:  # a second Ctrl-C: stop at once
             raise KeyboardInterrupt
         stopped = True
 
-    # Several processes can't agree on the step they stop after: there, Ctrl-C ends them as they are.
+    # Several processes could not agree on the step to stop after: there, Ctrl-C stops them at once.
     before = signal.signal(signal.SIGINT, stop) if processes.count == 1 else None
     try:
         with counting_bars(processes.rank == 0) as bars:

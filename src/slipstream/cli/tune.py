@@ -1,4 +1,4 @@
-"""tune: the command that makes a model's own drafter."""
+"""tune: train a head for a model from nothing but the model, and register it if it pays."""
 
 from __future__ import annotations
 
@@ -64,10 +64,10 @@ def tune(
     ] = 1.0,
     trust_remote_code: o.Trust = False,
 ) -> None:
-    """Make a drafter for a model: it writes prompts and answers them, a head learns from that, and `auto` uses it from
-    then on if it pays. Interrupted, the same command goes on where it stopped.
+    """Train a head for a model: the model writes prompts and answers them, a head is trained on the answers, and if it
+    is measured to be faster, it is registered and `auto` uses it. If interrupted, run the same command again to go on.
 
-    With --from STORE --start HEAD a head learns on from what the model answered while working.
+    With --from STORE --start HEAD an existing head is trained further, on answers that were appended to a store.
     """
     if prompts and store is not None:
         raise OptionError("--prompts and --from were given: answers are either written anew or taken from a datastore")
@@ -126,13 +126,13 @@ def tell_outcome(found: Tuned, folder: Path) -> None:
 
 
 def whole_path(start: str) -> str:
-    """A folder's whole path, so that the run is the same from anywhere; a hub id as it is."""
+    """A folder's absolute path, so that the run does not depend on the working directory; a hub id as it is."""
     return str(Path(start).resolve()) if Path(start).is_dir() else start
 
 
 def usual_folder(model: str, settings: TuneSettings) -> Path:
-    """In the cache. Learning on goes to a new folder each time, unless the last one was interrupted: it begins with
-    the head of another, and the datastore has grown."""
+    """The default folder, in the cache. A run that starts from a head or a store gets a new folder each time, as the
+    head and the store change between runs; an interrupted run keeps its folder."""
     tuned = cache_folder() / "tuned"
     name = "-".join((model[:16], settings.head, *(f"{size}{value}" for size, value in settings.sizes.items())))
     if settings.store is None and settings.start is None:

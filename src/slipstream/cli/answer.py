@@ -13,7 +13,7 @@ import typer
 
 from slipstream import drafters as registry
 from slipstream.cli import options as o
-from slipstream.cli.terminal import busy, err, open_llm, say, tell_status
+from slipstream.cli.terminal import busy, err, open_llm, print_status, print_stream
 from slipstream.drafters._capabilities import takes
 from slipstream.errors import OptionError
 from slipstream.user_files import check_writable, told
@@ -64,9 +64,9 @@ def generate(
     """Answer a prompt."""
     if raw and system is not None:
         raise OptionError("--system needs the chat template, which --raw does without: leave one of them out")
-    asked: Any = o.read_prompt(prompt)
+    request: Any = o.read_prompt(prompt)
     if system is not None:
-        asked = [{"role": "system", "content": system}, {"role": "user", "content": asked}]
+        request = [{"role": "system", "content": system}, {"role": "user", "content": request}]
     sampling: dict[str, Any] = {
         "temperature": temperature,
         "top_k": top_k,
@@ -81,12 +81,12 @@ def generate(
     with busy("loading the model"):
         o.check_decoding(max_new_tokens, accept, max_draft, **sampling)
     expected, schema = o.prediction_text(prediction), o.schema_text(json_schema)
-    words = o.drafter_options(option, drafter_path, head, learn)
-    llm = open_llm(model, drafter, words, dtype, device, trust_remote_code, compile)
+    pairs = o.drafter_options(option, drafter_path, head, learn)
+    llm = open_llm(model, drafter, pairs, dtype, device, trust_remote_code, compile)
     results = []
     for sample in range(answers):
         stream = llm.stream(
-            asked,
+            request,
             **sampling,
             prediction=expected,
             json_schema=schema,
@@ -103,14 +103,14 @@ def generate(
             template=not raw,
             trace=explain,
         )
-        result = spoken(stream)
+        result = print_answer(stream)
         results.append(result)
         seed = result.seed  # one for all: the answers differ by their sample index
         if explain:
-            tell_steps(llm, drafter, result)
+            print_steps(llm, drafter, result)
         if logprobs is not None and not as_json:
-            tell_logprobs(llm, result)
-        tell_status(result, accept)
+            print_logprobs(llm, result)
+        print_status(result, accept)
         if result.finish_reason == "cancelled":
             break
     if as_json:
@@ -120,32 +120,32 @@ def generate(
         raise typer.Exit(130)
 
 
-def spoken(stream: Any) -> Result:
+def print_answer(stream: Any) -> Result:
     """Print an answer as it is generated. If Ctrl-C left no token of it, the command exits with 130."""
-    say(stream)
+    print_stream(stream)
     if stream.stats is None:
         raise typer.Exit(130)
     return stream.result
 
 
-def tell_steps(llm: LLM, drafter: str, result: Result) -> None:
+def print_steps(llm: LLM, drafter: str, result: Result) -> None:
     """Print a sentence about each step: what was drafted and verified, and why."""
-    from slipstream.trace.explain import explain as in_words
+    from slipstream.trace.explain import explain as sentences
 
     if parts := getattr(llm.engine.drafter, "parts", None):
         err.print(f"{drafter} can ask {', '.join(parts)}", markup=False)
-    for sentence in in_words(result.trace or []):
+    for sentence in sentences(result.trace or []):
         err.print(sentence, markup=False)
 
 
-def tell_logprobs(llm: LLM, result: Result) -> None:
+def print_logprobs(llm: LLM, result: Result) -> None:
     """Print a line for each token: its log probability, and the most likely tokens at its position."""
     from slipstream.trace.record import readable
 
     for entry in result.logprobs or []:
         likeliest = "  ".join(f"{readable(llm.tokenizer, token)!r} {value:.2f}" for token, value in entry.top.items())
-        said = f"{readable(llm.tokenizer, entry.token)!r:16} {entry.logprob:8.2f}"
-        err.print(f"{said}   likeliest: {likeliest}" if likeliest else said, markup=False)
+        line = f"{readable(llm.tokenizer, entry.token)!r:16} {entry.logprob:8.2f}"
+        err.print(f"{line}   likeliest: {likeliest}" if likeliest else line, markup=False)
 
 
 def trace(
@@ -190,12 +190,12 @@ def trace(
     jsonl_against = jsonl.with_suffix(f".{against}{jsonl.suffix}") if jsonl and against else None
     check_writable(html, jsonl, jsonl_against)
     if source:
-        tell_page([read(file) for file in source], html)
+        write_trace([read(file) for file in source], html)
         return
     if against is not None:
         registry.find(against)  # a misspelt name is refused before a model is loaded
         seed = randbits(32) if seed is None else seed  # both runs sample with one seed
-    asked = {
+    request = {
         "prompt": o.read_prompt(prompt or ""),
         "max_new_tokens": max_new_tokens,
         "temperature": temperature,
@@ -206,24 +206,24 @@ def trace(
         "template": not raw,
     }
     # Not every drafter takes these: they are left out below for one that does not.
-    perhaps = {"prediction": o.prediction_text(prediction), "drafters": drafters}
+    optional = {"prediction": o.prediction_text(prediction), "drafters": drafters}
     with busy("loading the model"):
         o.check_decoding(max_new_tokens, accept, max_draft, temperature=temperature, top_p=top_p)
-    words = o.drafter_options(option, drafter_path, head)
-    llm = open_llm(model, drafter, words, dtype, device, trust_remote_code, compile)
+    pairs = o.drafter_options(option, drafter_path, head)
+    llm = open_llm(model, drafter, pairs, dtype, device, trust_remote_code, compile)
     other = None
     if against is not None:
         other = type(llm)(llm.model, llm.tokenizer, against, compile=compile)
         other.generate("Hello!", max_new_tokens=2)  # warm up: a model's first steps are slow with any drafter
     with line_writer(jsonl) as write, line_writer(jsonl_against) as write_other:
-        traces = [recorded(llm, write, asked | perhaps)]
+        traces = [run_traced(llm, write, request | optional)]
         if other is not None:
-            taken = {name: value for name, value in perhaps.items() if name in takes(other.engine.drafter)}
-            traces.append(recorded(other, write_other, asked | taken))
-        tell_page(traces, html)
+            supported = {name: value for name, value in optional.items() if name in takes(other.engine.drafter)}
+            traces.append(run_traced(other, write_other, request | supported))
+        write_trace(traces, html)
 
 
-def tell_page(traces: list[list[dict[str, Any]]], html: Path | None) -> None:
+def write_trace(traces: list[list[dict[str, Any]]], html: Path | None) -> None:
     """Write the page that shows one trace or two."""
     from slipstream.trace.page import write_page
 
@@ -232,10 +232,10 @@ def tell_page(traces: list[list[dict[str, Any]]], html: Path | None) -> None:
         err.print(f"wrote {html}", markup=False)
 
 
-def recorded(llm: LLM, write: Any, asked: dict[str, Any]) -> list[dict[str, Any]]:
+def run_traced(llm: LLM, write: Any, request: dict[str, Any]) -> list[dict[str, Any]]:
     """Print an answer and return the lines of its trace. If `write` is given, it gets each line as the step ends."""
-    result = spoken(llm.stream(**asked, trace=write or True))
-    tell_status(result, asked["accept"])
+    result = print_answer(llm.stream(**request, trace=write or True))
+    print_status(result, request["accept"])
     return result.trace or []
 
 

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 
 # The options that --serve takes, and those of them that need --serve.
-SERVED = {"serve", "rates", "seconds", "prompts", "limit", "categories", "model", "max_new_tokens", "seed"}
-SERVED |= {"out_json", "html"}
-ONLY_SERVED = {"rates", "seconds"}
+SERVE_OPTIONS = {"serve", "rates", "seconds", "prompts", "limit", "categories", "model", "max_new_tokens", "seed"}
+SERVE_OPTIONS |= {"out_json", "html"}
+SERVE_ONLY = {"rates", "seconds"}
 
 
 def bench(
@@ -73,15 +73,15 @@ def bench(
     seconds: Annotated[float, typer.Option(help="Of --serve: for how long requests come, at each rate.")] = 30.0,
 ) -> None:
     """Measure drafters and transformers' own methods on the same prompts, interleaved, in one process."""
-    check_given(ctx, serve is not None)
+    check_options(ctx, serve is not None)
     if compare is not None:
         from slipstream.evaluate.compare import compare_files
 
-        for said in compare_files(*compare):
-            out.print(escape(said))
+        for remark in compare_files(*compare):
+            out.print(escape(remark))
         return
     check_writable(html, None if out_json == Path("-") else out_json)
-    asked = {"prompts": prompts.name if prompts else "built-in", "limit": limit, "categories": categories}
+    workload = {"prompts": prompts.name if prompts else "built-in", "limit": limit, "categories": categories}
     if serve is not None:
         from slipstream.evaluate.load import LoadPlan
 
@@ -89,7 +89,7 @@ def bench(
         # Only the first turn of a conversation: later turns need the answers in between.
         first = [prompt.turns[0] for prompt in choose(prompts, categories, limit)]
         load_plan = LoadPlan(first, parse_rates(rates), seconds, max_new_tokens, seed)
-        load(serve, model, load_plan, asked, html, out_json)
+        load(serve, model, load_plan, workload, html, out_json)
         return
     if record is not None:
         check_folder(record)
@@ -104,7 +104,7 @@ def bench(
         ours = [name for name in names if not name.startswith("hf")]
         with progress_bars() as progress:
             rows, document = replayed(Recording.load(replay), ours, drafter_options, progress, repeats)
-        tell(rows, document, html, out_json)
+        report_results(rows, document, html, out_json)
         return
     chosen = choose(prompts, categories, limit)
     with busy("loading the model"):
@@ -127,9 +127,9 @@ def bench(
         err.print(f"wrote {record}")
         return
     with progress_bars() as progress:
-        options = {**asked, "contestants": names, "draft_model": draft_model, "batch": batch}
+        options = {**workload, "contestants": names, "draft_model": draft_model, "batch": batch}
         rows, document = benchmark(plan, loaded, tokenizer, progress, draft, options)
-    tell(rows, document, html, out_json)
+    report_results(rows, document, html, out_json)
     if document["missing"]:
         raise typer.Exit(130)
 
@@ -144,12 +144,12 @@ def choose(prompts: Path | None, categories: str | None, limit: int | None) -> l
     )
 
 
-def check_given(ctx: typer.Context, serving: bool) -> None:
+def check_options(ctx: typer.Context, serving: bool) -> None:
     """Refuse options that have no effect: some need --serve, others don't go with it."""
     given = o.given_flags(ctx)
-    if serving and (useless := [option for name, option in given.items() if name not in SERVED]):
+    if serving and (useless := [option for name, option in given.items() if name not in SERVE_OPTIONS]):
         raise OptionError(f"{', '.join(useless)} has no effect on a server: leave it out, or leave out --serve")
-    if not serving and (useless := [option for name, option in given.items() if name in ONLY_SERVED]):
+    if not serving and (useless := [option for name, option in given.items() if name in SERVE_ONLY]):
         raise OptionError(f"{', '.join(useless)} is for a load on a server: name it with --serve URL")
 
 
@@ -201,21 +201,21 @@ def load(
         rows, missing = measure(plan, server, progress)
     from slipstream.evaluate.load_report import document, remarks, table, write_page
 
-    made = document(plan, server, rows, options, missing)
-    keep(table(rows), remarks(rows), made, write_page, html, out_json)
+    results = document(plan, server, rows, options, missing)
+    print_and_write(table(rows), remarks(rows), results, write_page, html, out_json)
     if missing:
         raise typer.Exit(130)
 
 
-def tell(rows: Any, document: dict[str, Any], html: Path | None, out_json: Path | None) -> None:
+def report_results(rows: Any, document: dict[str, Any], html: Path | None, out_json: Path | None) -> None:
     """Print and write the results of a benchmark."""
     from slipstream.evaluate.page import write_page
     from slipstream.evaluate.report import stages, table
 
-    keep(table(rows), stages(rows), document, write_page, html, out_json)
+    print_and_write(table(rows), stages(rows), document, write_page, html, out_json)
 
 
-def keep(
+def print_and_write(
     table: Table,
     remarks: list[str],
     document: dict[str, Any],
@@ -233,8 +233,8 @@ def keep(
         out if out.is_terminal else Console(width=140, highlight=False)
     )  # not a terminal: use a fixed width, so that no column is cut
     wide.print(table)
-    for said in remarks:
-        wide.print(said, markup=False)
+    for remark in remarks:
+        wide.print(remark, markup=False)
     if document["missing"]:
         err.print(f"[yellow]{document['missing']}[/yellow]")
     try:

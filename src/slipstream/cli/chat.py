@@ -46,9 +46,9 @@ def chat(
     """Chat with a model. Enter sends, Alt+Enter adds a line, /help lists commands, Ctrl-C stops an answer, Ctrl-D
     quits."""
     typed = sys.stdin.isatty()
-    words = o.drafter_options(option, drafter_path, head)
+    pairs = o.drafter_options(option, drafter_path, head)
     loading = Loading(
-        lambda: open_llm(model, drafter, words, dtype, device, trust_remote_code, compile, shown=not typed)
+        lambda: open_llm(model, drafter, pairs, dtype, device, trust_remote_code, compile, shown=not typed)
     )
     options = {
         "max_new_tokens": max_new_tokens,
@@ -65,18 +65,18 @@ def chat(
         if model is None:
             ensure_embedded()  # before the prompt: its progress bar needs the screen
         lines = typed_lines(loading) if typed else plain_lines(loading)
-        talk(Conversation(loading.result, system, options, lines), lines)
+        run_chat(Conversation(loading.result, system, options, lines), lines)
     except ModelError as error:
         err.print(f"[red]error:[/red] {escape(' '.join(str(error).split()))}")
         code = 1
     except KeyboardInterrupt:
         code = 130
-    loading.leave(code)
+    loading.exit_if_loading(code)
     raise typer.Exit(code)
 
 
 def typed_lines(loading: Loading) -> TypedLines:
-    hints = {usage.split()[0]: does for usage, does in COMMANDS.items()}
+    hints = {usage.split()[0]: description for usage, description in COMMANDS.items()}
     err.print("[dim]Enter sends, Alt+Enter adds a line, Ctrl-D quits, /help lists commands.[/dim]")
     return TypedLines(hints, cache_folder() / "chat-history", loading.start)
 
@@ -86,10 +86,10 @@ def plain_lines(loading: Loading) -> PlainLines:
     return PlainLines()
 
 
-def talk(conversation: Conversation, lines: PlainLines | TypedLines) -> None:
+def run_chat(conversation: Conversation, lines: PlainLines | TypedLines) -> None:
     for line in lines:
         try:
-            conversation.take(line)
+            conversation.handle(line)
         except Quit:
             return
         except LoadingError:
@@ -126,7 +126,7 @@ class Loading:
             pass
         return future.result()
 
-    def leave(self, code: int) -> None:
+    def exit_if_loading(self, code: int) -> None:
         """End the process at once if the model is still loading. An ordinary exit would stop the thread inside
         libraries, which crash then."""
         if self._future is not None and not self._future.done():

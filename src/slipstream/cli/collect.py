@@ -71,10 +71,10 @@ def collect(
         except KeyboardInterrupt:
             err.print(f"stopped: what was answered is in {out_file}; the same command goes on from here", markup=False)
             raise
-    said = f"{found.conversations:,} conversations, {found.tokens:,} tokens written"
+    summary = f"{found.conversations:,} conversations, {found.tokens:,} tokens written"
     for count, what in ((found.known, "were there already"), (found.too_long, "don't fit the model's context")):
-        said += f"; {count:,} {what}" if count else ""
-    out.print(f"{said}; in {out_file}", markup=False)
+        summary += f"; {count:,} {what}" if count else ""
+    out.print(f"{summary}; in {out_file}", markup=False)
 
 
 def _load(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slipstream.cli.prompt import PlainLines, TypedLines
-from slipstream.cli.terminal import busy, err, say, tell_status
+from slipstream.cli.terminal import busy, err, print_status, print_stream
 from slipstream.errors import OptionError
 from slipstream.user_files import write_text
 
@@ -41,25 +41,25 @@ class Conversation:
     ) -> None:
         self._llm, self._system, self._options, self._lines = llm, system, options, lines
         self._chat: Chat | None = None
-        self._begin()
+        self._reset()
 
-    def take(self, line: str) -> None:
+    def handle(self, line: str) -> None:
         """Answer a question or carry out a command. A leading space lets a question begin with a slash."""
         if line.startswith("/"):
-            self._obey(line)
+            self._run_command(line)
         elif line.strip():
             self._retries = 0
             # A terminal may send bytes that are not text; a tokenizer would refuse them.
             self._answer(line.strip().encode(errors="replace").decode())
 
-    def _begin(self) -> None:
+    def _reset(self) -> None:
         if self._chat is not None:
             self._chat.close()
             self._chat = None
         self._question: str | None = None
         self._answered = False  # whether the last two messages are that question and its answer
         self._retries = 0
-        self._all: list[Stats] = []
+        self._past_stats: list[Stats] = []
 
     @property
     def _messages(self) -> list[dict[str, str]]:
@@ -79,20 +79,20 @@ class Conversation:
             before = len(self._messages)
             try:
                 stream = self._chat.stream(question, **options)
-                say(stream)
+                print_stream(stream)
             finally:
                 self._answered = len(self._messages) > before
         if stream.stats:
-            self._all.append(stream.stats)
-            tell_status(stream.result, options["accept"])
+            self._past_stats.append(stream.stats)
+            print_status(stream.result, options["accept"])
 
-    def _obey(self, line: str) -> None:
+    def _run_command(self, line: str) -> None:
         name, *rest = line.split(maxsplit=1)
         if name not in NAMES:
             raise OptionError(f"{name} is no command: /help lists them. To say it to the model, begin with a space")
-        usage, words = NAMES[name], [word.strip() for word in rest]
-        if bool(words) != (" " in usage):
-            raise OptionError(f"{name} takes nothing else" if words else f"say {usage}")
+        usage, arguments = NAMES[name], [word.strip() for word in rest]
+        if bool(arguments) != (" " in usage):
+            raise OptionError(f"{name} takes nothing else" if arguments else f"say {usage}")
         commands: dict[str, Callable[..., None]] = {
             "/help": self._help,
             "/clear": self._clear,
@@ -102,20 +102,20 @@ class Conversation:
             "/stats": self._show_stats,
             "/quit": self._quit,
         }
-        commands[name](*words)
+        commands[name](*arguments)
 
     def _help(self) -> None:
-        for usage, does in COMMANDS.items():
-            err.print(f"{usage:14}{does}", markup=False)
+        for usage, description in COMMANDS.items():
+            err.print(f"{usage:14}{description}", markup=False)
         err.print(KEYS)
 
     def _clear(self) -> None:
-        self._begin()
+        self._reset()
         err.print("the conversation begins anew")
 
     def _set_system(self, text: str) -> None:
         self._system = text
-        self._begin()
+        self._reset()
         err.print("the system message is set, and the conversation begins anew")
 
     def _save(self, name: str) -> None:
@@ -146,17 +146,19 @@ class Conversation:
                 self._answered = True
 
     def _show_stats(self) -> None:
-        if not self._all:
+        if not self._past_stats:
             raise OptionError("/stats: there is no answer yet")
-        err.print(f"{'':26}{'last answer':>12}{f'all {len(self._all)}':>12}")
-        for (what, last), total in zip(numbers(self._all[-1:]).items(), numbers(self._all).values(), strict=True):
+        err.print(f"{'':26}{'last answer':>12}{f'all {len(self._past_stats)}':>12}")
+        for (what, last), total in zip(
+            totals(self._past_stats[-1:]).items(), totals(self._past_stats).values(), strict=True
+        ):
             err.print(f"{what:26}{last:>12}{total:>12}", markup=False)
 
     def _quit(self) -> None:
         raise Quit
 
 
-def numbers(answers: list[Stats]) -> dict[str, str]:
+def totals(answers: list[Stats]) -> dict[str, str]:
     """The totals of several answers, as printed by /stats."""
     tokens, steps = sum(s.new_tokens for s in answers), sum(s.steps for s in answers)
     seconds = sum(s.seconds for s in answers)

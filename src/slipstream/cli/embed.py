@@ -66,7 +66,7 @@ def embed(
         _, _, fingerprint = load_encoder(model)
         store.expect(fingerprint)
         loads = [Load(model, dtype, place, trust_remote_code) for place in _devices(device, workers)]
-        with _bar() as progress:
+        with _progress_bar() as progress:
             try:
                 if ray is None:
                     done = read(store, loads, settings, progress)
@@ -124,21 +124,21 @@ def _add(folder: Path, answers: list[Path], collection: str, model: str | None) 
     with store:
         for path in answers:
             counts = add_answers(store, path, collection)
-            said = f"{counts.documents:,} answers, {counts.tokens:,} tokens" if counts.documents else "there already"
-            out.print(f"{path}: {said}", markup=False)
+            summary = f"{counts.documents:,} answers, {counts.tokens:,} tokens" if counts.documents else "there already"
+            out.print(f"{path}: {summary}", markup=False)
 
 
 def _upload(store: Store, collection: str, database: str) -> None:
     from slipstream.datastores.dense.nearest import Vectors
     from slipstream.datastores.dense.remote import upload
 
-    with _bar() as progress:
+    with _progress_bar() as progress:
         added, removed = upload(Vectors(store), collection, database, lambda n, of: progress("uploading", n, of))
     out.print(f"{added:,} documents added to {database}, {removed:,} removed", markup=False)
 
 
 @contextmanager
-def _bar() -> Iterator[Any]:
+def _progress_bar() -> Iterator[Any]:
     """A progress function that shows the stage, the rate and the time left."""
     with counting_bars(speed_estimate_period=120) as bars:
         tasks: dict[str, Any] = {}

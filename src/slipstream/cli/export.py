@@ -31,7 +31,7 @@ def export(
         raise OptionError(f"{out_folder} is there already: name a new folder")
     from slipstream.loading.models import to_dtype
 
-    wanted = to_dtype(dtype or "auto")
+    precision = to_dtype(dtype or "auto")
     if model is None:
         ensure_embedded()
     with busy("loading the model"):
@@ -39,6 +39,6 @@ def export(
         from slipstream.targets import load_model
 
         target, _ = load_model(model, device="cpu", trust_remote_code=trust_remote_code)
-        found = load_head(head, target, wanted)
-    export_head(found, out_folder, layout)
-    out.print(f"wrote {found.kind} for {found.config.target or 'its target'} to {out_folder}", markup=False)
+        loaded = load_head(head, target, precision)
+    export_head(loaded, out_folder, layout)
+    out.print(f"wrote {loaded.kind} for {loaded.config.target or 'its target'} to {out_folder}", markup=False)

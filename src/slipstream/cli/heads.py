@@ -32,7 +32,7 @@ def check(
     with busy("reading the files"):
         target = None if model is None else blank_model(model, trust_remote_code)
         report = check_head(folder, target)
-    told = [
+    rows = [
         ("kind", report.kind),
         ("layout", report.layout),
         ("target", report.target or "its files name none"),
@@ -43,9 +43,9 @@ def check(
         *(("odd", line) for line in report.odd),
     ]
     if model is not None and report.misfit is None:
-        told.append(("fits", f"{model}: --drafter {report.kind} --drafter-path {folder}"))
-    for label, said in told:
-        out.print(f"{label:<12}{said}", markup=False)
+        rows.append(("fits", f"{model}: --drafter {report.kind} --drafter-path {folder}"))
+    for label, text in rows:
+        out.print(f"{label:<12}{text}", markup=False)
     if report.misfit is not None:
         raise DrafterError(report.misfit)
 

@@ -41,15 +41,15 @@ def models(
 
     if not names and not remove:
         ensure_embedded()
-    kept = {name_of(folder): folder for folder in converted.listed()}
-    if unknown := set(names or []) - kept.keys():
-        has = ", ".join(kept) or "none"
+    folders = {name_of(folder): folder for folder in converted.listed()}
+    if unknown := set(names or []) - folders.keys():
+        has = ", ".join(folders) or "none"
         raise OptionError(f"no converted model is called {', '.join(sorted(unknown))}: there is {has}")
-    for name in names or kept:
-        size = converted.size_of(kept[name])
+    for name in names or folders:
+        size = converted.size_of(folders[name])
         if remove:
-            shutil.rmtree(kept[name])
-        out.print(f"{'removed ' if remove else ''}{name}  {size / 1e6:.0f} MB  {kept[name]}")
+            shutil.rmtree(folders[name])
+        out.print(f"{'removed ' if remove else ''}{name}  {size / 1e6:.0f} MB  {folders[name]}")
 
 
 def prepare() -> None:
@@ -59,12 +59,12 @@ def prepare() -> None:
 
     llm = open_llm(None, "auto", None, None, None, False)
     with busy("compiling"), TemporaryDirectory() as folder:
-        words = llm.generate("Count to ten in words.", max_new_tokens=16).tokens
+        tokens = llm.generate("Count to ten in words.", max_new_tokens=16).tokens
         with Store.create(f"{folder}/store", vocabulary=llm.target.vocabulary) as store:
-            store.append(words * 4)
+            store.append(tokens * 4)
             store.flush()
-            store.append(words)
-        LLM(llm.model, llm.tokenizer, "rest", store=f"{folder}/store").generate(words, max_new_tokens=4)
+            store.append(tokens)
+        LLM(llm.model, llm.tokenizer, "rest", store=f"{folder}/store").generate(tokens, max_new_tokens=4)
     out.print("ready: what searches and drafts is compiled")
 
 

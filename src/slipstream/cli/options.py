@@ -91,14 +91,14 @@ def drafter_options(
     option: list[str] | None, drafter_path: str | None, heads: list[str] | None, learn: bool = False
 ) -> list[str]:
     """All options of the drafter as NAME=VALUE words: those of --option, and those that have a flag of their own."""
-    words = list(option or [])
+    pairs = list(option or [])
     if drafter_path is not None:
-        words.append(f"drafter_path={drafter_path}")
+        pairs.append(f"drafter_path={drafter_path}")
     if heads:
-        words.append(f"heads={','.join(heads)}")
+        pairs.append(f"heads={','.join(heads)}")
     if learn:
-        words.append("learn=true")
-    return words
+        pairs.append("learn=true")
+    return pairs
 
 
 def parse_options(kind: type, given: list[str]) -> dict[str, Any]:

@@ -51,14 +51,14 @@ def plan(
 
         names = [name.strip() for name in drafter.split(",") if name.strip()]
         options = o.parse_options(find(names[0]).Options, option) if option and names else {}
-        asked = Asked(model, names, batch, context, device, dtype, survival or [], guessed, draft_model, options)
-        document = make(asked)
+        request = Asked(model, names, batch, context, device, dtype, survival or [], guessed, draft_model, options)
+        document = make(request)
     from slipstream.plan.words import advice, table
 
     wide = out if out.is_terminal else Console(width=140, highlight=False)
     wide.print(table(document))
-    for said in advice(document):
-        wide.print(said, markup=False, highlight=False)
+    for sentence in advice(document):
+        wide.print(sentence, markup=False, highlight=False)
     if page is not None:
         from slipstream.plan.page import write_page
 

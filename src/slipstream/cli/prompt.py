@@ -51,20 +51,20 @@ class TypedLines:
             "> ",
             multiline=True,
             prompt_continuation="  ",
-            rprompt=self._note,
+            rprompt=self._loading_note,
             completer=WordCompleter(list(commands), meta_dict=commands, sentence=True),
             history=_history(history),
             key_bindings=_keys(),
             enable_suspend=True,
             output=create_output(always_prefer_tty=True),
         )
-        self._above = StdoutProxy(raw=True)
+        self._stderr_proxy = StdoutProxy(raw=True)
 
     def __iter__(self) -> Iterator[str]:
         while True:
             try:
-                with redirect_stderr(self._above):  # warnings while the model loads are printed above the prompt
-                    line = self._session.prompt(pre_run=self._watch)
+                with redirect_stderr(self._stderr_proxy):  # warnings while the model loads are printed above the prompt
+                    line = self._session.prompt(pre_run=self._start_loading)
             except EOFError:
                 return
             yield line
@@ -85,10 +85,10 @@ class TypedLines:
             screen.flush()
             termios.tcsetattr(keyboard, termios.TCSADRAIN, before)
 
-    def _note(self) -> str:
+    def _loading_note(self) -> str:
         return "" if self._ready or self._session.app.is_done else "loading the model …"
 
-    def _watch(self) -> None:
+    def _start_loading(self) -> None:
         if not self._ready:
             self._session.app.create_background_task(self._load())
 

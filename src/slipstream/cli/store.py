@@ -104,13 +104,15 @@ def info(
     from slipstream.datastores.durable.store import Store
 
     with Store.open(folder) as store:
-        told = store.info()
+        summary = store.info()
         if sources:
-            told["sources"] = {c: {s.name: s.documents for s in store.sources(c).values()} for c in store.collections}
+            summary["sources"] = {
+                c: {s.name: s.documents for s in store.sources(c).values()} for c in store.collections
+            }
     if as_json:
-        print(json.dumps(told, ensure_ascii=False))
+        print(json.dumps(summary, ensure_ascii=False))
         return
-    print_nested(told)
+    print_nested(summary)
 
 
 def print_nested(values: dict[str, Any], indent: str = "") -> None:
@@ -141,7 +143,7 @@ def search(
     from slipstream.datastores.sparse.search import SearchShape
 
     with Store.open(folder) as store:
-        encoder = own_encoder(store, model or store.manifest.notes.get("model"))
+        encoder = store_encoder(store, model or store.manifest.notes.get("model"))
         tokens = encoder.encode([text])[0]
         if not len(tokens):
             raise OptionError("the text is empty: give at least a word")
@@ -222,20 +224,20 @@ def verify(folder: Folder) -> None:
 
     with Store.open(folder) as store, busy("reading everything"):
         problems = store.verify()
-        told = store.info()
+        summary = store.info()
     for problem in problems:
         err.print(f"[red]{escape(problem)}[/red]")
     if problems:
         raise typer.Exit(1)
-    out.print(f"sound: {told['documents']:,} documents, {told['tokens']:,} tokens")
+    out.print(f"sound: {summary['documents']:,} documents, {summary['tokens']:,} tokens")
 
 
 @app.command()
 def repair(folder: Folder) -> None:
     """Repair a damaged store: keep every document that is intact, and move damaged files to FOLDER/damaged."""
-    from slipstream.datastores.durable.repair import repair as mend
+    from slipstream.datastores.durable.repair import repair as repair_store
 
-    report = mend(folder)
+    report = repair_store(folder)
     for sentence in report.sentences:
         out.print(escape(sentence))
 
@@ -252,7 +254,7 @@ def load_encoder(model: str | None) -> tuple[Any, int, str]:
         return Encoder(tokenizer), vocabulary, tokenizer_fingerprint(tokenizer)
 
 
-def own_encoder(store: Store, model: str | None) -> Any:
+def store_encoder(store: Store, model: str | None) -> Any:
     """The encoder that a store was made with. It is made from the tokenizer's file alone if that gives the same ids,
     since importing transformers takes seconds."""
     from slipstream.datastores.ingest.encoding import Encoder, FileTokenizer, tokenizer_fingerprint
@@ -292,14 +294,14 @@ def fill(
         except KeyboardInterrupt:
             err.print("stopped: what was read is in the store; the same command goes on from here")
             raise
-    said = f"{counts.sources} sources, {counts.documents:,} documents, {counts.tokens:,} tokens"
+    summary = f"{counts.sources} sources, {counts.documents:,} documents, {counts.tokens:,} tokens"
     for count, what in (
         (counts.duplicates, "duplicates left out"),
         (counts.known, "sources were there already"),
         (counts.replaced, "had changed and were replaced"),
     ):
-        said += f"; {count} {what}" if count else ""
-    out.print(said)
+        summary += f"; {count} {what}" if count else ""
+    out.print(summary)
 
 
 @contextmanager

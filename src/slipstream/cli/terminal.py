@@ -46,7 +46,7 @@ def open_llm(
         check_place(dtype, device)
     if model is None:
         ensure_embedded()
-    with busy(loading()) if shown else nullcontext():
+    with busy(loading_message()) if shown else nullcontext():
         from slipstream.llm import load
 
         llm = load(
@@ -65,7 +65,7 @@ def open_llm(
     return llm
 
 
-def loading() -> str:
+def loading_message() -> str:
     """The progress message while a model loads."""
     if (cache_folder() / PREPARED).exists():
         return "loading the model"
@@ -104,7 +104,7 @@ def ensure_embedded() -> None:
         embedded.ensure(progress)
 
 
-def say(stream: Any) -> None:
+def print_stream(stream: Any) -> None:
     """Print pieces of text as they are generated. Ctrl-C stops the generation after the current step, a second Ctrl-C
     at once. What was printed stays."""
     stopped = False
@@ -142,7 +142,7 @@ def status(stats: Stats, accept: str, finish: str | None = None) -> str:
     )
 
 
-def tell_status(result: Result, accept: str) -> None:
+def print_status(result: Result, accept: str) -> None:
     err.print(f"[dim]{status(result.stats, accept, result.finish_reason)}[/dim]")
 
 
@@ -173,8 +173,8 @@ def counting_bars(shown: bool = True, counts: bool = True, **options: Any) -> Pr
             before = tenths(task.completed, task.total)
             super().update(task_id, **changes)
             if (now := tenths(task.completed, task.total)) > before:
-                told = f"{task.completed:,.0f} of {task.total:,.0f}"
-                err.print(f"{task.description}: {now}0% ({told})", markup=False)
+                count = f"{task.completed:,.0f} of {task.total:,.0f}"
+                err.print(f"{task.description}: {now}0% ({count})", markup=False)
 
     return Lines(*columns, console=err, disable=True, **options)
 

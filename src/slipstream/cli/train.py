@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 
 # Options that only heads have, and options that only draft models have.
-OF_HEADS = (
+HEAD_OPTIONS = (
     *("heads", "inner_dim", "draft_vocab", "tied", "start", "no_rnn", "hass", "labels", "depths", "decay"),
     *("block", "bias", "confidence", "window", "sinks", "feedback", "activations", "pruned"),
 )
-OF_MODELS = ("draft", "cut", "divergence", "beta", "on_policy", "force")
+DRAFT_MODEL_OPTIONS = ("draft", "cut", "divergence", "beta", "on_policy", "force")
 PANEL = "Of `train model` alone"
 
 
@@ -136,7 +136,7 @@ def train(
 
     On several GPUs: accelerate launch -m slipstream train …
     """
-    refuse(ctx, head)
+    refuse_foreign_options(ctx, head)
     if minutes is None and steps is None and epochs is None:
         minutes = 10
     from slipstream.training.loop import TrainingPlan
@@ -162,7 +162,7 @@ def train(
         source = DraftSource(draft, cut, layers)
         texts = Distillation(divergence, beta, on_policy, length, count_all, any_author)
         own_plan = plan(rate=rate or RATE)
-        with opened(out_folder, model, dtype, device, trust_remote_code) as run:
+        with training_run(out_folder, model, dtype, device, trust_remote_code) as run:
             made = distill(
                 run.target,
                 run.tokenizer,
@@ -174,11 +174,11 @@ def train(
                 resume=resume,
                 force=force,
                 processes=run.processes,
-                tell=lambda said: err.print(said, markup=False),
+                tell=lambda text: err.print(text, markup=False),
                 watch=run.watch,
             )
         if run.processes.rank == 0:
-            tell_draft(made, out_folder)
+            print_draft_result(made, out_folder)
         return
     from slipstream.training.recipes import find, name_sizes
     from slipstream.training.train import Lesson
@@ -204,7 +204,7 @@ def train(
     sizes = name_sizes(head, {name: value for name, value in given.items() if value is not None})
     lesson = Lesson(head, hass, labels, depths, decay, length, count_all, any_author)
     own_plan = plan(rate=rate or recipe.rate)
-    with opened(out_folder, model, dtype, device, trust_remote_code) as run:
+    with training_run(out_folder, model, dtype, device, trust_remote_code) as run:
         done = learn(
             run.target,
             data,
@@ -218,12 +218,12 @@ def train(
             watch=run.watch,
         )
     if run.processes.rank == 0:
-        tell_head(done, head, out_folder)
+        print_head_result(done, head, out_folder)
 
 
-def refuse(ctx: typer.Context, kind: str) -> None:
+def refuse_foreign_options(ctx: typer.Context, kind: str) -> None:
     """Refuse options that do not apply to this kind."""
-    others = OF_HEADS if kind == "model" else OF_MODELS
+    others = HEAD_OPTIONS if kind == "model" else DRAFT_MODEL_OPTIONS
     given = o.given_flags(ctx)
     if wrong := ["--" + name.replace("_", "-") for name in others if name in given]:
         whose = "trained heads" if kind == "model" else "`train model`"
@@ -240,7 +240,7 @@ class Run(NamedTuple):
 
 
 @contextmanager
-def opened(folder: Path, model: str | None, dtype: str | None, device: str | None, trust: bool) -> Iterator[Run]:
+def training_run(folder: Path, model: str | None, dtype: str | None, device: str | None, trust: bool) -> Iterator[Run]:
     """Load the target and show a progress bar. If the run is interrupted, print how to go on."""
     from slipstream.training import checkpoint
     from slipstream.training.processes import Processes
@@ -256,7 +256,7 @@ def opened(folder: Path, model: str | None, dtype: str | None, device: str | Non
 
         kind = dtype or ("float32" if processes.device.type == "cpu" else "bfloat16")
         target, tokenizer = load_model(model, dtype=kind, device=processes.device, trust_remote_code=trust)
-    with watching(processes) as watch:
+    with training_bar(processes) as watch:
         try:
             yield Run(target, tokenizer, processes, watch)
         except KeyboardInterrupt:
@@ -265,19 +265,19 @@ def opened(folder: Path, model: str | None, dtype: str | None, device: str | Non
             raise
 
 
-def tell_head(done: Trained, kind: str, folder: Path) -> None:
-    tell_size(done)
+def print_head_result(done: Trained, kind: str, folder: Path) -> None:
+    print_size(done)
     out.print(
-        f"right on held-out texts: {shares(done.accuracy)}; the head is in {folder}: "
+        f"right on held-out texts: {percentages(done.accuracy)}; the head is in {folder}: "
         f"use it with --drafter {kind} --drafter-path {folder}",
         markup=False,
     )
 
 
-def tell_draft(done: Distilled, folder: Path) -> None:
-    tell_size(done)
-    for name, said in (("accuracy", "greedily"), ("overlap", "sampled")):
-        out.print(f"accepted of a token, {said}: {done.before[name]:.1%} before, {done.after[name]:.1%} now")
+def print_draft_result(done: Distilled, folder: Path) -> None:
+    print_size(done)
+    for name, text in (("accuracy", "greedily"), ("overlap", "sampled")):
+        out.print(f"accepted of a token, {text}: {done.before[name]:.1%} before, {done.after[name]:.1%} now")
     if done.trials:
         (times, low, high), per_step = done.gain("plain"), done.tokens_per_step
         out.print(
@@ -291,12 +291,12 @@ def tell_draft(done: Distilled, folder: Path) -> None:
     )
 
 
-def tell_size(done: Trained | Distilled) -> None:
+def print_size(done: Trained | Distilled) -> None:
     out.print(f"{done.steps:,} steps in {done.seconds / 60:.1f} minutes, {done.parameters / 1e6:.1f}M parameters")
 
 
 @contextmanager
-def watching(processes: Any) -> Iterator[Any]:
+def training_bar(processes: Any) -> Iterator[Any]:
     """A bar with loss, rate, accuracies and time left. Ctrl-C ends the training between two steps."""
     stopped = False
 
@@ -311,15 +311,15 @@ def watching(processes: Any) -> Iterator[Any]:
     try:
         with counting_bars(processes.rank == 0) as bars:
             task = bars.add_task("training", total=None)
-            told: dict[str, Any] = {}
+            latest: dict[str, Any] = {}
 
             def watch(step: int, total: float, line: dict[str, Any]) -> None:
                 if line:
-                    told.update(line)
-                    said = f"loss {told.get('loss', 0):.3f}, {told.get('tokens_per_second', 0):,.0f} tokens/s"
-                    if "accuracy" in told:
-                        said += f", {shares(told['accuracy'])}"
-                    bars.update(task, description=said)
+                    latest.update(line)
+                    text = f"loss {latest.get('loss', 0):.3f}, {latest.get('tokens_per_second', 0):,.0f} tokens/s"
+                    if "accuracy" in latest:
+                        text += f", {percentages(latest['accuracy'])}"
+                    bars.update(task, description=text)
                 bars.update(task, completed=step, total=total or None)
                 if stopped:
                     raise KeyboardInterrupt
@@ -330,5 +330,5 @@ def watching(processes: Any) -> Iterator[Any]:
             signal.signal(signal.SIGINT, before)
 
 
-def shares(accuracy: list[float]) -> str:
+def percentages(accuracy: list[float]) -> str:
     return " ".join(f"t+{depth} {share:.1%}" for depth, share in enumerate(accuracy, 1))

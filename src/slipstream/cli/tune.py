@@ -11,7 +11,7 @@ import typer
 
 from slipstream.cli import options as o
 from slipstream.cli.terminal import busy, check_place, ensure_embedded, err, out
-from slipstream.cli.train import shares, watching
+from slipstream.cli.train import percentages, training_bar
 from slipstream.errors import OptionError
 from slipstream.kept import cache_folder
 from slipstream.user_files import check_folder
@@ -79,11 +79,11 @@ def tune(
         from slipstream.training.tuned import TuneSettings
 
         where = None if store is None else str(store.resolve())
-        old = start and whole_path(start)
-        kind = head or (check_head(old).kind if old else "eagle3")
+        start_head = start and absolute_path(start)
+        kind = head or (check_head(start_head).kind if start_head else "eagle3")
         given_sizes = {"block": block, "bias": bias, "confidence": confidence}
         sizes = {name: size for name, size in given_sizes.items() if size is not None}
-        settings = TuneSettings(minutes, kind, max_new_tokens, seed, where, collection, old, share, sizes)
+        settings = TuneSettings(minutes, kind, max_new_tokens, seed, where, collection, start_head, share, sizes)
     if out_folder is not None:
         check_folder(out_folder)
     given = read_questions(prompts) if prompts else []
@@ -96,41 +96,43 @@ def tune(
         from slipstream.training.tune_page import PAGE
 
         target, tokenizer = load_model(model, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
-    folder = out_folder or usual_folder(fingerprint(target), settings)
+    folder = out_folder or default_folder(fingerprint(target), settings)
     err.print(f"about {minutes:g} minutes on {target.device}; everything is kept in {folder}", markup=False)
     try:
-        with watching(Processes(str(target.device))) as watch:
-            found = run(target, tokenizer, folder, settings, given, lambda said: err.print(said, markup=False), watch)
+        with training_bar(Processes(str(target.device))) as watch:
+            found = run(target, tokenizer, folder, settings, given, lambda text: err.print(text, markup=False), watch)
     except KeyboardInterrupt:
         err.print(f"stopped: the same command goes on from here; so far: {folder / PAGE}", markup=False)
         raise
-    tell_outcome(found, folder)
+    print_outcome(found, folder)
     out.print(f"charts and all numbers: {folder / PAGE}", markup=False)
 
 
-def tell_outcome(found: Tuned, folder: Path) -> None:
-    store, old = found.settings.store, found.settings.start
-    taken = ", ".join(f"{name} {seconds / 60:.1f}" for name, seconds in found.spent.items())
+def print_outcome(found: Tuned, folder: Path) -> None:
+    store, start_head = found.settings.store, found.settings.start
+    spent = ", ".join(f"{name} {seconds / 60:.1f}" for name, seconds in found.spent.items())
     texts = "prompts" if store is None else f"answers from {store}"
-    out.print(f"{found.prompts:,} {texts}; minutes: {taken}; right on held-out texts: {shares(found.accuracy)}")
-    before = "auto without it" if old is None else "auto with the old head"
+    out.print(f"{found.prompts:,} {texts}; minutes: {spent}; right on held-out texts: {percentages(found.accuracy)}")
+    before = "auto without it" if start_head is None else "auto with the old head"
     gained = f"{found.gain('without'):.2f} × {before} (at least {found.at_least('without'):.2f})"
-    said = f"auto with the head: {found.gain('plain'):.2f} × plain decoding, {gained}"
-    out.print(f"{said}, on {len(found.trials)} prompts that it had not seen")
+    text = f"auto with the head: {found.gain('plain'):.2f} × plain decoding, {gained}"
+    out.print(f"{text}, on {len(found.trials)} prompts that it had not seen")
     if found.registered:
         out.print("It is registered: auto asks it for this model from now on.")
-    elif old is not None:
-        out.print(f"That it is better is not shown, so {old} stays; the new one is in {folder / 'head'}.", markup=False)
+    elif start_head is not None:
+        out.print(
+            f"That it is better is not shown, so {start_head} stays; the new one is in {folder / 'head'}.", markup=False
+        )
     else:
         out.print(f"That it pays is not shown, so it is not registered; it is in {folder / 'head'}.", markup=False)
 
 
-def whole_path(start: str) -> str:
+def absolute_path(start: str) -> str:
     """A folder's absolute path, so that the run does not depend on the working directory; a hub id as it is."""
     return str(Path(start).resolve()) if Path(start).is_dir() else start
 
 
-def usual_folder(model: str, settings: TuneSettings) -> Path:
+def default_folder(model: str, settings: TuneSettings) -> Path:
     """The default folder, in the cache. A run that starts from a head or a store gets a new folder each time, as the
     head and the store change between runs; an interrupted run keeps its folder."""
     tuned = cache_folder() / "tuned"

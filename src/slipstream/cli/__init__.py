@@ -26,7 +26,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.version import __version__
 
 app = typer.Typer(
-    epilog="`slipstream --install-completion` teaches your shell to complete commands and options.",
+    epilog="`slipstream --install-completion` sets up your shell to complete commands and options.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def generate(
-    prompt: Annotated[str, typer.Argument(help="What to answer; - reads it from standard input.")],
+    prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.")],
     model: o.Model = None,
     drafter: o.DrafterName = "auto",
     option: o.DrafterOption = None,
@@ -41,23 +41,27 @@ def generate(
     presence_penalty: o.PresencePenalty = 0.0,
     frequency_penalty: o.FrequencyPenalty = 0.0,
     seed: o.Seed = None,
-    answers: Annotated[int, typer.Option("--answers", "-N", help="Write this many, one after the other.")] = 1,
+    answers: Annotated[
+        int, typer.Option("--answers", "-N", help="How many answers to generate, one after the other.")
+    ] = 1,
     logprobs: Annotated[
-        int | None, typer.Option(metavar="K", help="Show each token's log probability, and the K likeliest ones.")
+        int | None, typer.Option(metavar="K", help="Show each token's log probability, and the K most likely tokens.")
     ] = None,
     max_draft: o.MaxDraft = None,
     prediction: o.Prediction = None,
     drafters: o.Drafters = None,
     accept: o.Accept = "match",
-    stop: Annotated[list[str] | None, typer.Option(help="End before this text. Repeatable.")] = None,
-    system: Annotated[str | None, typer.Option(help="A system message.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Stop before this text. Repeatable.")] = None,
+    system: Annotated[str | None, typer.Option(help="The system message.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
     json_schema: Annotated[str | None, typer.Option(help="A JSON schema, or a file that holds one.")] = None,
     regex: Annotated[str | None, typer.Option(help="A regular expression the answer must match.")] = None,
     learn: Annotated[bool, typer.Option("--learn", help="Append the answer to the drafter's store.")] = False,
-    collection: Annotated[str, typer.Option(help="Whose text may draft, and whose the answer becomes.")] = "default",
-    explain: Annotated[bool, typer.Option("--explain", help="Say what was decided at each step, and why.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON line last, for each answer.")] = False,
+    collection: Annotated[str, typer.Option(help="The store's collection to draft from and append to.")] = "default",
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Explain what was drafted and verified at each step.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON line for each answer at the end.")] = False,
     compile: o.Compile = False,
     trust_remote_code: o.Trust = False,
 ) -> None:
@@ -149,15 +153,15 @@ def print_logprobs(llm: LLM, result: Result) -> None:
 
 
 def trace(
-    prompt: Annotated[str | None, typer.Argument(help="What to answer; - reads it from standard input.")] = None,
-    html: Annotated[Path | None, typer.Option(help="Write the page here. Default: trace.html.")] = None,
-    jsonl: Annotated[Path | None, typer.Option(help="Write the trace itself here, line by line.")] = None,
+    prompt: Annotated[str | None, typer.Argument(help="The prompt; - reads it from standard input.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Where to write the page. Default: trace.html.")] = None,
+    jsonl: Annotated[Path | None, typer.Option(help="Where to write the trace itself, as JSON lines.")] = None,
     source: Annotated[
         list[Path] | None,
-        typer.Option("--from", help="Show a trace that was recorded before; given twice, two side by side."),
+        typer.Option("--from", help="Show a recorded trace instead; give it twice to compare two."),
     ] = None,
     against: Annotated[
-        str | None, typer.Option(metavar="DRAFTER", help="Answer with this one too, and show both side by side.")
+        str | None, typer.Option(metavar="DRAFTER", help="Answer with this drafter too, and show both side by side.")
     ] = None,
     model: o.Model = None,
     drafter: o.DrafterName = "auto",
@@ -178,7 +182,7 @@ def trace(
     compile: o.Compile = False,
     trust_remote_code: o.Trust = False,
 ) -> None:
-    """Answer a prompt and write a page that shows each step, its tokens coloured by the drafter they came from."""
+    """Answer a prompt and write a page that shows each step, with tokens coloured by their drafter."""
     from slipstream.trace.page import read
 
     if (prompt is None) == (not source):

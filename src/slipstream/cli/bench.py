@@ -34,43 +34,48 @@ SERVE_ONLY = {"rates", "seconds"}
 def bench(
     ctx: typer.Context,
     prompts: Annotated[Path | None, typer.Option(help="A file of prompts. Default: the built-in ones.")] = None,
-    limit: Annotated[int | None, typer.Option(help="Ask this many questions, spread over the categories.")] = None,
-    categories: Annotated[str | None, typer.Option(help="Use these alone, separated by commas.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Use this many prompts, spread over the categories.")] = None,
+    categories: Annotated[str | None, typer.Option(help="Use only these categories, separated by commas.")] = None,
     contestants: Annotated[
-        str, typer.Option("--contestants", "-c", help="Drafters, and hf, hf-pld, hf-assisted; separated by commas.")
+        str,
+        typer.Option(
+            "--contestants", "-c", help="What to measure: drafters, hf, hf-pld, hf-assisted; separated by commas."
+        ),
     ] = "none,auto,pld,hf,hf-pld",
     sweep: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME=1,2,4", help="Run every drafter that has this option with each value."),
     ] = None,
-    draft_model: Annotated[str | None, typer.Option(help="For the contestants model and hf-assisted.")] = None,
+    draft_model: Annotated[
+        str | None, typer.Option(help="The draft model of the contestants model and hf-assisted.")
+    ] = None,
     model: o.Model = None,
     dtype: o.Dtype = None,
     device: o.Device = None,
     max_new_tokens: o.MaxNew = 128,
     temperature: o.Temperature = 0.0,
     top_p: o.TopP = 1.0,
-    seed: Annotated[int, typer.Option(help="For sampled runs, and for when requests come.")] = 0,
-    repeats: Annotated[int, typer.Option(help="How often everything is measured.")] = 3,
-    batch: Annotated[int, typer.Option(help="Prompts answered together.")] = 1,
+    seed: Annotated[int, typer.Option(help="For sampled runs, and for the arrival times of --serve.")] = 0,
+    repeats: Annotated[int, typer.Option(help="How often to measure everything.")] = 3,
+    batch: Annotated[int, typer.Option(help="How many prompts to answer at a time.")] = 1,
     out_json: Annotated[
         Path | None,
-        typer.Option("--json", help="Print the JSON document last, and write it to this file too (-: to none)."),
+        typer.Option("--json", help="Print a JSON document last, and write it to this file (-: only print)."),
     ] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page with charts here.")] = None,
-    record: Annotated[Path | None, typer.Option(help="Keep plain runs in this folder, to replay drafters on.")] = None,
-    replay: Annotated[Path | None, typer.Option(help="Try drafters on a recording, without the target.")] = None,
+    record: Annotated[Path | None, typer.Option(help="Record plain runs in this folder, for --replay.")] = None,
+    replay: Annotated[Path | None, typer.Option(help="Measure drafters on a recording, without the target.")] = None,
     compare: Annotated[
         tuple[Path, Path] | None, typer.Option(help="Compare two JSON documents instead of measuring.")
     ] = None,
     serve: Annotated[
         str | None,
         typer.Option(
-            metavar="URL", help="Put a load on a server of OpenAI's API instead; its key: SLIPSTREAM_API_KEY."
+            metavar="URL", help="Load-test a server of OpenAI's API instead. API key: the variable SLIPSTREAM_API_KEY."
         ),
     ] = None,
-    rates: Annotated[str, typer.Option(help="Of --serve: requests per second, separated by commas.")] = "0.5,1,2,4",
-    seconds: Annotated[float, typer.Option(help="Of --serve: for how long requests come, at each rate.")] = 30.0,
+    rates: Annotated[str, typer.Option(help="With --serve: requests per second, separated by commas.")] = "0.5,1,2,4",
+    seconds: Annotated[float, typer.Option(help="With --serve: for how long to send requests at each rate.")] = 30.0,
 ) -> None:
     """Measure drafters and transformers' own methods on the same prompts, interleaved, in one process."""
     check_options(ctx, serve is not None)
@@ -150,7 +155,7 @@ def check_options(ctx: typer.Context, serving: bool) -> None:
     if serving and (useless := [option for name, option in given.items() if name not in SERVE_OPTIONS]):
         raise OptionError(f"{', '.join(useless)} has no effect on a server: leave it out, or leave out --serve")
     if not serving and (useless := [option for name, option in given.items() if name in SERVE_ONLY]):
-        raise OptionError(f"{', '.join(useless)} is for a load on a server: name it with --serve URL")
+        raise OptionError(f"{', '.join(useless)} is for a load on a server: give --serve URL too")
 
 
 def sweep_contestants(names: list[str], sweeps: list[str]) -> tuple[list[str], dict[str, dict[str, Any]]]:

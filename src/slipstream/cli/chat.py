@@ -39,12 +39,14 @@ def chat(
     seed: o.Seed = None,
     max_draft: o.MaxDraft = None,
     accept: o.Accept = "match",
-    system: Annotated[str | None, typer.Option(help="A system message.")] = None,
+    system: Annotated[str | None, typer.Option(help="The system message.")] = None,
     compile: o.Compile = False,
     trust_remote_code: o.Trust = False,
 ) -> None:
-    """Chat with a model. Enter sends, Alt+Enter adds a line, /help lists commands, Ctrl-C stops an answer, Ctrl-D
-    quits."""
+    """Chat with a model.
+
+    Enter sends, Alt+Enter adds a line, /help lists commands, Ctrl-C stops an answer, Ctrl-D quits.
+    """
     typed = sys.stdin.isatty()
     pairs = o.drafter_options(option, drafter_path, head)
     loading = Loading(

@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 
 COMMANDS = {
     "/help": "list the commands",
-    "/clear": "begin anew; the system message stays",
+    "/clear": "start a new conversation; the system message stays",
     "/save FILE": "write the conversation to a file, as JSON messages",
-    "/system TEXT": "set the system message and begin anew",
+    "/system TEXT": "set the system message and start a new conversation",
     "/retry": "answer the last question again, with another seed",
-    "/stats": "show the numbers of the last answer, and of all since the beginning",
+    "/stats": "show statistics of the last answer and of all answers",
     "/quit": "end the chat",
 }
 NAMES = {usage.split()[0]: usage for usage in COMMANDS}
-KEYS = "Enter sends, Alt+Enter adds a line. Ctrl-C ends an answer or clears what is typed, Ctrl-D quits."
+KEYS = "Enter sends, Alt+Enter adds a line. Ctrl-C stops an answer or clears the line, Ctrl-D quits."
 
 
 class Quit(Exception):
@@ -89,7 +89,7 @@ class Conversation:
     def _run_command(self, line: str) -> None:
         name, *rest = line.split(maxsplit=1)
         if name not in NAMES:
-            raise OptionError(f"{name} is no command: /help lists them. To say it to the model, begin with a space")
+            raise OptionError(f"{name} is no command: /help lists them. To send it to the model, put a space before it")
         usage, arguments = NAMES[name], [word.strip() for word in rest]
         if bool(arguments) != (" " in usage):
             raise OptionError(f"{name} takes nothing else" if arguments else f"say {usage}")
@@ -165,9 +165,9 @@ def totals(answers: list[Stats]) -> dict[str, str]:
     return {
         "tokens": str(tokens),
         "seconds": f"{seconds:.2f}",
-        "until the first token": f"{sum(s.first_token_seconds for s in answers):.2f}",
+        "seconds to first token": f"{sum(s.first_token_seconds for s in answers):.2f}",
         "tokens/s": f"{tokens / seconds:.1f}" if seconds else "-",
-        "steps of the model": str(steps),
+        "forward passes": str(steps),
         "tokens/step": f"{tokens / steps:.2f}" if steps else "-",
-        "tokens that were drafted": str(sum(s.accepted for s in answers)),
+        "accepted drafted tokens": str(sum(s.accepted for s in answers)),
     }

@@ -25,19 +25,24 @@ def embed(
     model: o.Model = None,
     answers: Annotated[
         list[Path] | None,
-        typer.Option("--answers", help="Add what `slipstream collect` wrote first; makes the store. Repeatable."),
+        typer.Option(
+            "--answers",
+            help="First add this file of `slipstream collect` to the store, or make the store of it. Repeatable.",
+        ),
     ] = None,
     collection: Collection = "default",
-    dims: Annotated[int | None, typer.Option(help="Numbers of a vector, as 32, 64, 96 or 128. Default: 64.")] = None,
-    window: Annotated[int, typer.Option(help="Tokens that the model reads at a time.")] = 1024,
-    overlap: Annotated[int, typer.Option(help="Tokens that a window repeats of the one before.")] = 256,
-    sample: Annotated[int, typer.Option(help="Positions that the transform is fitted on.")] = 1_000_000,
-    batch_tokens: Annotated[int, typer.Option(help="Tokens of a forward.")] = 4096,
+    dims: Annotated[
+        int | None, typer.Option(help="Dimensions of a vector, such as 32, 64, 96 or 128. Default: 64.")
+    ] = None,
+    window: Annotated[int, typer.Option(help="Tokens that the model reads at a time: its context.")] = 1024,
+    overlap: Annotated[int, typer.Option(help="Tokens that a window shares with the one before it.")] = 256,
+    sample: Annotated[int, typer.Option(help="Positions that the dimension reduction is fitted on.")] = 1_000_000,
+    batch_tokens: Annotated[int, typer.Option(help="Tokens per forward pass.")] = 4096,
     workers: Annotated[
-        int | None, typer.Option(help="Processes that read. Default: one per GPU, or one with all cores.")
+        int | None, typer.Option(help="Worker processes. Default: one per GPU, or one with all cores.")
     ] = None,
     database: Annotated[
-        str | None, typer.Option(help="Then upload the vectors to a Qdrant database: an address, or a folder.")
+        str | None, typer.Option(help="Also upload the vectors to a Qdrant database: an address or a folder.")
     ] = None,
     ray: o.Ray = None,
     dtype: o.Dtype = None,

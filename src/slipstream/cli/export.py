@@ -13,13 +13,15 @@ from slipstream.cli.terminal import busy, ensure_embedded, out
 
 def export(
     head: Annotated[str, typer.Argument(metavar="HEAD", help="The folder of a head, or a hub id.")],
-    out_folder: Annotated[Path, typer.Option("--out", help="A new folder.")],
+    out_folder: Annotated[Path, typer.Option("--out", help="The new folder to write.")],
     layout: Annotated[
         str | None,
-        typer.Option(help="speculators: EAGLE-3 or DFlash as vLLM loads it. Default: the head's own published layout."),
+        typer.Option(
+            help="speculators: EAGLE-3 or DFlash as vLLM loads it. Default: the layout that the head was published in."
+        ),
     ] = None,
     dtype: Annotated[
-        str | None, typer.Option(help="Of what is written: float32, bfloat16 or float16. Default: as the head is.")
+        str | None, typer.Option(help="Precision to write: float32, bfloat16 or float16. Default: that of the head.")
     ] = None,
     model: o.Model = None,
     trust_remote_code: o.Trust = False,

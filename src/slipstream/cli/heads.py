@@ -10,14 +10,14 @@ import typer
 from slipstream.cli import options as o
 from slipstream.cli.terminal import busy, ensure_embedded, out
 
-app = typer.Typer(help="Trained heads: what their files hold, and which model they draft for.", no_args_is_help=True)
+app = typer.Typer(help="Check trained heads, and register them for a model.", no_args_is_help=True)
 
 
 @app.command()
 def check(
-    folder: Annotated[str, typer.Argument(metavar="FOLDER", help="A head: a folder or a hub id.")],
+    folder: Annotated[str, typer.Argument(metavar="FOLDER", help="The head: a folder or a hub id.")],
     model: Annotated[
-        str | None, typer.Option("--model", "-m", help="Its target, a hub id or a folder: does the head fit it?")
+        str | None, typer.Option("--model", "-m", help="A target, a hub id or a folder: check that the head fits it.")
     ] = None,
     trust_remote_code: o.Trust = False,
 ) -> None:
@@ -52,7 +52,7 @@ def check(
 
 @app.command()
 def add(
-    folder: Annotated[str, typer.Argument(metavar="FOLDER", help="A head's folder.")],
+    folder: Annotated[str, typer.Argument(metavar="FOLDER", help="The head's folder.")],
     model: o.Model = None,
     trust_remote_code: o.Trust = False,
 ) -> None:
@@ -79,9 +79,11 @@ def list_() -> None:
 
 
 @app.command()
-def remove(folder: Annotated[str, typer.Argument(metavar="FOLDER", help="As `heads list` tells it.")]) -> None:
+def remove(
+    folder: Annotated[str, typer.Argument(metavar="FOLDER", help="The folder, as `heads list` shows it.")],
+) -> None:
     """Unregister a head. Its files stay."""
     from slipstream.heads import registry
 
     registry.remove(folder)
-    out.print(f"{folder} is not asked any more", markup=False)
+    out.print(f"{folder} is no longer registered", markup=False)

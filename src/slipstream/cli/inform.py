@@ -28,9 +28,9 @@ def drafters() -> None:
 
 
 def models(
-    names: Annotated[list[str] | None, typer.Argument(help="Which of them. Default: all.")] = None,
+    names: Annotated[list[str] | None, typer.Argument(help="Names of models. Default: all.")] = None,
     remove: Annotated[
-        bool, typer.Option("--remove", help="Delete them. They are converted again when needed.")
+        bool, typer.Option("--remove", help="Delete these models. They are converted again when needed.")
     ] = False,
 ) -> None:
     """List the converted models (the embedded one and GGUF files), their sizes and folders, or remove them.
@@ -58,14 +58,14 @@ def prepare() -> None:
     from slipstream.llm import LLM
 
     llm = open_llm(None, "auto", None, None, None, False)
-    with busy("compiling"), TemporaryDirectory() as folder:
+    with busy("compiling the search and draft code"), TemporaryDirectory() as folder:
         tokens = llm.generate("Count to ten in words.", max_new_tokens=16).tokens
         with Store.create(f"{folder}/store", vocabulary=llm.target.vocabulary) as store:
             store.append(tokens * 4)
             store.flush()
             store.append(tokens)
         LLM(llm.model, llm.tokenizer, "rest", store=f"{folder}/store").generate(tokens, max_new_tokens=4)
-    out.print("ready: what searches and drafts is compiled")
+    out.print("ready: the search and draft code is compiled")
 
 
 def name_of(folder: Path) -> str:

@@ -19,20 +19,22 @@ if TYPE_CHECKING:
     from slipstream.datastores.durable.store import Store
     from slipstream.workers import Workers
 
-app = typer.Typer(help="Datastores: text to draft from, on the disk.", no_args_is_help=True)
+app = typer.Typer(help="Build, search and maintain datastores: text on disk to draft from.", no_args_is_help=True)
 
-Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="The store.")]
+Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="The store's folder.")]
 Sources = Annotated[
-    list[str] | None, typer.Argument(help="Files, folders, globs, URLs: text, code, JSON lines, parquet.")
+    list[str] | None, typer.Argument(help="Files, folders, globs or URLs of text, code, JSON lines or parquet.")
 ]
 Tokenizer = Annotated[
     str | None,
-    typer.Option("--model", "--tokenizer", "-m", help="Whose tokenizer: a hub id or a folder. Default: embedded."),
+    typer.Option("--model", "--tokenizer", "-m", help="The model whose tokenizer is used. Default: the embedded one."),
 ]
-Collection = Annotated[str, typer.Option("--collection", "-c", help="Whose text: collections never mix.")]
+Collection = Annotated[
+    str, typer.Option("--collection", "-c", help="The collection. Texts of different collections never mix.")
+]
 Field = Annotated[str | None, typer.Option(help="The field of JSON or parquet records that holds the text.")]
-Stdlib = Annotated[bool, typer.Option("--stdlib", help="Add Python's own standard library.")]
-Dedup = Annotated[bool, typer.Option("--dedup", help="Leave out documents that are in the collection already.")]
+Stdlib = Annotated[bool, typer.Option("--stdlib", help="Add the source of Python's standard library.")]
+Dedup = Annotated[bool, typer.Option("--dedup", help="Skip documents that are already in the collection.")]
 
 
 @app.command()
@@ -45,7 +47,7 @@ def build(
     dedup: Dedup = False,
     collection: Collection = "default",
     segment_tokens: Annotated[
-        int, typer.Option(help="Tokens of a segment at most: building takes 5 bytes of memory for each.")
+        int, typer.Option(help="Most tokens per segment. Building takes 5 bytes of memory for each.")
     ] = 1 << 27,
     ray: o.Ray = None,
 ) -> None:
@@ -95,7 +97,7 @@ def add(
 @app.command()
 def info(
     folder: Folder,
-    sources: Annotated[bool, typer.Option("--sources", help="List where the documents came from.")] = False,
+    sources: Annotated[bool, typer.Option("--sources", help="List the sources of the documents.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON line.")] = False,
 ) -> None:
     """Show what a store holds."""
@@ -129,11 +131,11 @@ def print_nested(values: dict[str, Any], indent: str = "") -> None:
 @app.command()
 def search(
     folder: Folder,
-    text: Annotated[str, typer.Argument(help="The end of a text: what followed it in the store?")],
+    text: Annotated[str, typer.Argument(help="The end of a text, to be found in the store.")],
     model: Tokenizer = None,
     collection: Collection = "default",
-    nodes: Annotated[int, typer.Option(help="Of the tree that is shown.")] = 24,
-    length: Annotated[int, typer.Option(help="Tokens of a continuation.")] = 10,
+    nodes: Annotated[int, typer.Option(help="Most nodes of the tree that is shown.")] = 24,
+    length: Annotated[int, typer.Option(help="Most tokens of a continuation.")] = 10,
 ) -> None:
     """Find matches of the end of a text, and show what followed them as a tree."""
     import numpy as np
@@ -156,7 +158,7 @@ def search(
     for n, count in zip(found.lengths, found.counts, strict=True):
         out.print(f"{count:>9,} × {n} tokens  [dim]{words(tokens[-n:])}[/dim]")
     if not len(found.lengths):
-        out.print("nothing in the store ends like this text")
+        out.print("the end of this text is not in the store")
         return
     tree = found.tree
     shown = [Tree(f"[bold]{words(tree.tokens[:1])}[/bold]")]
@@ -192,8 +194,10 @@ def compact(folder: Folder) -> None:
 @app.command()
 def follow(
     source: Annotated[str, typer.Argument(help="The store to follow: a folder or a URL.")],
-    target: Annotated[str, typer.Argument(help="The one that follows: a folder; or a URL, for others to follow.")],
-    every: Annotated[float | None, typer.Option(help="Go on, and look again after so many seconds.")] = None,
+    target: Annotated[str, typer.Argument(help="The copy: a folder, or a URL for others to follow.")],
+    every: Annotated[
+        float | None, typer.Option(help="Keep running, and check for changes every so many seconds.")
+    ] = None,
 ) -> None:
     """Make one store a copy of another: fetch its new segments, check them, then switch to them all at once."""
     from time import sleep
@@ -222,7 +226,7 @@ def verify(folder: Folder) -> None:
     """Check a whole store: every checksum, and the order of every segment."""
     from slipstream.datastores.durable.store import Store
 
-    with Store.open(folder) as store, busy("reading everything"):
+    with Store.open(folder) as store, busy("checking the store"):
         problems = store.verify()
         summary = store.info()
     for problem in problems:
@@ -309,7 +313,7 @@ def cluster(address: str, load: Callable[[], Any], gpus: float = 0) -> Iterator[
     """Ray's workers, until the block ends."""
     from slipstream.cluster import RayWorkers
 
-    with busy("reaching the cluster"):
+    with busy("connecting to the cluster"):
         workers = RayWorkers(address, load, gpus)
     try:
         yield workers

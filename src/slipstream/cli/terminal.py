@@ -69,7 +69,7 @@ def loading_message() -> str:
     """The progress message while a model loads."""
     if (cache_folder() / PREPARED).exists():
         return "loading the model"
-    return "loading the model; what drafts is compiled, which takes up to a minute the first time"
+    return "loading the model and compiling the draft code, which takes up to a minute the first time"
 
 
 def check_place(dtype: str | None, device: str | None) -> None:

@@ -29,7 +29,7 @@ HEAD_OPTIONS = (
     *("block", "bias", "confidence", "window", "sinks", "feedback", "activations", "pruned"),
 )
 DRAFT_MODEL_OPTIONS = ("draft", "cut", "divergence", "beta", "on_policy", "force")
-PANEL = "Of `train model` alone"
+PANEL = "Only for `train model`"
 
 
 def train(
@@ -38,25 +38,25 @@ def train(
         str,
         typer.Argument(
             metavar="HEAD",
-            help="medusa, redrafter, mlp, eagle, eagle3, falcon, dflash or spire; or model: a draft model.",
+            help="medusa, redrafter, mlp, eagle, eagle3, falcon, dflash or spire; or model, to distil a draft model.",
         ),
     ],
-    data: Annotated[list[Path], typer.Option("--data", help="What `slipstream collect` wrote. Repeatable.")],
+    data: Annotated[list[Path], typer.Option("--data", help="A file that `slipstream collect` wrote. Repeatable.")],
     out_folder: Annotated[Path, typer.Option("--out", help="The folder of the new head.")],
     model: o.Model = None,
-    dtype: Annotated[str | None, typer.Option(help="Of the target. Default: float32 on a CPU, else bfloat16.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="Precision of the target. Default: float32 on a CPU, else bfloat16.")
+    ] = None,
     device: o.Device = None,
-    minutes: Annotated[float | None, typer.Option(help="Train this long. Default: 10.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Train this many steps.")] = None,
-    epochs: Annotated[int | None, typer.Option(help="Read the data this often.")] = None,
-    heads: Annotated[int | None, typer.Option(help="Tokens that medusa or mlp guess.")] = None,
+    minutes: Annotated[float | None, typer.Option(help="Train for this many minutes. Default: 10.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Train for this many steps.")] = None,
+    epochs: Annotated[int | None, typer.Option(help="Train for this many passes over the data.")] = None,
+    heads: Annotated[int | None, typer.Option(help="medusa, mlp: how many tokens to guess.")] = None,
     layers: Annotated[
         int | None,
-        typer.Option(
-            help="Residual blocks of medusa or redrafter, layers of dflash or spire; of a cut draft its layers."
-        ),
+        typer.Option(help="medusa, redrafter: residual blocks. dflash, spire, or a draft model that is cut: layers."),
     ] = None,
-    inner_dim: Annotated[int | None, typer.Option(help="The width inside a head; not of medusa.")] = None,
+    inner_dim: Annotated[int | None, typer.Option(help="The inner width of a head; not for medusa.")] = None,
     block: o.Block = None,
     bias: o.Bias = None,
     confidence: o.Confidence = None,
@@ -68,71 +68,83 @@ def train(
     draft_vocab: Annotated[
         int | None,
         typer.Option(
-            help="Tokens that eagle3 and dflash can guess (8192), spire (all), and redrafter where it doesn't draw "
+            help="Size of the draft vocabulary: eagle3 and dflash (8192), spire (all), redrafter if it does not sample "
             "(12288)."
         ),
     ] = None,
     tied: Annotated[
         bool | None,
-        typer.Option("--tied/--untied", help="Output matrices: medusa, eagle3, dflash, spire the target's; mlp one."),
+        typer.Option(
+            "--tied/--untied",
+            help="Share output matrices: medusa, eagle3, dflash, spire with the target; mlp one for all.",
+        ),
     ] = None,
     start: Annotated[
         str | None,
         typer.Option(
-            help="Begin with this head, a folder or a hub id. A redrafter may get more --layers, another --draft-vocab."
+            help="Start from this head, a folder or a hub id. redrafter: may add --layers or change --draft-vocab."
         ),
     ] = None,
-    no_rnn: Annotated[bool, typer.Option("--no-rnn", help="redrafter without its recurrence.")] = False,
-    hass: Annotated[bool, typer.Option("--hass", help="eagle, unrolled on its own features as HASS does.")] = False,
+    no_rnn: Annotated[bool, typer.Option("--no-rnn", help="redrafter: leave out the recurrence.")] = False,
+    hass: Annotated[bool, typer.Option("--hass", help="eagle: train on its own features, as in HASS.")] = False,
     labels: Annotated[
         str | None,
         typer.Option(
-            help="distill: the target's distribution; hard: the data's tokens; tv: to be accepted when drawn; overlap: "
-            "half of distill and half of that. Default: distill, of spire overlap."
+            help="Loss. distill: the target's distribution; hard: the data's tokens; tv: acceptance of sampled drafts; "
+            "overlap: half distill, half tv. Default: distill; spire: overlap."
         ),
     ] = None,
-    depths: Annotated[int | None, typer.Option(help="Tokens ahead that count. Default: as usual for the head.")] = None,
-    decay: Annotated[float, typer.Option(help="Each depth counts so much of the one before.")] = 0.8,
-    count_all: Annotated[
-        bool, typer.Option("--count-all", help="Learn the prompts too, not the answers alone.")
-    ] = False,
-    any_author: Annotated[bool, typer.Option("--any-author", help="Take texts that another model wrote.")] = False,
-    length: Annotated[int, typer.Option(help="Tokens of a text at most: the rest is cut off.")] = 1024,
-    batch_tokens: Annotated[int, typer.Option(help="Tokens of a batch, padding included.")] = 16384,
+    depths: Annotated[
+        int | None, typer.Option(help="How many tokens ahead to train on. Default: depends on the head.")
+    ] = None,
+    decay: Annotated[float, typer.Option(help="The weight of each depth relative to the one before.")] = 0.8,
+    count_all: Annotated[bool, typer.Option("--count-all", help="Train on prompts too, not only on answers.")] = False,
+    any_author: Annotated[bool, typer.Option("--any-author", help="Accept answers that another model wrote.")] = False,
+    length: Annotated[int, typer.Option(help="Most tokens per text; the rest is cut off.")] = 1024,
+    batch_tokens: Annotated[int, typer.Option(help="Tokens per batch, padding included.")] = 16384,
     accumulate: Annotated[int, typer.Option(help="Batches per step.")] = 1,
-    rate: Annotated[float | None, typer.Option(help="The learning rate at its peak. Default: the head's.")] = None,
-    warmup: Annotated[int, typer.Option(help="Steps until the peak.")] = 50,
-    clip: Annotated[float, typer.Option(help="The longest gradient.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="Of the first weights and of the order of the texts.")] = 0,
-    log_every: Annotated[int, typer.Option(help="Steps.")] = 20,
-    eval_every: Annotated[int, typer.Option(help="Steps.")] = 500,
+    rate: Annotated[float | None, typer.Option(help="The peak learning rate. Default: depends on the head.")] = None,
+    warmup: Annotated[int, typer.Option(help="Steps until the peak learning rate.")] = 50,
+    clip: Annotated[float, typer.Option(help="Clip the gradient to this norm.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Seed of the initial weights and of the order of texts.")] = 0,
+    log_every: Annotated[int, typer.Option(help="Steps between log lines.")] = 20,
+    eval_every: Annotated[int, typer.Option(help="Steps between evaluations.")] = 500,
     save_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 1000,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the folder's last checkpoint.")] = False,
-    share: Annotated[float, typer.Option(help="Of the time that steps take at most: it pauses in between.")] = 1.0,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the folder's last checkpoint.")] = False,
+    share: Annotated[
+        float, typer.Option(help="Work for at most this share of the time, and pause for the rest.")
+    ] = 1.0,
     draft: Annotated[
         str | None, typer.Option(help="The draft model: a folder or a hub id.", rich_help_panel=PANEL)
     ] = None,
     cut: Annotated[
         str | None,
-        typer.Option(help="Or --layers of the target: its first, its last, or even.", rich_help_panel=PANEL),
+        typer.Option(
+            help="Instead of --draft, cut out --layers of the target: first, last or even.", rich_help_panel=PANEL
+        ),
     ] = None,
     divergence: Annotated[
         str,
-        typer.Option(help="fkl, rkl, jsd or tvd: between target and draft.", rich_help_panel=PANEL),
+        typer.Option(
+            help="The divergence of target and draft to minimise: fkl, rkl, jsd or tvd.", rich_help_panel=PANEL
+        ),
     ] = "fkl",
     beta: Annotated[
         float | None,
-        typer.Option(help="Of jsd: near 0 like fkl, near 1 like rkl. Default: 0.5.", rich_help_panel=PANEL),
+        typer.Option(help="jsd: near 0 like fkl, near 1 like rkl. Default: 0.5.", rich_help_panel=PANEL),
     ] = None,
     on_policy: Annotated[
         float, typer.Option(help="The share of texts that the draft writes itself.", rich_help_panel=PANEL)
     ] = 0.0,
     force: Annotated[
-        bool, typer.Option("--force", help="Train it even if it can't pay.", rich_help_panel=PANEL)
+        bool,
+        typer.Option("--force", help="Train even if the draft model can't speed up the target.", rich_help_panel=PANEL),
     ] = False,
     trust_remote_code: o.Trust = False,
 ) -> None:
-    """Train a head for a model, or distil a draft model. If interrupted, run the same command with --resume to go on.
+    """Train a head for a model, or distil a draft model.
+
+    If interrupted, run the same command with --resume to go on.
 
     On several GPUs: accelerate launch -m slipstream train …
     """

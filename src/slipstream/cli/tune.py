@@ -22,17 +22,19 @@ if TYPE_CHECKING:
 
 def tune(
     model: Annotated[
-        str | None, typer.Argument(help="A hub id, a folder or a .gguf file. Default: the embedded model.")
+        str | None, typer.Argument(help="The model: a hub id, a folder or a .gguf file. Default: the embedded one.")
     ] = None,
-    minutes: Annotated[float, typer.Option(help="All of it should take about so long.")] = 20.0,
+    minutes: Annotated[float, typer.Option(help="Minutes that the whole run should take, about.")] = 20.0,
     prompts: Annotated[
         list[str] | None,
-        typer.Option("--prompts", "-p", help="A file, folder or glob. Default: the model writes its own. Repeatable."),
+        typer.Option(
+            "--prompts", "-p", help="A file, folder or glob of prompts. Default: the model writes them. Repeatable."
+        ),
     ] = None,
     head: Annotated[
         str | None,
         typer.Option(
-            help="Which kind of head: eagle3, dflash, spire, falcon, eagle, redrafter, medusa or mlp. "
+            help="The kind of head: eagle3, dflash, spire, falcon, eagle, redrafter, medusa or mlp. "
             "Default: --start's, or eagle3."
         ),
     ] = None,
@@ -41,31 +43,33 @@ def tune(
     confidence: o.Confidence = None,
     store: Annotated[
         Path | None,
-        typer.Option(
-            "--from", help="Learn from the answers that --learn appended to this datastore, not from new ones."
-        ),
+        typer.Option("--from", help="Train on answers that --learn appended to this datastore, instead of new ones."),
     ] = None,
-    collection: Annotated[str, typer.Option(help="Of the datastore.")] = "default",
+    collection: Annotated[str, typer.Option(help="The collection of the datastore.")] = "default",
     start: Annotated[
-        str | None, typer.Option(help="Begin with this head, a folder or a hub id. It stays if it is better.")
+        str | None,
+        typer.Option(help="Start from this head, a folder or a hub id. It is kept if the new one is not better."),
     ] = None,
     out_folder: Annotated[
-        Path | None, typer.Option("--out", help="Everything goes here. Default: a folder for the model in the cache.")
+        Path | None,
+        typer.Option("--out", help="The folder for all results. Default: one for the model in the cache folder."),
     ] = None,
     dtype: o.Dtype = None,
     device: o.Device = None,
     max_new_tokens: Annotated[
         int | None,
-        typer.Option("--max-new-tokens", "-n", help="The longest answer. Default: 256, less on a CPU that is slow."),
+        typer.Option("--max-new-tokens", "-n", help="The most tokens of an answer. Default: 256, fewer on a slow CPU."),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of prompts, first weights and the order of texts.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of prompts, initial weights and the order of texts.")] = 0,
     share: Annotated[
-        float, typer.Option(help="Of the time that it works in: it pauses in between, as beside a server.")
+        float, typer.Option(help="Work for at most this share of the time and pause for the rest, as beside a server.")
     ] = 1.0,
     trust_remote_code: o.Trust = False,
 ) -> None:
-    """Train a head for a model: the model writes prompts and answers them, a head is trained on the answers, and if it
-    is measured to be faster, it is registered and `auto` uses it. If interrupted, run the same command again to go on.
+    """Train a head for a model from nothing but the model, and let `auto` use it if it is faster.
+
+    The model writes prompts and answers them, a head is trained on the answers, and if it is measured to be faster,
+    it is registered. If interrupted, run the same command again to go on.
 
     With --from STORE --start HEAD an existing head is trained further, on answers that were appended to a store.
     """
@@ -118,13 +122,14 @@ def print_outcome(found: Tuned, folder: Path) -> None:
     text = f"auto with the head: {found.gain('plain'):.2f} × plain decoding, {gained}"
     out.print(f"{text}, on {len(found.trials)} prompts that it had not seen")
     if found.registered:
-        out.print("It is registered: auto asks it for this model from now on.")
+        out.print("The head is registered: auto uses it for this model from now on.")
     elif start_head is not None:
         out.print(
-            f"That it is better is not shown, so {start_head} stays; the new one is in {folder / 'head'}.", markup=False
+            f"It is not shown to be better, so {start_head} is kept; the new head is in {folder / 'head'}.",
+            markup=False,
         )
     else:
-        out.print(f"That it pays is not shown, so it is not registered; it is in {folder / 'head'}.", markup=False)
+        out.print(f"It is not shown to pay, so it is not registered; the head is in {folder / 'head'}.", markup=False)
 
 
 def absolute_path(start: str) -> str:

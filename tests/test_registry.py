@@ -92,7 +92,7 @@ def test_the_command_line_adds_lists_and_removes(folder, tiny, tmp_path, capsys,
     for words, told in (
         (["add", str(folder), "-m", str(tmp_path / "model")], f"eagle3 for {tmp_path / 'model'}: {folder}"),
         (["list"], f"eagle3 for {tmp_path / 'model'}: {folder}"),
-        (["remove", str(folder)], "not asked any more"),
+        (["remove", str(folder)], "no longer registered"),
         (["list"], ""),
     ):
         monkeypatch.setattr("sys.argv", ["slipstream", "heads", *words])

@@ -7,7 +7,7 @@ import pytest
 
 from families import tiny_model
 from slipstream import LLM, DrafterError, OptionError, StoreError
-from slipstream.cli.tune import usual_folder
+from slipstream.cli.tune import default_folder
 from slipstream.datastores.durable.store import LEARNED, Store
 from slipstream.datastores.ingest.encoding import tokenizer_fingerprint
 from slipstream.heads import HEADS, registry, save_head
@@ -150,10 +150,10 @@ def test_the_new_head_stands_in_the_place_of_the_old(target, tmp_path):
 
 def test_learning_on_has_a_new_folder_each_time_unless_it_was_interrupted():
     settings = quick("s", "old")
-    first = usual_folder("f" * 32, settings)
-    assert first != usual_folder("f" * 32, TuneSettings(head="redrafter"))
+    first = default_folder("f" * 32, settings)
+    assert first != default_folder("f" * 32, TuneSettings(head="redrafter"))
     first.mkdir(parents=True)
     Tuned(settings, "m").save(first)
-    assert usual_folder("f" * 32, settings) == first
+    assert default_folder("f" * 32, settings) == first
     Tuned(settings, "m", registered=False).save(first)
-    assert usual_folder("f" * 32, settings) != first
+    assert default_folder("f" * 32, settings) != first

@@ -1,4 +1,4 @@
-"""The command line: parses, calls, prints. Heavy imports happen inside the commands, so that --help is instant."""
+"""The command line: parse, call the library, print. Heavy imports are inside the commands, so that --help is fast."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.version import __version__
 
 app = typer.Typer(
-    epilog="`slipstream --install-completion` teaches your shell to complete commands and options.",
+    epilog="`slipstream --install-completion` sets up your shell to complete commands and options.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
@@ -50,7 +50,7 @@ def slipstream(
         bool, typer.Option("--version", callback=show_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """Lossless speculative decoding: the same answers, sooner."""
+    """Generate with language models faster: lossless speculative decoding."""
 
 
 def main() -> None:
@@ -59,7 +59,7 @@ def main() -> None:
     except SlipstreamError as error:
         err.print(f"[red]error:[/red] {escape(str(error))}")
         sys.exit(2)
-    except OSError as error:  # of files and folders that nobody looked at before
+    except OSError as error:  # a file or folder that no command checked beforehand
         named = f"{error.filename}: " if error.filename else ""
         err.print(f"[red]error:[/red] {escape(f'{named}{error.strerror or error}')}")
         sys.exit(1)

@@ -13,7 +13,7 @@ import typer
 
 from slipstream import drafters as registry
 from slipstream.cli import options as o
-from slipstream.cli.terminal import busy, err, open_llm, say, tell_status
+from slipstream.cli.terminal import busy, err, open_llm, print_status, print_stream
 from slipstream.drafters._capabilities import takes
 from slipstream.errors import OptionError
 from slipstream.user_files import check_writable, told
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def generate(
-    prompt: Annotated[str, typer.Argument(help="What to answer; - reads it from standard input.")],
+    prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.")],
     model: o.Model = None,
     drafter: o.DrafterName = "auto",
     option: o.DrafterOption = None,
@@ -41,32 +41,36 @@ def generate(
     presence_penalty: o.PresencePenalty = 0.0,
     frequency_penalty: o.FrequencyPenalty = 0.0,
     seed: o.Seed = None,
-    answers: Annotated[int, typer.Option("--answers", "-N", help="Write this many, one after the other.")] = 1,
+    answers: Annotated[
+        int, typer.Option("--answers", "-N", help="How many answers to generate, one after the other.")
+    ] = 1,
     logprobs: Annotated[
-        int | None, typer.Option(metavar="K", help="Show each token's log probability, and the K likeliest ones.")
+        int | None, typer.Option(metavar="K", help="Show each token's log probability, and the K most likely tokens.")
     ] = None,
     max_draft: o.MaxDraft = None,
     prediction: o.Prediction = None,
     drafters: o.Drafters = None,
     accept: o.Accept = "match",
-    stop: Annotated[list[str] | None, typer.Option(help="End before this text. Repeatable.")] = None,
-    system: Annotated[str | None, typer.Option(help="A system message.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Stop before this text. Repeatable.")] = None,
+    system: Annotated[str | None, typer.Option(help="The system message.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
     json_schema: Annotated[str | None, typer.Option(help="A JSON schema, or a file that holds one.")] = None,
     regex: Annotated[str | None, typer.Option(help="A regular expression the answer must match.")] = None,
     learn: Annotated[bool, typer.Option("--learn", help="Append the answer to the drafter's store.")] = False,
-    collection: Annotated[str, typer.Option(help="Whose text may draft, and whose the answer becomes.")] = "default",
-    explain: Annotated[bool, typer.Option("--explain", help="Say what was decided at each step, and why.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON line last, for each answer.")] = False,
+    collection: Annotated[str, typer.Option(help="The store's collection to draft from and append to.")] = "default",
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Explain what was drafted and verified at each step.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON line for each answer at the end.")] = False,
     compile: o.Compile = False,
     trust_remote_code: o.Trust = False,
 ) -> None:
     """Answer a prompt."""
     if raw and system is not None:
         raise OptionError("--system needs the chat template, which --raw does without: leave one of them out")
-    asked: Any = o.read_prompt(prompt)
+    request: Any = o.read_prompt(prompt)
     if system is not None:
-        asked = [{"role": "system", "content": system}, {"role": "user", "content": asked}]
+        request = [{"role": "system", "content": system}, {"role": "user", "content": request}]
     sampling: dict[str, Any] = {
         "temperature": temperature,
         "top_k": top_k,
@@ -81,12 +85,12 @@ def generate(
     with busy("loading the model"):
         o.check_decoding(max_new_tokens, accept, max_draft, **sampling)
     expected, schema = o.prediction_text(prediction), o.schema_text(json_schema)
-    words = o.drafter_options(option, drafter_path, head, learn)
-    llm = open_llm(model, drafter, words, dtype, device, trust_remote_code, compile)
+    pairs = o.drafter_options(option, drafter_path, head, learn)
+    llm = open_llm(model, drafter, pairs, dtype, device, trust_remote_code, compile)
     results = []
     for sample in range(answers):
         stream = llm.stream(
-            asked,
+            request,
             **sampling,
             prediction=expected,
             json_schema=schema,
@@ -103,14 +107,14 @@ def generate(
             template=not raw,
             trace=explain,
         )
-        result = spoken(stream)
+        result = print_answer(stream)
         results.append(result)
         seed = result.seed  # one for all: the answers differ by their sample index
         if explain:
-            tell_steps(llm, drafter, result)
+            print_steps(llm, drafter, result)
         if logprobs is not None and not as_json:
-            tell_logprobs(llm, result)
-        tell_status(result, accept)
+            print_logprobs(llm, result)
+        print_status(result, accept)
         if result.finish_reason == "cancelled":
             break
     if as_json:
@@ -120,44 +124,44 @@ def generate(
         raise typer.Exit(130)
 
 
-def spoken(stream: Any) -> Result:
-    """Print an answer while it comes. Where Ctrl-C left nothing of it, the command ends."""
-    say(stream)
+def print_answer(stream: Any) -> Result:
+    """Print an answer as it is generated. If Ctrl-C left no token of it, the command exits with 130."""
+    print_stream(stream)
     if stream.stats is None:
         raise typer.Exit(130)
     return stream.result
 
 
-def tell_steps(llm: LLM, drafter: str, result: Result) -> None:
-    """What was decided at each step, in words."""
-    from slipstream.trace.explain import explain as in_words
+def print_steps(llm: LLM, drafter: str, result: Result) -> None:
+    """Print a sentence about each step: what was drafted and verified, and why."""
+    from slipstream.trace.explain import explain as sentences
 
     if parts := getattr(llm.engine.drafter, "parts", None):
         err.print(f"{drafter} can ask {', '.join(parts)}", markup=False)
-    for sentence in in_words(result.trace or []):
+    for sentence in sentences(result.trace or []):
         err.print(sentence, markup=False)
 
 
-def tell_logprobs(llm: LLM, result: Result) -> None:
-    """A line for each token: its log probability, and the likeliest ones at its place."""
+def print_logprobs(llm: LLM, result: Result) -> None:
+    """Print a line for each token: its log probability, and the most likely tokens at its position."""
     from slipstream.trace.record import readable
 
     for entry in result.logprobs or []:
         likeliest = "  ".join(f"{readable(llm.tokenizer, token)!r} {value:.2f}" for token, value in entry.top.items())
-        said = f"{readable(llm.tokenizer, entry.token)!r:16} {entry.logprob:8.2f}"
-        err.print(f"{said}   likeliest: {likeliest}" if likeliest else said, markup=False)
+        line = f"{readable(llm.tokenizer, entry.token)!r:16} {entry.logprob:8.2f}"
+        err.print(f"{line}   likeliest: {likeliest}" if likeliest else line, markup=False)
 
 
 def trace(
-    prompt: Annotated[str | None, typer.Argument(help="What to answer; - reads it from standard input.")] = None,
-    html: Annotated[Path | None, typer.Option(help="Write the page here. Default: trace.html.")] = None,
-    jsonl: Annotated[Path | None, typer.Option(help="Write the trace itself here, line by line.")] = None,
+    prompt: Annotated[str | None, typer.Argument(help="The prompt; - reads it from standard input.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Where to write the page. Default: trace.html.")] = None,
+    jsonl: Annotated[Path | None, typer.Option(help="Where to write the trace itself, as JSON lines.")] = None,
     source: Annotated[
         list[Path] | None,
-        typer.Option("--from", help="Show a trace that was recorded before; given twice, two side by side."),
+        typer.Option("--from", help="Show a recorded trace instead; give it twice to compare two."),
     ] = None,
     against: Annotated[
-        str | None, typer.Option(metavar="DRAFTER", help="Answer with this one too, and show both side by side.")
+        str | None, typer.Option(metavar="DRAFTER", help="Answer with this drafter too, and show both side by side.")
     ] = None,
     model: o.Model = None,
     drafter: o.DrafterName = "auto",
@@ -178,7 +182,7 @@ def trace(
     compile: o.Compile = False,
     trust_remote_code: o.Trust = False,
 ) -> None:
-    """Answer a prompt and show what happened: one page, each token coloured by who drafted it."""
+    """Answer a prompt and write a page that shows each step, with tokens coloured by their drafter."""
     from slipstream.trace.page import read
 
     if (prompt is None) == (not source):
@@ -190,12 +194,12 @@ def trace(
     jsonl_against = jsonl.with_suffix(f".{against}{jsonl.suffix}") if jsonl and against else None
     check_writable(html, jsonl, jsonl_against)
     if source:
-        tell_page([read(file) for file in source], html)
+        write_trace([read(file) for file in source], html)
         return
     if against is not None:
-        registry.find(against)  # a misspelt name should not cost a model's loading time
-        seed = randbits(32) if seed is None else seed  # both draw the same
-    asked = {
+        registry.find(against)  # a misspelt name is refused before a model is loaded
+        seed = randbits(32) if seed is None else seed  # both runs sample with one seed
+    request = {
         "prompt": o.read_prompt(prompt or ""),
         "max_new_tokens": max_new_tokens,
         "temperature": temperature,
@@ -205,26 +209,26 @@ def trace(
         "accept": accept,
         "template": not raw,
     }
-    # Of a drafter that does not take these, they are left out below.
-    perhaps = {"prediction": o.prediction_text(prediction), "drafters": drafters}
+    # Not every drafter takes these: they are left out below for one that does not.
+    optional = {"prediction": o.prediction_text(prediction), "drafters": drafters}
     with busy("loading the model"):
         o.check_decoding(max_new_tokens, accept, max_draft, temperature=temperature, top_p=top_p)
-    words = o.drafter_options(option, drafter_path, head)
-    llm = open_llm(model, drafter, words, dtype, device, trust_remote_code, compile)
+    pairs = o.drafter_options(option, drafter_path, head)
+    llm = open_llm(model, drafter, pairs, dtype, device, trust_remote_code, compile)
     other = None
     if against is not None:
         other = type(llm)(llm.model, llm.tokenizer, against, compile=compile)
-        other.generate("Hello!", max_new_tokens=2)  # a model's first steps are slow, whoever drafts
+        other.generate("Hello!", max_new_tokens=2)  # warm up: a model's first steps are slow with any drafter
     with line_writer(jsonl) as write, line_writer(jsonl_against) as write_other:
-        traces = [recorded(llm, write, asked | perhaps)]
+        traces = [run_traced(llm, write, request | optional)]
         if other is not None:
-            taken = {name: value for name, value in perhaps.items() if name in takes(other.engine.drafter)}
-            traces.append(recorded(other, write_other, asked | taken))
-        tell_page(traces, html)
+            supported = {name: value for name, value in optional.items() if name in takes(other.engine.drafter)}
+            traces.append(run_traced(other, write_other, request | supported))
+        write_trace(traces, html)
 
 
-def tell_page(traces: list[list[dict[str, Any]]], html: Path | None) -> None:
-    """Write the page of one trace or of two."""
+def write_trace(traces: list[list[dict[str, Any]]], html: Path | None) -> None:
+    """Write the page that shows one trace or two."""
     from slipstream.trace.page import write_page
 
     if html is not None:
@@ -232,23 +236,23 @@ def tell_page(traces: list[list[dict[str, Any]]], html: Path | None) -> None:
         err.print(f"wrote {html}", markup=False)
 
 
-def recorded(llm: LLM, write: Any, asked: dict[str, Any]) -> list[dict[str, Any]]:
-    """Answer aloud; the lines of the trace, each of which is written at once if there is somebody to write it."""
-    result = spoken(llm.stream(**asked, trace=write or True))
-    tell_status(result, asked["accept"])
+def run_traced(llm: LLM, write: Any, request: dict[str, Any]) -> list[dict[str, Any]]:
+    """Print an answer and return the lines of its trace. If `write` is given, it gets each line as the step ends."""
+    result = print_answer(llm.stream(**request, trace=write or True))
+    print_status(result, request["accept"])
     return result.trace or []
 
 
 @contextmanager
 def line_writer(path: Path | None) -> Iterator[Any]:
-    """A function that writes JSON lines to a new file, each on the disk before the next; None without a path.
+    """A function that writes JSON lines to a new file and flushes each; None without a path.
 
-    A line that can't be written costs the lines after it, but not the answer: it is told at the end.
+    If a line can't be written, the lines after it are dropped and the answer goes on; the error is raised at the end.
     """
     if path is None:
         yield None
         return
-    file: Any = None  # opened with the first line: until then, a file that was there before stays as it is
+    file: Any = None  # opened with the first line: until then an existing file is left as it is
     failed: OSError | None = None
 
     def write(line: dict[str, Any]) -> None:
@@ -265,7 +269,7 @@ def line_writer(path: Path | None) -> Iterator[Any]:
         yield write
     finally:
         if file is not None:
-            with suppress(OSError):  # what could not be written before can't be written now
+            with suppress(OSError):  # buffered text of a failed write fails again on close
                 file.close()
     if failed is not None:
         with told(path):

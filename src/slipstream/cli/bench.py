@@ -1,4 +1,4 @@
-"""bench: the command that measures."""
+"""bench: measure drafters on prompts, or put a load on a server."""
 
 from __future__ import annotations
 
@@ -25,71 +25,76 @@ if TYPE_CHECKING:
     from slipstream.evaluate.workloads import Prompt
 
 
-# What --serve takes besides; and what nothing else takes.
-SERVED = {"serve", "rates", "seconds", "prompts", "limit", "categories", "model", "max_new_tokens", "seed"}
-SERVED |= {"out_json", "html"}
-ONLY_SERVED = {"rates", "seconds"}
+# The options that --serve takes, and those of them that need --serve.
+SERVE_OPTIONS = {"serve", "rates", "seconds", "prompts", "limit", "categories", "model", "max_new_tokens", "seed"}
+SERVE_OPTIONS |= {"out_json", "html"}
+SERVE_ONLY = {"rates", "seconds"}
 
 
 def bench(
     ctx: typer.Context,
     prompts: Annotated[Path | None, typer.Option(help="A file of prompts. Default: the built-in ones.")] = None,
-    limit: Annotated[int | None, typer.Option(help="Ask this many questions, spread over the categories.")] = None,
-    categories: Annotated[str | None, typer.Option(help="Use these alone, separated by commas.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Use this many prompts, spread over the categories.")] = None,
+    categories: Annotated[str | None, typer.Option(help="Use only these categories, separated by commas.")] = None,
     contestants: Annotated[
-        str, typer.Option("--contestants", "-c", help="Drafters, and hf, hf-pld, hf-assisted; separated by commas.")
+        str,
+        typer.Option(
+            "--contestants", "-c", help="What to measure: drafters, hf, hf-pld, hf-assisted; separated by commas."
+        ),
     ] = "none,auto,pld,hf,hf-pld",
     sweep: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME=1,2,4", help="Run every drafter that has this option with each value."),
     ] = None,
-    draft_model: Annotated[str | None, typer.Option(help="For the contestants model and hf-assisted.")] = None,
+    draft_model: Annotated[
+        str | None, typer.Option(help="The draft model of the contestants model and hf-assisted.")
+    ] = None,
     model: o.Model = None,
     dtype: o.Dtype = None,
     device: o.Device = None,
     max_new_tokens: o.MaxNew = 128,
     temperature: o.Temperature = 0.0,
     top_p: o.TopP = 1.0,
-    seed: Annotated[int, typer.Option(help="For sampled runs, and for when requests come.")] = 0,
-    repeats: Annotated[int, typer.Option(help="How often everything is measured.")] = 3,
-    batch: Annotated[int, typer.Option(help="Prompts answered together.")] = 1,
+    seed: Annotated[int, typer.Option(help="For sampled runs, and for the arrival times of --serve.")] = 0,
+    repeats: Annotated[int, typer.Option(help="How often to measure everything.")] = 3,
+    batch: Annotated[int, typer.Option(help="How many prompts to answer at a time.")] = 1,
     out_json: Annotated[
         Path | None,
-        typer.Option("--json", help="Print the JSON document last, and write it to this file too (-: to none)."),
+        typer.Option("--json", help="Print a JSON document last, and write it to this file (-: only print)."),
     ] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page with charts here.")] = None,
-    record: Annotated[Path | None, typer.Option(help="Keep plain runs in this folder, to replay drafters on.")] = None,
-    replay: Annotated[Path | None, typer.Option(help="Try drafters on a recording, without the target.")] = None,
+    record: Annotated[Path | None, typer.Option(help="Record plain runs in this folder, for --replay.")] = None,
+    replay: Annotated[Path | None, typer.Option(help="Measure drafters on a recording, without the target.")] = None,
     compare: Annotated[
         tuple[Path, Path] | None, typer.Option(help="Compare two JSON documents instead of measuring.")
     ] = None,
     serve: Annotated[
         str | None,
         typer.Option(
-            metavar="URL", help="Put a load on a server of OpenAI's API instead; its key: SLIPSTREAM_API_KEY."
+            metavar="URL", help="Load-test a server of OpenAI's API instead. API key: the variable SLIPSTREAM_API_KEY."
         ),
     ] = None,
-    rates: Annotated[str, typer.Option(help="Of --serve: requests per second, separated by commas.")] = "0.5,1,2,4",
-    seconds: Annotated[float, typer.Option(help="Of --serve: for how long requests come, at each rate.")] = 30.0,
+    rates: Annotated[str, typer.Option(help="With --serve: requests per second, separated by commas.")] = "0.5,1,2,4",
+    seconds: Annotated[float, typer.Option(help="With --serve: for how long to send requests at each rate.")] = 30.0,
 ) -> None:
-    """Measure drafters and transformers' own ways on the same prompts, interleaved, in one process."""
-    check_given(ctx, serve is not None)
+    """Measure drafters and transformers' own methods on the same prompts, interleaved, in one process."""
+    check_options(ctx, serve is not None)
     if compare is not None:
         from slipstream.evaluate.compare import compare_files
 
-        for said in compare_files(*compare):
-            out.print(escape(said))
+        for remark in compare_files(*compare):
+            out.print(escape(remark))
         return
     check_writable(html, None if out_json == Path("-") else out_json)
-    asked = {"prompts": prompts.name if prompts else "built-in", "limit": limit, "categories": categories}
+    workload = {"prompts": prompts.name if prompts else "built-in", "limit": limit, "categories": categories}
     if serve is not None:
         from slipstream.evaluate.load import LoadPlan
 
         o.at_least(1, limit=limit, max_new_tokens=max_new_tokens)
-        # First questions alone: the later ones of a conversation need the answers in between.
+        # Only the first turn of a conversation: later turns need the answers in between.
         first = [prompt.turns[0] for prompt in choose(prompts, categories, limit)]
         load_plan = LoadPlan(first, parse_rates(rates), seconds, max_new_tokens, seed)
-        load(serve, model, load_plan, asked, html, out_json)
+        load(serve, model, load_plan, workload, html, out_json)
         return
     if record is not None:
         check_folder(record)
@@ -104,7 +109,7 @@ def bench(
         ours = [name for name in names if not name.startswith("hf")]
         with progress_bars() as progress:
             rows, document = replayed(Recording.load(replay), ours, drafter_options, progress, repeats)
-        tell(rows, document, html, out_json)
+        report_results(rows, document, html, out_json)
         return
     chosen = choose(prompts, categories, limit)
     with busy("loading the model"):
@@ -127,9 +132,9 @@ def bench(
         err.print(f"wrote {record}")
         return
     with progress_bars() as progress:
-        options = {**asked, "contestants": names, "draft_model": draft_model, "batch": batch}
+        options = {**workload, "contestants": names, "draft_model": draft_model, "batch": batch}
         rows, document = benchmark(plan, loaded, tokenizer, progress, draft, options)
-    tell(rows, document, html, out_json)
+    report_results(rows, document, html, out_json)
     if document["missing"]:
         raise typer.Exit(130)
 
@@ -144,17 +149,17 @@ def choose(prompts: Path | None, categories: str | None, limit: int | None) -> l
     )
 
 
-def check_given(ctx: typer.Context, serving: bool) -> None:
-    """Refuse options that would have no effect, with --serve and without."""
+def check_options(ctx: typer.Context, serving: bool) -> None:
+    """Refuse options that have no effect: some need --serve, others don't go with it."""
     given = o.given_flags(ctx)
-    if serving and (useless := [option for name, option in given.items() if name not in SERVED]):
+    if serving and (useless := [option for name, option in given.items() if name not in SERVE_OPTIONS]):
         raise OptionError(f"{', '.join(useless)} has no effect on a server: leave it out, or leave out --serve")
-    if not serving and (useless := [option for name, option in given.items() if name in ONLY_SERVED]):
-        raise OptionError(f"{', '.join(useless)} is for a load on a server: name it with --serve URL")
+    if not serving and (useless := [option for name, option in given.items() if name in SERVE_ONLY]):
+        raise OptionError(f"{', '.join(useless)} is for a load on a server: give --serve URL too")
 
 
 def sweep_contestants(names: list[str], sweeps: list[str]) -> tuple[list[str], dict[str, dict[str, Any]]]:
-    """Each drafter once per value of the swept options it has; others as they are."""
+    """The contestants to run: each drafter once per value of the swept options it has, the others once."""
     swept: list[str] = []
     options: dict[str, dict[str, Any]] = {}
     used = set()
@@ -192,7 +197,7 @@ def parse_rates(given: str) -> list[float]:
 def load(
     url: str, model: str | None, plan: LoadPlan, options: dict[str, Any], html: Path | None, out_json: Path | None
 ) -> None:
-    """Put a load on a server, and tell how it did."""
+    """Put a load on a server and print the measurements."""
     from slipstream.evaluate.load import measure
     from slipstream.evaluate.remote import find
 
@@ -201,21 +206,21 @@ def load(
         rows, missing = measure(plan, server, progress)
     from slipstream.evaluate.load_report import document, remarks, table, write_page
 
-    made = document(plan, server, rows, options, missing)
-    keep(table(rows), remarks(rows), made, write_page, html, out_json)
+    results = document(plan, server, rows, options, missing)
+    print_and_write(table(rows), remarks(rows), results, write_page, html, out_json)
     if missing:
         raise typer.Exit(130)
 
 
-def tell(rows: Any, document: dict[str, Any], html: Path | None, out_json: Path | None) -> None:
-    """A benchmark's results."""
+def report_results(rows: Any, document: dict[str, Any], html: Path | None, out_json: Path | None) -> None:
+    """Print and write the results of a benchmark."""
     from slipstream.evaluate.page import write_page
     from slipstream.evaluate.report import stages, table
 
-    keep(table(rows), stages(rows), document, write_page, html, out_json)
+    print_and_write(table(rows), stages(rows), document, write_page, html, out_json)
 
 
-def keep(
+def print_and_write(
     table: Table,
     remarks: list[str],
     document: dict[str, Any],
@@ -223,16 +228,18 @@ def keep(
     html: Path | None,
     out_json: Path | None,
 ) -> None:
-    """The table, the files asked for, and with --json the JSON line last.
+    """Print the table, write the files asked for, and with --json print the JSON line last.
 
-    It is printed as well where a file can't be written: what was measured is not lost.
+    If a file can't be written, the JSON line is printed too, so that no measurement is lost.
     """
     from slipstream.evaluate.report import line
 
-    wide = out if out.is_terminal else Console(width=140, highlight=False)  # a file has no edge to cut columns at
+    wide = (
+        out if out.is_terminal else Console(width=140, highlight=False)
+    )  # not a terminal: use a fixed width, so that no column is cut
     wide.print(table)
-    for said in remarks:
-        wide.print(said, markup=False)
+    for remark in remarks:
+        wide.print(remark, markup=False)
     if document["missing"]:
         err.print(f"[yellow]{document['missing']}[/yellow]")
     try:

@@ -1,4 +1,4 @@
-"""chat: talk with a model, which loads while the first message is typed."""
+"""chat: chat with a model, which loads while the first message is typed."""
 
 from __future__ import annotations
 
@@ -39,16 +39,18 @@ def chat(
     seed: o.Seed = None,
     max_draft: o.MaxDraft = None,
     accept: o.Accept = "match",
-    system: Annotated[str | None, typer.Option(help="A system message.")] = None,
+    system: Annotated[str | None, typer.Option(help="The system message.")] = None,
     compile: o.Compile = False,
     trust_remote_code: o.Trust = False,
 ) -> None:
-    """Talk with a model. Enter sends, Alt+Enter adds a line, /help lists commands, Ctrl-C ends an answer, Ctrl-D the
-    chat."""
+    """Chat with a model.
+
+    Enter sends, Alt+Enter adds a line, /help lists commands, Ctrl-C stops an answer, Ctrl-D quits.
+    """
     typed = sys.stdin.isatty()
-    words = o.drafter_options(option, drafter_path, head)
+    pairs = o.drafter_options(option, drafter_path, head)
     loading = Loading(
-        lambda: open_llm(model, drafter, words, dtype, device, trust_remote_code, compile, shown=not typed)
+        lambda: open_llm(model, drafter, pairs, dtype, device, trust_remote_code, compile, shown=not typed)
     )
     options = {
         "max_new_tokens": max_new_tokens,
@@ -63,49 +65,49 @@ def chat(
     code = 0
     try:
         if model is None:
-            ensure_embedded()  # fetched but once; its progress bar needs the screen, so no prompt yet
+            ensure_embedded()  # before the prompt: its progress bar needs the screen
         lines = typed_lines(loading) if typed else plain_lines(loading)
-        talk(Conversation(loading.result, system, options, lines), lines)
+        run_chat(Conversation(loading.result, system, options, lines), lines)
     except ModelError as error:
         err.print(f"[red]error:[/red] {escape(' '.join(str(error).split()))}")
         code = 1
     except KeyboardInterrupt:
         code = 130
-    loading.leave(code)
+    loading.exit_if_loading(code)
     raise typer.Exit(code)
 
 
 def typed_lines(loading: Loading) -> TypedLines:
-    hints = {usage.split()[0]: does for usage, does in COMMANDS.items()}
+    hints = {usage.split()[0]: description for usage, description in COMMANDS.items()}
     err.print("[dim]Enter sends, Alt+Enter adds a line, Ctrl-D quits, /help lists commands.[/dim]")
     return TypedLines(hints, cache_folder() / "chat-history", loading.start)
 
 
 def plain_lines(loading: Loading) -> PlainLines:
-    loading.result()  # nobody waits for a prompt
+    loading.result()  # standard input is no terminal: there is no prompt to show meanwhile
     return PlainLines()
 
 
-def talk(conversation: Conversation, lines: PlainLines | TypedLines) -> None:
+def run_chat(conversation: Conversation, lines: PlainLines | TypedLines) -> None:
     for line in lines:
         try:
-            conversation.take(line)
+            conversation.handle(line)
         except Quit:
             return
         except LoadingError:
             raise
-        except SlipstreamError as error:  # a turn that can't be answered must not end the conversation
+        except SlipstreamError as error:  # one turn failed; the chat goes on
             err.print(f"[red]{escape(str(error))}[/red]")
-        except KeyboardInterrupt:  # while the model was awaited
+        except KeyboardInterrupt:  # while the model was loading
             err.print("[yellow](stopped)[/yellow]")
 
 
 class LoadingError(ModelError):
-    """The model that a chat waits for could not be loaded."""
+    """The model of a chat could not be loaded."""
 
 
 class Loading:
-    """A model, loaded in a thread of its own from the moment that somebody first wants it."""
+    """Loads a model in a thread of its own, which the first call of `start` or `result` begins."""
 
     def __init__(self, load: Callable[[], LLM]) -> None:
         self._load = load
@@ -114,20 +116,21 @@ class Loading:
     def start(self) -> Future[LLM]:
         if self._future is None:
             self._future = Future()
-            self._future.set_running_or_notify_cancel()  # a prompt that ends stops waiting, and must not cancel it
+            # A running future can't be cancelled: loading goes on when a prompt ends and stops waiting for it.
+            self._future.set_running_or_notify_cancel()
             threading.Thread(target=self._run, args=(self._future,), daemon=True).start()
         return self._future
 
     def result(self) -> LLM:
-        """Waits in bits: Python sees a Ctrl-C that came just before it began to wait only when that ends."""
+        """Wait for the model, 0.2 s at a time: a Ctrl-C just before a wait is handled only after that wait."""
         future = self.start()
         while not wait([future], timeout=0.2).done:
             pass
         return future.result()
 
-    def leave(self, code: int) -> None:
-        """End the process at once if the thread still works: Python's own way would stop the thread inside libraries
-        that crash then."""
+    def exit_if_loading(self, code: int) -> None:
+        """End the process at once if the model is still loading. An ordinary exit would stop the thread inside
+        libraries, which crash then."""
         if self._future is not None and not self._future.done():
             sys.stdout.flush()
             sys.stderr.flush()

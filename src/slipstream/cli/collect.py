@@ -1,4 +1,4 @@
-"""collect: the command that lets the target write what heads learn from."""
+"""collect: let the target answer prompts, as training data for heads."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from slipstream.user_files import check_writable
 def collect(
     prompts: Annotated[
         list[str],
-        typer.Option("--prompts", "-p", help="A file, folder or glob: JSON lines, JSON, parquet. Repeatable."),
+        typer.Option("--prompts", "-p", help="A file, folder or glob of JSON lines, JSON or parquet. Repeatable."),
     ],
-    out_file: Annotated[Path, typer.Option("--out", help="Append the answers here: JSON lines.")],
+    out_file: Annotated[Path, typer.Option("--out", help="The file to append the answers to, as JSON lines.")],
     model: o.Model = None,
     dtype: o.Dtype = None,
     device: o.Device = None,
@@ -27,15 +27,20 @@ def collect(
     temperature: o.Temperature = 0.0,
     top_p: o.TopP = 1.0,
     seed: Annotated[int, typer.Option(help="For sampled answers.")] = 0,
-    batch: Annotated[int, typer.Option("--batch", "-b", help="Answers written at a time.")] = 16,
-    limit: Annotated[int | None, typer.Option(help="Use the first so many prompts.")] = None,
-    rounds: Annotated[int | None, typer.Option(help="Turns of a conversation at most. Default: all.")] = None,
-    system: Annotated[str | None, typer.Option(help="A system message, where a prompt has none.")] = None,
-    compile: Annotated[bool, typer.Option("--compile", help="On a GPU: compile first, then run faster.")] = False,
+    batch: Annotated[int, typer.Option("--batch", "-b", help="How many answers to generate at a time.")] = 16,
+    limit: Annotated[int | None, typer.Option(help="Use only the first prompts, this many.")] = None,
+    rounds: Annotated[
+        int | None, typer.Option(help="Use at most this many turns of a conversation. Default: all.")
+    ] = None,
+    system: Annotated[str | None, typer.Option(help="The system message of prompts that have none.")] = None,
+    compile: Annotated[bool, typer.Option("--compile", help="On a GPU: compile first, to run faster.")] = False,
     ray: o.Ray = None,
     trust_remote_code: o.Trust = False,
 ) -> None:
-    """Let the target answer prompts, to train a head on. Interrupted, the same command goes on where it stopped."""
+    """Let a model answer prompts, as training data for a head.
+
+    If interrupted, run the same command again to go on.
+    """
     from slipstream.training.prompts import read_questions
 
     check_writable(out_file)
@@ -71,16 +76,16 @@ def collect(
         except KeyboardInterrupt:
             err.print(f"stopped: what was answered is in {out_file}; the same command goes on from here", markup=False)
             raise
-    said = f"{found.conversations:,} conversations, {found.tokens:,} tokens written"
+    summary = f"{found.conversations:,} conversations, {found.tokens:,} tokens written"
     for count, what in ((found.known, "were there already"), (found.too_long, "don't fit the model's context")):
-        said += f"; {count:,} {what}" if count else ""
-    out.print(f"{said}; in {out_file}", markup=False)
+        summary += f"; {count:,} {what}" if count else ""
+    out.print(f"{summary}; in {out_file}", markup=False)
 
 
 def _load(
     model: str | None, dtype: str | None, device: str | None, batch: int, compile: bool, trust_remote_code: bool
 ) -> Any:
-    """The target, in whichever process."""
+    """Load the target. At module level, so that it can be sent to Ray's workers."""
     from slipstream.llm import load
 
     return load(

@@ -1,4 +1,4 @@
-"""A conversation on the command line: questions, and the commands that begin with a slash."""
+"""A chat on the command line: questions, and commands that begin with a slash."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slipstream.cli.prompt import PlainLines, TypedLines
-from slipstream.cli.terminal import busy, err, say, tell_status
+from slipstream.cli.terminal import busy, err, print_status, print_stream
 from slipstream.errors import OptionError
 from slipstream.user_files import write_text
 
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 
 COMMANDS = {
     "/help": "list the commands",
-    "/clear": "begin anew; the system message stays",
+    "/clear": "start a new conversation; the system message stays",
     "/save FILE": "write the conversation to a file, as JSON messages",
-    "/system TEXT": "set the system message and begin anew",
+    "/system TEXT": "set the system message and start a new conversation",
     "/retry": "answer the last question again, with another seed",
-    "/stats": "show the numbers of the last answer, and of all since the beginning",
+    "/stats": "show statistics of the last answer and of all answers",
     "/quit": "end the chat",
 }
 NAMES = {usage.split()[0]: usage for usage in COMMANDS}
-KEYS = "Enter sends, Alt+Enter adds a line. Ctrl-C ends an answer or clears what is typed, Ctrl-D quits."
+KEYS = "Enter sends, Alt+Enter adds a line. Ctrl-C stops an answer or clears the line, Ctrl-D quits."
 
 
 class Quit(Exception):
@@ -34,32 +34,32 @@ class Quit(Exception):
 
 
 class Conversation:
-    """`llm` waits for the model; options are those of each answer; lines are where questions come from."""
+    """`llm` returns the model when it is loaded; `options` go to every answer; `lines` reads what the user types."""
 
     def __init__(
         self, llm: Callable[[], LLM], system: str | None, options: dict[str, Any], lines: PlainLines | TypedLines
     ) -> None:
         self._llm, self._system, self._options, self._lines = llm, system, options, lines
         self._chat: Chat | None = None
-        self._begin()
+        self._reset()
 
-    def take(self, line: str) -> None:
-        """Answer a question or carry out a command. After a space, a question may begin with a slash."""
+    def handle(self, line: str) -> None:
+        """Answer a question or carry out a command. A leading space lets a question begin with a slash."""
         if line.startswith("/"):
-            self._obey(line)
+            self._run_command(line)
         elif line.strip():
             self._retries = 0
-            # A terminal may send bytes that are no text, which no tokenizer takes.
+            # A terminal may send bytes that are not text; a tokenizer would refuse them.
             self._answer(line.strip().encode(errors="replace").decode())
 
-    def _begin(self) -> None:
+    def _reset(self) -> None:
         if self._chat is not None:
             self._chat.close()
             self._chat = None
         self._question: str | None = None
-        self._answered = False  # whether that question and its answer are the last two messages
+        self._answered = False  # whether the last two messages are that question and its answer
         self._retries = 0
-        self._all: list[Stats] = []
+        self._past_stats: list[Stats] = []
 
     @property
     def _messages(self) -> list[dict[str, str]]:
@@ -79,20 +79,20 @@ class Conversation:
             before = len(self._messages)
             try:
                 stream = self._chat.stream(question, **options)
-                say(stream)
+                print_stream(stream)
             finally:
                 self._answered = len(self._messages) > before
         if stream.stats:
-            self._all.append(stream.stats)
-            tell_status(stream.result, options["accept"])
+            self._past_stats.append(stream.stats)
+            print_status(stream.result, options["accept"])
 
-    def _obey(self, line: str) -> None:
+    def _run_command(self, line: str) -> None:
         name, *rest = line.split(maxsplit=1)
         if name not in NAMES:
-            raise OptionError(f"{name} is no command: /help lists them. To say it to the model, begin with a space")
-        usage, words = NAMES[name], [word.strip() for word in rest]
-        if bool(words) != (" " in usage):
-            raise OptionError(f"{name} takes nothing else" if words else f"say {usage}")
+            raise OptionError(f"{name} is no command: /help lists them. To send it to the model, put a space before it")
+        usage, arguments = NAMES[name], [word.strip() for word in rest]
+        if bool(arguments) != (" " in usage):
+            raise OptionError(f"{name} takes nothing else" if arguments else f"say {usage}")
         commands: dict[str, Callable[..., None]] = {
             "/help": self._help,
             "/clear": self._clear,
@@ -102,27 +102,31 @@ class Conversation:
             "/stats": self._show_stats,
             "/quit": self._quit,
         }
-        commands[name](*words)
+        commands[name](*arguments)
 
     def _help(self) -> None:
-        for usage, does in COMMANDS.items():
-            err.print(f"{usage:14}{does}", markup=False)
+        for usage, description in COMMANDS.items():
+            err.print(f"{usage:14}{description}", markup=False)
         err.print(KEYS)
 
     def _clear(self) -> None:
-        self._begin()
+        self._reset()
         err.print("the conversation begins anew")
 
     def _set_system(self, text: str) -> None:
         self._system = text
-        self._begin()
+        self._reset()
         err.print("the system message is set, and the conversation begins anew")
 
     def _save(self, name: str) -> None:
         text = json.dumps(self._messages, ensure_ascii=False, indent=1) + "\n"
         try:
             write_text(Path(name).expanduser(), text)
-        except (OptionError, ValueError, RuntimeError) as error:  # no file, a name of zero bytes, an unknown ~user
+        except (
+            OptionError,
+            ValueError,
+            RuntimeError,
+        ) as error:  # not writable, a name with a zero byte, an unknown ~user
             raise OptionError(f"/save {name}: nothing was written: {error}") from error
         err.print(f"wrote {name}", markup=False)
 
@@ -137,31 +141,33 @@ class Conversation:
         try:
             self._answer(self._question)
         finally:
-            if not self._answered and dropped:  # no new answer came: the old one stays
+            if not self._answered and dropped:  # there is no new answer: restore the old one
                 self._messages.extend(dropped)
                 self._answered = True
 
     def _show_stats(self) -> None:
-        if not self._all:
+        if not self._past_stats:
             raise OptionError("/stats: there is no answer yet")
-        err.print(f"{'':26}{'last answer':>12}{f'all {len(self._all)}':>12}")
-        for (what, last), total in zip(numbers(self._all[-1:]).items(), numbers(self._all).values(), strict=True):
+        err.print(f"{'':26}{'last answer':>12}{f'all {len(self._past_stats)}':>12}")
+        for (what, last), total in zip(
+            totals(self._past_stats[-1:]).items(), totals(self._past_stats).values(), strict=True
+        ):
             err.print(f"{what:26}{last:>12}{total:>12}", markup=False)
 
     def _quit(self) -> None:
         raise Quit
 
 
-def numbers(answers: list[Stats]) -> dict[str, str]:
-    """What answers took and gained together."""
+def totals(answers: list[Stats]) -> dict[str, str]:
+    """The totals of several answers, as printed by /stats."""
     tokens, steps = sum(s.new_tokens for s in answers), sum(s.steps for s in answers)
     seconds = sum(s.seconds for s in answers)
     return {
         "tokens": str(tokens),
         "seconds": f"{seconds:.2f}",
-        "until the first token": f"{sum(s.first_token_seconds for s in answers):.2f}",
+        "seconds to first token": f"{sum(s.first_token_seconds for s in answers):.2f}",
         "tokens/s": f"{tokens / seconds:.1f}" if seconds else "-",
-        "steps of the model": str(steps),
+        "forward passes": str(steps),
         "tokens/step": f"{tokens / steps:.2f}" if steps else "-",
-        "tokens that were drafted": str(sum(s.accepted for s in answers)),
+        "accepted drafted tokens": str(sum(s.accepted for s in answers)),
     }

@@ -1,4 +1,4 @@
-"""store embed: the target reads a store, so that it can be searched by meaning."""
+"""store embed: make vectors of a store with the target's hidden states, so that it can be searched by meaning."""
 
 from __future__ import annotations
 
@@ -25,28 +25,33 @@ def embed(
     model: o.Model = None,
     answers: Annotated[
         list[Path] | None,
-        typer.Option("--answers", help="Add what `slipstream collect` wrote first; makes the store. Repeatable."),
+        typer.Option(
+            "--answers",
+            help="First add this file of `slipstream collect` to the store, or make the store of it. Repeatable.",
+        ),
     ] = None,
     collection: Collection = "default",
-    dims: Annotated[int | None, typer.Option(help="Numbers of a vector, as 32, 64, 96 or 128. Default: 64.")] = None,
-    window: Annotated[int, typer.Option(help="Tokens that the model reads at a time.")] = 1024,
-    overlap: Annotated[int, typer.Option(help="Tokens that a window repeats of the one before.")] = 256,
-    sample: Annotated[int, typer.Option(help="Positions that the transform is fitted on.")] = 1_000_000,
-    batch_tokens: Annotated[int, typer.Option(help="Tokens of a forward.")] = 4096,
+    dims: Annotated[
+        int | None, typer.Option(help="Dimensions of a vector, such as 32, 64, 96 or 128. Default: 64.")
+    ] = None,
+    window: Annotated[int, typer.Option(help="Tokens that the model reads at a time: its context.")] = 1024,
+    overlap: Annotated[int, typer.Option(help="Tokens that a window shares with the one before it.")] = 256,
+    sample: Annotated[int, typer.Option(help="Positions that the dimension reduction is fitted on.")] = 1_000_000,
+    batch_tokens: Annotated[int, typer.Option(help="Tokens per forward pass.")] = 4096,
     workers: Annotated[
-        int | None, typer.Option(help="Processes that read. Default: one per GPU, or one with all cores.")
+        int | None, typer.Option(help="Worker processes. Default: one per GPU, or one with all cores.")
     ] = None,
     database: Annotated[
-        str | None, typer.Option(help="Then upload the vectors to a Qdrant database: an address, or a folder.")
+        str | None, typer.Option(help="Also upload the vectors to a Qdrant database: an address or a folder.")
     ] = None,
     ray: o.Ray = None,
     dtype: o.Dtype = None,
     device: o.Device = None,
     trust_remote_code: o.Trust = False,
 ) -> None:
-    """Make the vectors that `--drafter dresd` searches. Interrupted, the same command goes on where it stopped.
+    """Make the vectors that `--drafter dresd` searches. If interrupted, run the same command again to go on.
 
-    Use the model and the precision that will answer. Text that was added since is read by the next call.
+    Use the same model and precision as for generating. Run it again after text was added to the store.
     """
     from slipstream.datastores.dense.build import EmbedSettings
     from slipstream.datastores.dense.build import embed as read
@@ -66,7 +71,7 @@ def embed(
         _, _, fingerprint = load_encoder(model)
         store.expect(fingerprint)
         loads = [Load(model, dtype, place, trust_remote_code) for place in _devices(device, workers)]
-        with _bar() as progress:
+        with _progress_bar() as progress:
             try:
                 if ray is None:
                     done = read(store, loads, settings, progress)
@@ -86,7 +91,7 @@ def embed(
 
 @dataclass(frozen=True)
 class Load:
-    """Loads the model, in whichever process."""
+    """Loads the model. An object that can be sent to other processes."""
 
     model: str | None
     dtype: str | None
@@ -103,7 +108,7 @@ class Load:
 
 
 def _devices(device: str | None, workers: int | None) -> list[str | None]:
-    """One for each worker."""
+    """The device of each worker."""
     import torch
 
     gpus = torch.cuda.device_count() if device in (None, "cuda") else 0
@@ -124,27 +129,27 @@ def _add(folder: Path, answers: list[Path], collection: str, model: str | None) 
     with store:
         for path in answers:
             counts = add_answers(store, path, collection)
-            said = f"{counts.documents:,} answers, {counts.tokens:,} tokens" if counts.documents else "there already"
-            out.print(f"{path}: {said}", markup=False)
+            summary = f"{counts.documents:,} answers, {counts.tokens:,} tokens" if counts.documents else "there already"
+            out.print(f"{path}: {summary}", markup=False)
 
 
 def _upload(store: Store, collection: str, database: str) -> None:
     from slipstream.datastores.dense.nearest import Vectors
     from slipstream.datastores.dense.remote import upload
 
-    with _bar() as progress:
+    with _progress_bar() as progress:
         added, removed = upload(Vectors(store), collection, database, lambda n, of: progress("uploading", n, of))
     out.print(f"{added:,} documents added to {database}, {removed:,} removed", markup=False)
 
 
 @contextmanager
-def _bar() -> Iterator[Any]:
-    """Tells what is being done, the rate and the time left."""
+def _progress_bar() -> Iterator[Any]:
+    """A progress function that shows the stage, the rate and the time left."""
     with counting_bars(speed_estimate_period=120) as bars:
         tasks: dict[str, Any] = {}
 
         def progress(doing: str, done: int, of: int) -> None:
-            stage = doing if doing in ("linking", "uploading") else "embedding"  # the others share one count
+            stage = doing if doing in ("linking", "uploading") else "embedding"  # all other stages share one bar
             if stage not in tasks:
                 tasks[stage] = bars.add_task(stage)
             text = f"{doing}: {per_second(bars, tasks[stage], done):,.0f} positions/s"

@@ -1,4 +1,4 @@
-"""heads: look at trained heads, and register those that belong to a model."""
+"""heads: check trained heads, and register them for a model."""
 
 from __future__ import annotations
 
@@ -10,19 +10,21 @@ import typer
 from slipstream.cli import options as o
 from slipstream.cli.terminal import busy, ensure_embedded, out
 
-app = typer.Typer(help="Trained heads: what their files hold, and which model they draft for.", no_args_is_help=True)
+app = typer.Typer(help="Check trained heads, and register them for a model.", no_args_is_help=True)
 
 
 @app.command()
 def check(
-    folder: Annotated[str, typer.Argument(metavar="FOLDER", help="A head: a folder or a hub id.")],
+    folder: Annotated[str, typer.Argument(metavar="FOLDER", help="The head: a folder or a hub id.")],
     model: Annotated[
-        str | None, typer.Option("--model", "-m", help="Its target, a hub id or a folder: does the head fit it?")
+        str | None, typer.Option("--model", "-m", help="A target, a hub id or a folder: check that the head fits it.")
     ] = None,
     trust_remote_code: o.Trust = False,
 ) -> None:
-    """Tell what a head is, what it reads and what is odd about it. Nothing is run, and of a target only its config is
-    read."""
+    """Show what kind of head a folder holds, what it reads, and what is unusual about it.
+
+    Nothing is run. Of the target only the config is read.
+    """
     from slipstream.errors import DrafterError
     from slipstream.heads.check import check_head, short
     from slipstream.loading.models import blank_model
@@ -30,7 +32,7 @@ def check(
     with busy("reading the files"):
         target = None if model is None else blank_model(model, trust_remote_code)
         report = check_head(folder, target)
-    told = [
+    rows = [
         ("kind", report.kind),
         ("layout", report.layout),
         ("target", report.target or "its files name none"),
@@ -41,20 +43,20 @@ def check(
         *(("odd", line) for line in report.odd),
     ]
     if model is not None and report.misfit is None:
-        told.append(("fits", f"{model}: --drafter {report.kind} --drafter-path {folder}"))
-    for label, said in told:
-        out.print(f"{label:<12}{said}", markup=False)
+        rows.append(("fits", f"{model}: --drafter {report.kind} --drafter-path {folder}"))
+    for label, text in rows:
+        out.print(f"{label:<12}{text}", markup=False)
     if report.misfit is not None:
         raise DrafterError(report.misfit)
 
 
 @app.command()
 def add(
-    folder: Annotated[str, typer.Argument(metavar="FOLDER", help="A head's folder.")],
+    folder: Annotated[str, typer.Argument(metavar="FOLDER", help="The head's folder.")],
     model: o.Model = None,
     trust_remote_code: o.Trust = False,
 ) -> None:
-    """Register a head for a model, which is known again by its weights: from then on auto asks the head unnamed."""
+    """Register a head for a model: from then on `auto` uses it for this model, which is recognised by its weights."""
     from slipstream.heads import registry
     from slipstream.loading.models import load_model
 
@@ -68,7 +70,7 @@ def add(
 
 @app.command("list")
 def list_() -> None:
-    """Tell which heads are registered, and for which models."""
+    """List the registered heads and their models."""
     from slipstream.heads import registry
 
     for entry in registry.entries():
@@ -77,9 +79,11 @@ def list_() -> None:
 
 
 @app.command()
-def remove(folder: Annotated[str, typer.Argument(metavar="FOLDER", help="As `heads list` tells it.")]) -> None:
-    """Forget a head. Its files stay."""
+def remove(
+    folder: Annotated[str, typer.Argument(metavar="FOLDER", help="The folder, as `heads list` shows it.")],
+) -> None:
+    """Unregister a head. Its files stay."""
     from slipstream.heads import registry
 
     registry.remove(folder)
-    out.print(f"{folder} is not asked any more", markup=False)
+    out.print(f"{folder} is no longer registered", markup=False)

@@ -1,4 +1,4 @@
-"""drafters, models, prepare, demo: the commands that show what there is."""
+"""drafters, models, prepare, demo: commands that list what is there, compile, and demonstrate."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from slipstream.errors import OptionError
 
 
 def drafters() -> None:
-    """What can draft, and its options."""
+    """List the drafters and their options."""
     from slipstream import drafters as registry
     from slipstream.cli.listing import about
 
@@ -28,41 +28,44 @@ def drafters() -> None:
 
 
 def models(
-    names: Annotated[list[str] | None, typer.Argument(help="Which of them. Default: all.")] = None,
+    names: Annotated[list[str] | None, typer.Argument(help="Names of models. Default: all.")] = None,
     remove: Annotated[
-        bool, typer.Option("--remove", help="Delete them. They are converted again when needed.")
+        bool, typer.Option("--remove", help="Delete these models. They are converted again when needed.")
     ] = False,
 ) -> None:
-    """Converted models, the embedded one and GGUF files, and where they lie. The embedded one is fetched if need be."""
+    """List the converted models (the embedded one and GGUF files), their sizes and folders, or remove them.
+
+    The embedded model is fetched first if it is not there.
+    """
     from slipstream.loading import converted
 
     if not names and not remove:
         ensure_embedded()
-    kept = {name_of(folder): folder for folder in converted.listed()}
-    if unknown := set(names or []) - kept.keys():
-        has = ", ".join(kept) or "none"
+    folders = {name_of(folder): folder for folder in converted.listed()}
+    if unknown := set(names or []) - folders.keys():
+        has = ", ".join(folders) or "none"
         raise OptionError(f"no converted model is called {', '.join(sorted(unknown))}: there is {has}")
-    for name in names or kept:
-        size = converted.size_of(kept[name])
+    for name in names or folders:
+        size = converted.size_of(folders[name])
         if remove:
-            shutil.rmtree(kept[name])
-        out.print(f"{'removed ' if remove else ''}{name}  {size / 1e6:.0f} MB  {kept[name]}")
+            shutil.rmtree(folders[name])
+        out.print(f"{'removed ' if remove else ''}{name}  {size / 1e6:.0f} MB  {folders[name]}")
 
 
 def prepare() -> None:
-    """Compile ahead what searches and drafts, with the embedded model: once after an install, up to a minute."""
+    """Compile the search and draft code, with the embedded model: run it once after an install."""
     from slipstream.datastores.durable.store import Store
     from slipstream.llm import LLM
 
     llm = open_llm(None, "auto", None, None, None, False)
-    with busy("compiling"), TemporaryDirectory() as folder:
-        words = llm.generate("Count to ten in words.", max_new_tokens=16).tokens
+    with busy("compiling the search and draft code"), TemporaryDirectory() as folder:
+        tokens = llm.generate("Count to ten in words.", max_new_tokens=16).tokens
         with Store.create(f"{folder}/store", vocabulary=llm.target.vocabulary) as store:
-            store.append(words * 4)
+            store.append(tokens * 4)
             store.flush()
-            store.append(words)
-        LLM(llm.model, llm.tokenizer, "rest", store=f"{folder}/store").generate(words, max_new_tokens=4)
-    out.print("ready: what searches and drafts is compiled")
+            store.append(tokens)
+        LLM(llm.model, llm.tokenizer, "rest", store=f"{folder}/store").generate(tokens, max_new_tokens=4)
+    out.print("ready: the search and draft code is compiled")
 
 
 def name_of(folder: Path) -> str:
@@ -79,7 +82,7 @@ def demo(
     device: o.Device = None,
     max_new_tokens: o.MaxNew = 160,
 ) -> None:
-    """A race: the same prompt with and without speculation, side by side."""
+    """Answer a prompt with and without speculation, side by side, and compare the times."""
     from slipstream.demo import PROMPT, race
 
     o.at_least(1, max_new_tokens=max_new_tokens)

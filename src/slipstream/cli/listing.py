@@ -1,4 +1,4 @@
-"""What a drafter's source says about it: a sentence, and its options. To import it would load torch, so it is read."""
+"""A drafter's description and options, parsed from its source: importing a drafter would load torch."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ if TYPE_CHECKING:
 class Option(NamedTuple):
     name: str
     default: str
-    comment: str  # beside its field: the one place where an option is explained
+    comment: str  # the comment beside its field, which is the option's help text
 
 
 class Module(NamedTuple):
     name: str
     lines: list[str]
     classes: dict[str, ast.ClassDef]
-    imported: dict[str, tuple[str, str]]  # a name here: the module it comes from, and its name there
+    imported: dict[str, tuple[str, str]]  # name in this module: (module it is imported from, its name there)
 
 
 def about(name: str) -> tuple[str, list[Option]]:
-    """A drafter's sentence and options."""
+    """A drafter's description, the first line of its docstring, and its options."""
     if any(entry.name == name for entry in entry_points(group=drafters.GROUP)):
-        return _loaded(drafters.find(name))  # another package's: only itself knows where its source is
+        return _loaded(drafters.find(name))  # of another package: import it, as its source may be anywhere
     module = read(f"{drafters.__name__}.{name}")
     for kind in module.classes:
         family = list(lineage(module, kind))
@@ -45,7 +45,7 @@ def about(name: str) -> tuple[str, list[Option]]:
 
 
 def options(module: Module, name: str) -> list[Option]:
-    """The fields of a dataclass, those of its bases first."""
+    """The fields of a dataclass, those of its base classes first."""
     found: dict[str, Option] = {}
     for home, kind in reversed(list(lineage(module, name))):
         for node in kind.body:
@@ -55,7 +55,7 @@ def options(module: Module, name: str) -> list[Option]:
 
 
 def lineage(module: Module, name: str) -> Iterator[tuple[Module, ast.ClassDef]]:
-    """A class and its bases, as far as they are ours."""
+    """A class and those of its base classes that slipstream defines."""
     if name in module.imported:
         home, name = module.imported[name]
         module = read(home)
@@ -93,7 +93,7 @@ def _options_class(family: list[tuple[Module, ast.ClassDef]]) -> tuple[Module, s
 
 
 def _comment(lines: list[str], node: ast.AnnAssign) -> str:
-    """What stands after a field, or above it."""
+    """The comment after a field, or on the lines above it."""
     after = lines[(node.end_lineno or node.lineno) - 1][node.end_col_offset or 0 :].partition("#")[2]
     first = last = node.lineno - 1
     while lines[first - 1].lstrip().startswith("#"):

@@ -1,4 +1,4 @@
-"""Options that several commands share, and words on the command line as the types a drafter's options have."""
+"""Options that several commands share, and NAME=VALUE words converted to the types of a drafter's options."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Model = Annotated[
     typer.Option(
         "--model",
         "-m",
-        help="A hub id, a folder (a model's or an adapter's) or a .gguf file. Default: the embedded one.",
+        help="The model: a hub id, a folder (a model's or an adapter's) or a .gguf file. Default: the embedded one.",
     ),
 ]
 DrafterName = Annotated[str, typer.Option("--drafter", "-d", help="Who drafts: see `slipstream drafters`.")]
@@ -26,29 +26,36 @@ DrafterOption = Annotated[
 ]
 Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16, float16 or auto. Default: float32 on a CPU.")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, … Default: a GPU if there is one.")]
-MaxNew = Annotated[int, typer.Option("--max-new-tokens", "-n", help="The longest answer.")]
-Temperature = Annotated[float, typer.Option("--temperature", "-t", help="0 is greedy.")]
+MaxNew = Annotated[int, typer.Option("--max-new-tokens", "-n", help="The most tokens of an answer.")]
+Temperature = Annotated[float, typer.Option("--temperature", "-t", help="Sampling temperature; 0: greedy.")]
 TopK = Annotated[int, typer.Option(help="Sample among the k most probable tokens; 0: all.")]
-TopP = Annotated[float, typer.Option(help="Sample among the fewest tokens that together have this probability.")]
-MinP = Annotated[float, typer.Option(help="Leave out tokens below this share of the best one's probability.")]
+TopP = Annotated[float, typer.Option(help="Sample among the most probable tokens that together have this probability.")]
+MinP = Annotated[float, typer.Option(help="Leave out tokens with less than this share of the highest probability.")]
 RepetitionPenalty = Annotated[
     float | None,
-    typer.Option(help="Above 1: less of what prompt and answer hold already. Default: the model's own, mostly 1."),
+    typer.Option(help="Above 1: make tokens of prompt and answer less likely. Default: the model's own, mostly 1."),
 ]
-PresencePenalty = Annotated[float, typer.Option(help="Taken off the logit of every token that the answer holds.")]
-FrequencyPenalty = Annotated[float, typer.Option(help="The same, as often as the answer holds it.")]
-Seed = Annotated[int | None, typer.Option(help="The same seed gives the same text; under match, with any drafter.")]
+PresencePenalty = Annotated[
+    float, typer.Option(help="Subtract this from the logit of every token that the answer holds.")
+]
+FrequencyPenalty = Annotated[float, typer.Option(help="The same, once for each time that the answer holds the token.")]
+Seed = Annotated[
+    int | None, typer.Option(help="Seed of sampling. With --accept match it gives the same text with any drafter.")
+]
 MaxDraft = Annotated[
     int | None,
     typer.Option(
-        help="Drafted tokens to verify per step at most; 0: no speculation. Default: 16, on a GPU 31, predicted 63."
+        help="Verify at most this many drafted tokens per step; 0: no speculation. Default: 16, on a GPU 31, with "
+        "--prediction 63."
     ),
 ]
 Prediction = Annotated[
-    Path | None, typer.Option(help="A file with the answer that is expected, more or less, as when it is edited.")
+    Path | None, typer.Option(help="A file with roughly the expected answer, such as the text that is edited.")
 ]
-Drafters = Annotated[str | None, typer.Option(help="Whom auto may ask for this answer: names, separated by commas.")]
-Accept = Annotated[str, typer.Option(help="match and rejection are exact; typical and lenient are LOSSY.")]
+Drafters = Annotated[str | None, typer.Option(help="The drafters that auto may use: names, separated by commas.")]
+Accept = Annotated[
+    str, typer.Option(help="The accept rule. match and rejection are exact; typical and lenient are LOSSY.")
+]
 Compile = Annotated[bool, typer.Option("--compile", help="On a GPU: compile each shape of step first (seconds).")]
 DrafterPath = Annotated[
     str | None, typer.Option("--drafter-path", help="A trained head: a folder or a hub id. Default: the one shipped.")
@@ -59,50 +66,57 @@ Heads = Annotated[
 ]
 Ray = Annotated[
     str | None,
-    typer.Option("--ray", metavar="ADDRESS", help="Share the work by Ray: local, auto, or a cluster's address."),
+    typer.Option("--ray", metavar="ADDRESS", help="Share the work with Ray: local, auto, or a cluster's address."),
 ]
 Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")]
 
-# Sizes of heads, for train and tune
-Block = Annotated[int | None, typer.Option(help="Places of dflash's block (8), or tokens of a pass of falcon (2).")]
+# Sizes of heads, for `train` and `tune`
+Block = Annotated[int | None, typer.Option(help="dflash: positions of a block (8). falcon: tokens per pass (2).")]
 Bias = Annotated[
-    int | None, typer.Option(help="dflash: the rank of a bias by the token before, as DSpark has it: 256.")
+    int | None, typer.Option(help="dflash: the rank of a bias from the previous token, as in DSpark, such as 256.")
 ]
-Window = Annotated[int | None, typer.Option(help="spire: the latest tokens of the text that it sees (64); 0: all.")]
-Sinks = Annotated[int | None, typer.Option(help="spire: the first tokens of the text, which it sees too (1).")]
+Window = Annotated[
+    int | None, typer.Option(help="spire: how many of the latest tokens of the text it attends to (64); 0: all.")
+]
+Sinks = Annotated[
+    int | None, typer.Option(help="spire: how many of the first tokens of the text it attends to as well (1).")
+]
 Feedback = Annotated[
     bool | None,
-    typer.Option("--feedback/--no-feedback", help="spire: drafted tokens leave a mixture of all their streams."),
+    typer.Option(
+        "--feedback/--no-feedback",
+        help="spire: keys of drafted tokens are made of a mixture of all layers (feedback memory).",
+    ),
 ]
 Activations = Annotated[
     bool | None,
-    typer.Option("--activations/--no-activations", help="spire: it sees the target's states, or embeddings alone."),
+    typer.Option("--activations/--no-activations", help="spire: read the target's hidden states, or only embeddings."),
 ]
 Pruned = Annotated[
     bool | None,
-    typer.Option("--pruned/--no-pruned", help="spire: it begins with the target's last layers, or random ones."),
+    typer.Option("--pruned/--no-pruned", help="spire: start from the target's last layers, or from random layers."),
 ]
 Confidence = Annotated[
-    bool | None, typer.Option("--confidence", help="dflash: it also learns how often it is right, as DSpark does.")
+    bool | None, typer.Option("--confidence", help="dflash: also learn how probable its guesses are, as in DSpark.")
 ]
 
 
 def drafter_options(
     option: list[str] | None, drafter_path: str | None, heads: list[str] | None, learn: bool = False
 ) -> list[str]:
-    """NAME=VALUE words: those that were given as such, and those that have an option of their own."""
-    words = list(option or [])
+    """All options of the drafter as NAME=VALUE words: those of --option, and those that have a flag of their own."""
+    pairs = list(option or [])
     if drafter_path is not None:
-        words.append(f"drafter_path={drafter_path}")
+        pairs.append(f"drafter_path={drafter_path}")
     if heads:
-        words.append(f"heads={','.join(heads)}")
+        pairs.append(f"heads={','.join(heads)}")
     if learn:
-        words.append("learn=true")
-    return words
+        pairs.append("learn=true")
+    return pairs
 
 
 def parse_options(kind: type, given: list[str]) -> dict[str, Any]:
-    """NAME=VALUE words as the types that a drafter's options have."""
+    """Parse NAME=VALUE words into the types of a drafter's options."""
     known = {f.name: f for f in fields(kind)}
     options: dict[str, Any] = {}
     for word in given:
@@ -125,7 +139,7 @@ def parse_options(kind: type, given: list[str]) -> dict[str, Any]:
 
 
 def given_flags(ctx: typer.Context) -> dict[str, str]:
-    """The options that stand on the command line: how each is written there, by the name of its parameter."""
+    """The options given on the command line: parameter name → flag."""
     return {
         p.name: p.opts[0]
         for p in ctx.command.params
@@ -134,7 +148,7 @@ def given_flags(ctx: typer.Context) -> dict[str, str]:
 
 
 def at_least(least: int, **numbers: int | None) -> None:
-    """Refuse the first number below `least`, by the name of its option; None was not given."""
+    """Refuse a number below `least`, naming its option. None means that the option was not given."""
     for name, value in numbers.items():
         if value is not None and value < least:
             option = name.replace("_", "-")
@@ -142,7 +156,7 @@ def at_least(least: int, **numbers: int | None) -> None:
 
 
 def check_decoding(max_new_tokens: int, accept: str = "match", max_draft: int | None = None, **sampling: Any) -> None:
-    """Refuse what no answer can be asked for with, before a model is loaded."""
+    """Refuse decoding options that are out of range, before a model is loaded."""
     at_least(1, max_new_tokens=max_new_tokens)
     at_least(0, max_draft=max_draft)
     from slipstream.accept import make_rule
@@ -153,12 +167,12 @@ def check_decoding(max_new_tokens: int, accept: str = "match", max_draft: int | 
 
 
 def read_prompt(given: str) -> str:
-    """A prompt, or for - what standard input holds."""
+    """The prompt as given, or standard input for `-`."""
     try:
         if given == "-":
             sys.stdin.reconfigure(encoding="utf-8", errors="strict")  # type: ignore[union-attr]
             given = sys.stdin.read()
-        given.encode()  # an argument that is not UTF-8 arrives with characters that nothing can encode
+        given.encode()  # fails if the argument was not UTF-8: Python passes such bytes on as surrogates
     except (UnicodeDecodeError, UnicodeEncodeError) as error:
         raise PromptError(f"the prompt is not UTF-8 text ({error.reason}): convert it first, as with iconv") from error
     if not given:
@@ -174,7 +188,7 @@ def prediction_text(file: Path | None) -> str | None:
 
 
 def schema_text(given: str | None) -> str | None:
-    """A JSON schema as it was given, or what the file holds that was named."""
+    """A JSON schema: the argument itself, or the content of the file that it names."""
     if given and not given.lstrip().startswith(("{", "[")):
         try:
             return Path(given).read_text(encoding="utf-8")

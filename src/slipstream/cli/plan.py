@@ -1,4 +1,4 @@
-"""plan: the command that forecasts."""
+"""plan: forecast the speed-up of speculation for a model and a machine."""
 
 from __future__ import annotations
 
@@ -19,23 +19,30 @@ def plan(
     model: Annotated[
         str | None, typer.Argument(help="A hub id, a folder or a config.json. Default: the embedded one.")
     ] = None,
-    drafter: Annotated[str, typer.Option("--drafter", "-d", help="Whom to consider, separated by commas.")] = "",
-    batch: Annotated[int, typer.Option(help="Answers at a time.")] = 1,
-    context: Annotated[int, typer.Option(help="Tokens of a text.")] = 512,
-    device: Annotated[str, typer.Option(help="A chip: H200, H100, A100, …; here: measure this machine.")] = "here",
-    dtype: Annotated[str | None, typer.Option(help="Of weights and keys on a chip. Default: the chip's.")] = None,
+    drafter: Annotated[
+        str, typer.Option("--drafter", "-d", help="The drafters to consider, separated by commas.")
+    ] = "",
+    batch: Annotated[int, typer.Option(help="How many answers are generated at a time.")] = 1,
+    context: Annotated[int, typer.Option(help="Length of a text in tokens.")] = 512,
+    device: Annotated[
+        str, typer.Option(help="A chip, such as H200, H100 or A100; or here, to measure this machine.")
+    ] = "here",
+    dtype: Annotated[
+        str | None, typer.Option(help="Precision of weights and keys on a chip. Default: the chip's.")
+    ] = None,
     survival: Annotated[
-        list[Path] | None, typer.Option(help="A trace, or a folder that `bench --record` wrote. Repeatable.")
+        list[Path] | None,
+        typer.Option(help="Count acceptance in a trace, or in a folder of `bench --record`. Repeatable."),
     ] = None,
     alpha: Annotated[
-        str | None, typer.Option(metavar="0.6±0.1", help="A guess: the chance that a drafted token is accepted.")
+        str | None, typer.Option(metavar="0.6±0.1", help="Assume this chance that a drafted token is accepted.")
     ] = None,
-    draft_model: Annotated[str | None, typer.Option(help="For the drafter model.")] = None,
+    draft_model: Annotated[str | None, typer.Option(help="The draft model of the drafter model.")] = None,
     option: o.DrafterOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON line last.")] = False,
-    page: Annotated[Path | None, typer.Option(help="Write a page with charts here.")] = None,
+    page: Annotated[Path | None, typer.Option(help="Where to write a page with charts.")] = None,
 ) -> None:
-    """Forecast what speculation would give a model on a chip or on this machine, before anything is trained."""
+    """Forecast the speed-up of speculation for a model, on a named chip or this machine, before anything is trained."""
     from slipstream.plan.survival import parse_alpha
 
     o.at_least(1, batch=batch, context=context)
@@ -51,14 +58,14 @@ def plan(
 
         names = [name.strip() for name in drafter.split(",") if name.strip()]
         options = o.parse_options(find(names[0]).Options, option) if option and names else {}
-        asked = Asked(model, names, batch, context, device, dtype, survival or [], guessed, draft_model, options)
-        document = make(asked)
+        request = Asked(model, names, batch, context, device, dtype, survival or [], guessed, draft_model, options)
+        document = make(request)
     from slipstream.plan.words import advice, table
 
     wide = out if out.is_terminal else Console(width=140, highlight=False)
     wide.print(table(document))
-    for said in advice(document):
-        wide.print(said, markup=False, highlight=False)
+    for sentence in advice(document):
+        wide.print(sentence, markup=False, highlight=False)
     if page is not None:
         from slipstream.plan.page import write_page
 

@@ -1,4 +1,4 @@
-"""What a user types into a chat: a line editor on a terminal, plain lines elsewhere."""
+"""Input of a chat: a line editor on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class PlainLines:
 class TypedLines:
     """A prompt with editing, history, messages of several lines, and completion of commands.
 
-    It is on the screen at once: only then is `start` called, which begins to load a model and gives the same Future
-    each time. Should loading fail, the prompt raises its error.
+    The prompt is drawn first. Then `start` is called, which begins to load the model and returns the same Future each
+    time. If loading fails, the prompt raises its error.
     """
 
     def __init__(self, commands: dict[str, str], history: Path, start: Callable[[], Future[Any]]) -> None:
@@ -51,27 +51,27 @@ class TypedLines:
             "> ",
             multiline=True,
             prompt_continuation="  ",
-            rprompt=self._note,
+            rprompt=self._loading_note,
             completer=WordCompleter(list(commands), meta_dict=commands, sentence=True),
             history=_history(history),
             key_bindings=_keys(),
             enable_suspend=True,
             output=create_output(always_prefer_tty=True),
         )
-        self._above = StdoutProxy(raw=True)
+        self._stderr_proxy = StdoutProxy(raw=True)
 
     def __iter__(self) -> Iterator[str]:
         while True:
             try:
-                with redirect_stderr(self._above):  # warnings of a model that loads appear above the prompt
-                    line = self._session.prompt(pre_run=self._watch)
+                with redirect_stderr(self._stderr_proxy):  # warnings while the model loads are printed above the prompt
+                    line = self._session.prompt(pre_run=self._start_loading)
             except EOFError:
                 return
             yield line
 
     @contextmanager
     def answering(self) -> Iterator[None]:
-        """While an answer comes, what is typed or pasted waits for the next prompt: unseen, whole, and with its
+        """While an answer is generated, keep what is typed or pasted for the next prompt: unechoed, whole and with its
         newlines. Ctrl-C still interrupts."""
         keyboard, screen = sys.stdin.fileno(), self._session.output
         before = termios.tcgetattr(keyboard)
@@ -85,15 +85,15 @@ class TypedLines:
             screen.flush()
             termios.tcsetattr(keyboard, termios.TCSADRAIN, before)
 
-    def _note(self) -> str:
+    def _loading_note(self) -> str:
         return "" if self._ready or self._session.app.is_done else "loading the model …"
 
-    def _watch(self) -> None:
+    def _start_loading(self) -> None:
         if not self._ready:
             self._session.app.create_background_task(self._load())
 
     async def _load(self) -> None:
-        """A task of the prompt's: it first runs when the prompt has been drawn."""
+        """Load the model in a background task of the prompt, which starts once the prompt is drawn."""
         import asyncio
 
         app = self._session.app
@@ -117,7 +117,7 @@ def _keys() -> KeyBindings:
         if event.current_buffer.text.strip():  # an empty line does nothing
             event.current_buffer.validate_and_handle()
 
-    @keys.add("escape", "enter")  # Alt+Enter arrives as these two
+    @keys.add("escape", "enter")  # terminals send Alt+Enter as these two keys
     def add_line(event: Any) -> None:
         event.current_buffer.newline(copy_margin=False)
 
@@ -133,7 +133,7 @@ def _history(file: Path) -> History:
     from prompt_toolkit.history import FileHistory
 
     class KeptHistory(FileHistory):
-        """In a file for the user's eyes only. Where that can't be, the chat goes on without one."""
+        """History in a file that only its owner can read. If it can't be written, the chat works without history."""
 
         def load_history_strings(self) -> Any:
             with suppress(OSError):

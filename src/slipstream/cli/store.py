@@ -1,4 +1,4 @@
-"""store: build, grow, search and mend a datastore."""
+"""store: build, extend, search, check and repair a datastore."""
 
 from __future__ import annotations
 
@@ -19,20 +19,22 @@ if TYPE_CHECKING:
     from slipstream.datastores.durable.store import Store
     from slipstream.workers import Workers
 
-app = typer.Typer(help="Datastores: text to draft from, on the disk.", no_args_is_help=True)
+app = typer.Typer(help="Build, search and maintain datastores: text on disk to draft from.", no_args_is_help=True)
 
-Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="The store.")]
+Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="The store's folder.")]
 Sources = Annotated[
-    list[str] | None, typer.Argument(help="Files, folders, globs, URLs: text, code, JSON lines, parquet.")
+    list[str] | None, typer.Argument(help="Files, folders, globs or URLs of text, code, JSON lines or parquet.")
 ]
 Tokenizer = Annotated[
     str | None,
-    typer.Option("--model", "--tokenizer", "-m", help="Whose tokenizer: a hub id or a folder. Default: embedded."),
+    typer.Option("--model", "--tokenizer", "-m", help="The model whose tokenizer is used. Default: the embedded one."),
 ]
-Collection = Annotated[str, typer.Option("--collection", "-c", help="Whose text: collections never mix.")]
+Collection = Annotated[
+    str, typer.Option("--collection", "-c", help="The collection. Texts of different collections never mix.")
+]
 Field = Annotated[str | None, typer.Option(help="The field of JSON or parquet records that holds the text.")]
-Stdlib = Annotated[bool, typer.Option("--stdlib", help="Add Python's own standard library.")]
-Dedup = Annotated[bool, typer.Option("--dedup", help="Leave out documents that are in the collection already.")]
+Stdlib = Annotated[bool, typer.Option("--stdlib", help="Add the source of Python's standard library.")]
+Dedup = Annotated[bool, typer.Option("--dedup", help="Skip documents that are already in the collection.")]
 
 
 @app.command()
@@ -45,11 +47,11 @@ def build(
     dedup: Dedup = False,
     collection: Collection = "default",
     segment_tokens: Annotated[
-        int, typer.Option(help="Tokens of a segment at most: building takes 5 bytes of memory for each.")
+        int, typer.Option(help="Most tokens per segment. Building takes 5 bytes of memory for each.")
     ] = 1 << 27,
     ray: o.Ray = None,
 ) -> None:
-    """Make a store. Interrupted, the same command goes on where it stopped."""
+    """Build a store. If interrupted, run the same command again to go on."""
     from slipstream.datastores.durable.manifest import NAME
     from slipstream.datastores.durable.store import Store
     from slipstream.datastores.ingest.sources import find_sources
@@ -81,7 +83,7 @@ def add(
     dedup: Dedup = False,
     collection: Collection = "default",
 ) -> None:
-    """Add sources to a store. A source that is there already and has changed is replaced."""
+    """Add sources to a store. A source that has changed since it was added is replaced."""
     from slipstream.datastores.durable.store import Store
     from slipstream.datastores.ingest.sources import find_sources
 
@@ -95,22 +97,24 @@ def add(
 @app.command()
 def info(
     folder: Folder,
-    sources: Annotated[bool, typer.Option("--sources", help="List where the documents came from.")] = False,
+    sources: Annotated[bool, typer.Option("--sources", help="List the sources of the documents.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON line.")] = False,
 ) -> None:
-    """What is in a store."""
+    """Show what a store holds."""
     import json
 
     from slipstream.datastores.durable.store import Store
 
     with Store.open(folder) as store:
-        told = store.info()
+        summary = store.info()
         if sources:
-            told["sources"] = {c: {s.name: s.documents for s in store.sources(c).values()} for c in store.collections}
+            summary["sources"] = {
+                c: {s.name: s.documents for s in store.sources(c).values()} for c in store.collections
+            }
     if as_json:
-        print(json.dumps(told, ensure_ascii=False))
+        print(json.dumps(summary, ensure_ascii=False))
         return
-    print_nested(told)
+    print_nested(summary)
 
 
 def print_nested(values: dict[str, Any], indent: str = "") -> None:
@@ -127,13 +131,13 @@ def print_nested(values: dict[str, Any], indent: str = "") -> None:
 @app.command()
 def search(
     folder: Folder,
-    text: Annotated[str, typer.Argument(help="The end of a text: what followed it in the store?")],
+    text: Annotated[str, typer.Argument(help="The end of a text, to be found in the store.")],
     model: Tokenizer = None,
     collection: Collection = "default",
-    nodes: Annotated[int, typer.Option(help="Of the tree that is shown.")] = 24,
-    length: Annotated[int, typer.Option(help="Tokens of a continuation.")] = 10,
+    nodes: Annotated[int, typer.Option(help="Most nodes of the tree that is shown.")] = 24,
+    length: Annotated[int, typer.Option(help="Most tokens of a continuation.")] = 10,
 ) -> None:
-    """Matches of the end of a text, and what followed them, as a tree."""
+    """Find matches of the end of a text, and show what followed them as a tree."""
     import numpy as np
     from rich.tree import Tree
 
@@ -141,7 +145,7 @@ def search(
     from slipstream.datastores.sparse.search import SearchShape
 
     with Store.open(folder) as store:
-        encoder = own_encoder(store, model or store.manifest.notes.get("model"))
+        encoder = store_encoder(store, model or store.manifest.notes.get("model"))
         tokens = encoder.encode([text])[0]
         if not len(tokens):
             raise OptionError("the text is empty: give at least a word")
@@ -154,7 +158,7 @@ def search(
     for n, count in zip(found.lengths, found.counts, strict=True):
         out.print(f"{count:>9,} × {n} tokens  [dim]{words(tokens[-n:])}[/dim]")
     if not len(found.lengths):
-        out.print("nothing in the store ends like this text")
+        out.print("the end of this text is not in the store")
         return
     tree = found.tree
     shown = [Tree(f"[bold]{words(tree.tokens[:1])}[/bold]")]
@@ -166,7 +170,7 @@ def search(
 
 @app.command()
 def remove(folder: Folder, source: str, collection: Collection = "default") -> None:
-    """Forget every document of a source: see `store info --sources`."""
+    """Remove every document of a source. `store info --sources` lists the sources."""
     from slipstream.datastores.durable.store import Store
 
     with Store.open(folder, write=True) as store:
@@ -178,7 +182,7 @@ def remove(folder: Folder, source: str, collection: Collection = "default") -> N
 
 @app.command()
 def compact(folder: Folder) -> None:
-    """As few segments as can be, without what was removed."""
+    """Merge segments, and free the space of removed documents."""
     from slipstream.datastores.durable.store import Store
 
     with Store.open(folder, write=True) as store, busy("compacting"):
@@ -190,10 +194,12 @@ def compact(folder: Folder) -> None:
 @app.command()
 def follow(
     source: Annotated[str, typer.Argument(help="The store to follow: a folder or a URL.")],
-    target: Annotated[str, typer.Argument(help="The one that follows: a folder; or a URL, for others to follow.")],
-    every: Annotated[float | None, typer.Option(help="Go on, and look again after so many seconds.")] = None,
+    target: Annotated[str, typer.Argument(help="The copy: a folder, or a URL for others to follow.")],
+    every: Annotated[
+        float | None, typer.Option(help="Keep running, and check for changes every so many seconds.")
+    ] = None,
 ) -> None:
-    """Bring a store to the state of another: fetch its new segments, check them, and switch in one moment."""
+    """Make one store a copy of another: fetch its new segments, check them, then switch to them all at once."""
     from time import sleep
 
     from slipstream.datastores.durable.follow import follow as fetch
@@ -217,31 +223,31 @@ def follow(
 
 @app.command()
 def verify(folder: Folder) -> None:
-    """Read all of a store and check it: every checksum, and the order of every segment."""
+    """Check a whole store: every checksum, and the order of every segment."""
     from slipstream.datastores.durable.store import Store
 
-    with Store.open(folder) as store, busy("reading everything"):
+    with Store.open(folder) as store, busy("checking the store"):
         problems = store.verify()
-        told = store.info()
+        summary = store.info()
     for problem in problems:
         err.print(f"[red]{escape(problem)}[/red]")
     if problems:
         raise typer.Exit(1)
-    out.print(f"sound: {told['documents']:,} documents, {told['tokens']:,} tokens")
+    out.print(f"sound: {summary['documents']:,} documents, {summary['tokens']:,} tokens")
 
 
 @app.command()
 def repair(folder: Folder) -> None:
-    """Keep whatever is whole of a damaged store. What is not is set aside, in FOLDER/damaged."""
-    from slipstream.datastores.durable.repair import repair as mend
+    """Repair a damaged store: keep every document that is intact, and move damaged files to FOLDER/damaged."""
+    from slipstream.datastores.durable.repair import repair as repair_store
 
-    report = mend(folder)
+    report = repair_store(folder)
     for sentence in report.sentences:
         out.print(escape(sentence))
 
 
 def load_encoder(model: str | None) -> tuple[Any, int, str]:
-    """The encoder for a model's tokenizer, how many ids it has, and its fingerprint."""
+    """The encoder for a model's tokenizer, the size of its vocabulary, and its fingerprint."""
     if model is None:
         ensure_embedded()
     with busy("loading the tokenizer"):
@@ -252,9 +258,9 @@ def load_encoder(model: str | None) -> tuple[Any, int, str]:
         return Encoder(tokenizer), vocabulary, tokenizer_fingerprint(tokenizer)
 
 
-def own_encoder(store: Store, model: str | None) -> Any:
-    """The encoder that a store was made with: from the tokenizer's file alone, if that gives the same ids, since
-    transformers takes seconds to load."""
+def store_encoder(store: Store, model: str | None) -> Any:
+    """The encoder that a store was made with. It is made from the tokenizer's file alone if that gives the same ids,
+    since importing transformers takes seconds."""
     from slipstream.datastores.ingest.encoding import Encoder, FileTokenizer, tokenizer_fingerprint
     from slipstream.loading import embedded
 
@@ -271,7 +277,7 @@ def own_encoder(store: Store, model: str | None) -> Any:
 def fill(
     store: Store, found: Any, encoder: Any, collection: str, field: str | None, dedup: bool, ray: str | None = None
 ) -> None:
-    """Read sources into a store, with a bar that tells rate and time left."""
+    """Read sources into a store, with a bar that shows the rate and the time left."""
     from slipstream.datastores.ingest.ingest import ingest
     from slipstream.datastores.ingest.sharded import ingest_sharded
 
@@ -292,14 +298,14 @@ def fill(
         except KeyboardInterrupt:
             err.print("stopped: what was read is in the store; the same command goes on from here")
             raise
-    said = f"{counts.sources} sources, {counts.documents:,} documents, {counts.tokens:,} tokens"
+    summary = f"{counts.sources} sources, {counts.documents:,} documents, {counts.tokens:,} tokens"
     for count, what in (
         (counts.duplicates, "duplicates left out"),
         (counts.known, "sources were there already"),
         (counts.replaced, "had changed and were replaced"),
     ):
-        said += f"; {count} {what}" if count else ""
-    out.print(said)
+        summary += f"; {count} {what}" if count else ""
+    out.print(summary)
 
 
 @contextmanager
@@ -307,7 +313,7 @@ def cluster(address: str, load: Callable[[], Any], gpus: float = 0) -> Iterator[
     """Ray's workers, until the block ends."""
     from slipstream.cluster import RayWorkers
 
-    with busy("reaching the cluster"):
+    with busy("connecting to the cluster"):
         workers = RayWorkers(address, load, gpus)
     try:
         yield workers
@@ -316,5 +322,5 @@ def cluster(address: str, load: Callable[[], Any], gpus: float = 0) -> Iterator[
 
 
 def returned(value: Any) -> Any:
-    """For workers that are sent what they need."""
+    """The value itself. A worker's load function, for workers that are sent what they need."""
     return value

@@ -1,4 +1,4 @@
-"""What commands show while they work: the two consoles, progress, streamed text, the status line."""
+"""Output of the commands: the two consoles, progress bars, streamed text, the status line. Loads the model too."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from slipstream.llm import LLM
     from slipstream.stats import Stats
 
-PREPARED = "prepared"  # in the cache folder, once something was compiled
+PREPARED = "prepared"  # a file in the cache folder: the drafting code has been compiled
 
 out = Console(highlight=False, soft_wrap=True)
 err = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -37,8 +37,8 @@ def open_llm(
     shown: bool = True,
     max_batch: int = 16,
 ) -> LLM:
-    """The model and drafter that the options name; a misspelt one is refused before anything is loaded. shown: whether
-    the screen is free to tell that it takes a while."""
+    """Load the model and drafter that the options name. Misspelt names are refused first. shown: whether the screen is
+    free for a progress message."""
     from slipstream import drafters as registry
 
     with busy("loading the model"):
@@ -46,7 +46,7 @@ def open_llm(
         check_place(dtype, device)
     if model is None:
         ensure_embedded()
-    with busy(loading()) if shown else nullcontext():
+    with busy(loading_message()) if shown else nullcontext():
         from slipstream.llm import load
 
         llm = load(
@@ -65,15 +65,15 @@ def open_llm(
     return llm
 
 
-def loading() -> str:
-    """What the user waits for."""
+def loading_message() -> str:
+    """The progress message while a model loads."""
     if (cache_folder() / PREPARED).exists():
         return "loading the model"
-    return "loading the model; what drafts is compiled, which takes up to a minute the first time"
+    return "loading the model and compiling the draft code, which takes up to a minute the first time"
 
 
 def check_place(dtype: str | None, device: str | None) -> None:
-    """Refuse a precision or a device that is not there, before a model is fetched and read."""
+    """Refuse an unknown precision or a missing device, before a model is fetched and read."""
     from slipstream.loading.models import to_device, to_dtype
 
     to_device(device)
@@ -81,7 +81,7 @@ def check_place(dtype: str | None, device: str | None) -> None:
 
 
 def ensure_embedded() -> None:
-    """Fetch and convert the embedded model with a progress bar, if it isn't there yet."""
+    """Fetch and convert the embedded model, with a progress bar, if that has not been done."""
     from slipstream.loading import embedded
 
     if embedded.is_ready():
@@ -97,16 +97,16 @@ def ensure_embedded() -> None:
 
         def progress(stage: str, share: float) -> None:
             if stage not in tasks:
-                # Conversion tells no share of its own: its bar pulses until it is done.
+                # Conversion reports no progress: its bar pulses until it is done.
                 tasks[stage] = bars.add_task(labels[stage], total=1.0 if stage == "fetch" else None)
             bars.update(tasks[stage], completed=share, total=1.0 if stage == "fetch" or share == 1 else None)
 
         embedded.ensure(progress)
 
 
-def say(stream: Any) -> None:
-    """Print pieces as they come. Ctrl-C ends the generation after the step under way, a second one at once; what was
-    said stays."""
+def print_stream(stream: Any) -> None:
+    """Print pieces of text as they are generated. Ctrl-C stops the generation after the current step, a second Ctrl-C
+    at once. What was printed stays."""
     stopped = False
 
     def stop(*_: Any) -> None:
@@ -130,7 +130,7 @@ def say(stream: Any) -> None:
 
 
 def status(stats: Stats, accept: str, finish: str | None = None) -> str:
-    """One line: what was written, how fast, by whom; and finish, why it ended (stop, length, cancelled)."""
+    """The status line: tokens, speed, drafter, exactness, and why the answer ended (stop, length, cancelled)."""
     from slipstream.accept import RULES
 
     exact = "exact" if stats.exact else "same rule, rounding may differ"
@@ -142,12 +142,12 @@ def status(stats: Stats, accept: str, finish: str | None = None) -> str:
     )
 
 
-def tell_status(result: Result, accept: str) -> None:
+def print_status(result: Result, accept: str) -> None:
     err.print(f"[dim]{status(result.stats, accept, result.finish_reason)}[/dim]")
 
 
 def counting_bars(shown: bool = True, counts: bool = True, **options: Any) -> Progress:
-    """Bars with time taken and time left, and with counts; a line for every tenth where there is no terminal."""
+    """Bars with counts, time taken and time left. Without a terminal: a line for every tenth."""
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
@@ -173,8 +173,8 @@ def counting_bars(shown: bool = True, counts: bool = True, **options: Any) -> Pr
             before = tenths(task.completed, task.total)
             super().update(task_id, **changes)
             if (now := tenths(task.completed, task.total)) > before:
-                told = f"{task.completed:,.0f} of {task.total:,.0f}"
-                err.print(f"{task.description}: {now}0% ({told})", markup=False)
+                count = f"{task.completed:,.0f} of {task.total:,.0f}"
+                err.print(f"{task.description}: {now}0% ({count})", markup=False)
 
     return Lines(*columns, console=err, disable=True, **options)
 
@@ -184,13 +184,13 @@ def tenths(done: float, of: float | None) -> int:
 
 
 def per_second(bars: Progress, task: Any, count: float) -> float:
-    """How many since the task's bar began."""
+    """The average rate since the task's bar began."""
     return count / max(bars.tasks[task].elapsed or 0, 1e-9)
 
 
 @contextmanager
 def progress_bars() -> Iterator[Any]:
-    """A function that is told stage, done and of how many: each stage gets a bar."""
+    """A progress function of (stage, done, total): each stage gets a bar."""
     with counting_bars() as bars:
         tasks: dict[str, Any] = {}
 
@@ -204,7 +204,7 @@ def progress_bars() -> Iterator[Any]:
 
 @contextmanager
 def busy(what: str) -> Iterator[None]:
-    """Say on a terminal what the user waits for."""
+    """Show on a terminal what the command is doing."""
     if err.is_terminal:
         with err.status(what + " …"):
             yield

@@ -1,4 +1,4 @@
-"""train: the command that makes heads, and draft models."""
+"""train: train a head, or distil a draft model."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from slipstream.training.train import Trained
 
 
-# Options that belong to heads alone, and to draft models alone.
-OF_HEADS = (
+# Options that only heads have, and options that only draft models have.
+HEAD_OPTIONS = (
     *("heads", "inner_dim", "draft_vocab", "tied", "start", "no_rnn", "hass", "labels", "depths", "decay"),
     *("block", "bias", "confidence", "window", "sinks", "feedback", "activations", "pruned"),
 )
-OF_MODELS = ("draft", "cut", "divergence", "beta", "on_policy", "force")
-PANEL = "Of `train model` alone"
+DRAFT_MODEL_OPTIONS = ("draft", "cut", "divergence", "beta", "on_policy", "force")
+PANEL = "Only for `train model`"
 
 
 def train(
@@ -38,25 +38,25 @@ def train(
         str,
         typer.Argument(
             metavar="HEAD",
-            help="medusa, redrafter, mlp, eagle, eagle3, falcon, dflash or spire; or model: a draft model.",
+            help="medusa, redrafter, mlp, eagle, eagle3, falcon, dflash or spire; or model, to distil a draft model.",
         ),
     ],
-    data: Annotated[list[Path], typer.Option("--data", help="What `slipstream collect` wrote. Repeatable.")],
+    data: Annotated[list[Path], typer.Option("--data", help="A file that `slipstream collect` wrote. Repeatable.")],
     out_folder: Annotated[Path, typer.Option("--out", help="The folder of the new head.")],
     model: o.Model = None,
-    dtype: Annotated[str | None, typer.Option(help="Of the target. Default: float32 on a CPU, else bfloat16.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="Precision of the target. Default: float32 on a CPU, else bfloat16.")
+    ] = None,
     device: o.Device = None,
-    minutes: Annotated[float | None, typer.Option(help="Train this long. Default: 10.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Train this many steps.")] = None,
-    epochs: Annotated[int | None, typer.Option(help="Read the data this often.")] = None,
-    heads: Annotated[int | None, typer.Option(help="Tokens that medusa or mlp guess.")] = None,
+    minutes: Annotated[float | None, typer.Option(help="Train for this many minutes. Default: 10.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Train for this many steps.")] = None,
+    epochs: Annotated[int | None, typer.Option(help="Train for this many passes over the data.")] = None,
+    heads: Annotated[int | None, typer.Option(help="medusa, mlp: how many tokens to guess.")] = None,
     layers: Annotated[
         int | None,
-        typer.Option(
-            help="Residual blocks of medusa or redrafter, layers of dflash or spire; of a cut draft its layers."
-        ),
+        typer.Option(help="medusa, redrafter: residual blocks. dflash, spire, or a draft model that is cut: layers."),
     ] = None,
-    inner_dim: Annotated[int | None, typer.Option(help="The width inside a head; not of medusa.")] = None,
+    inner_dim: Annotated[int | None, typer.Option(help="The inner width of a head; not for medusa.")] = None,
     block: o.Block = None,
     bias: o.Bias = None,
     confidence: o.Confidence = None,
@@ -68,75 +68,87 @@ def train(
     draft_vocab: Annotated[
         int | None,
         typer.Option(
-            help="Tokens that eagle3 and dflash can guess (8192), spire (all), and redrafter where it doesn't draw "
+            help="Size of the draft vocabulary: eagle3 and dflash (8192), spire (all), redrafter if it does not sample "
             "(12288)."
         ),
     ] = None,
     tied: Annotated[
         bool | None,
-        typer.Option("--tied/--untied", help="Output matrices: medusa, eagle3, dflash, spire the target's; mlp one."),
+        typer.Option(
+            "--tied/--untied",
+            help="Share output matrices: medusa, eagle3, dflash, spire with the target; mlp one for all.",
+        ),
     ] = None,
     start: Annotated[
         str | None,
         typer.Option(
-            help="Begin with this head, a folder or a hub id. A redrafter may get more --layers, another --draft-vocab."
+            help="Start from this head, a folder or a hub id. redrafter: may add --layers or change --draft-vocab."
         ),
     ] = None,
-    no_rnn: Annotated[bool, typer.Option("--no-rnn", help="redrafter without its recurrence.")] = False,
-    hass: Annotated[bool, typer.Option("--hass", help="eagle, unrolled on its own features as HASS does.")] = False,
+    no_rnn: Annotated[bool, typer.Option("--no-rnn", help="redrafter: leave out the recurrence.")] = False,
+    hass: Annotated[bool, typer.Option("--hass", help="eagle: train on its own features, as in HASS.")] = False,
     labels: Annotated[
         str | None,
         typer.Option(
-            help="distill: the target's distribution; hard: the data's tokens; tv: to be accepted when drawn; overlap: "
-            "half of distill and half of that. Default: distill, of spire overlap."
+            help="Loss. distill: the target's distribution; hard: the data's tokens; tv: acceptance of sampled drafts; "
+            "overlap: half distill, half tv. Default: distill; spire: overlap."
         ),
     ] = None,
-    depths: Annotated[int | None, typer.Option(help="Tokens ahead that count. Default: as usual for the head.")] = None,
-    decay: Annotated[float, typer.Option(help="Each depth counts so much of the one before.")] = 0.8,
-    count_all: Annotated[
-        bool, typer.Option("--count-all", help="Learn the prompts too, not the answers alone.")
-    ] = False,
-    any_author: Annotated[bool, typer.Option("--any-author", help="Take texts that another model wrote.")] = False,
-    length: Annotated[int, typer.Option(help="Tokens of a text at most: the rest is cut off.")] = 1024,
-    batch_tokens: Annotated[int, typer.Option(help="Tokens of a batch, padding included.")] = 16384,
+    depths: Annotated[
+        int | None, typer.Option(help="How many tokens ahead to train on. Default: depends on the head.")
+    ] = None,
+    decay: Annotated[float, typer.Option(help="The weight of each depth relative to the one before.")] = 0.8,
+    count_all: Annotated[bool, typer.Option("--count-all", help="Train on prompts too, not only on answers.")] = False,
+    any_author: Annotated[bool, typer.Option("--any-author", help="Accept answers that another model wrote.")] = False,
+    length: Annotated[int, typer.Option(help="Most tokens per text; the rest is cut off.")] = 1024,
+    batch_tokens: Annotated[int, typer.Option(help="Tokens per batch, padding included.")] = 16384,
     accumulate: Annotated[int, typer.Option(help="Batches per step.")] = 1,
-    rate: Annotated[float | None, typer.Option(help="The learning rate at its peak. Default: the head's.")] = None,
-    warmup: Annotated[int, typer.Option(help="Steps until the peak.")] = 50,
-    clip: Annotated[float, typer.Option(help="The longest gradient.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="Of the first weights and of the order of the texts.")] = 0,
-    log_every: Annotated[int, typer.Option(help="Steps.")] = 20,
-    eval_every: Annotated[int, typer.Option(help="Steps.")] = 500,
+    rate: Annotated[float | None, typer.Option(help="The peak learning rate. Default: depends on the head.")] = None,
+    warmup: Annotated[int, typer.Option(help="Steps until the peak learning rate.")] = 50,
+    clip: Annotated[float, typer.Option(help="Clip the gradient to this norm.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Seed of the initial weights and of the order of texts.")] = 0,
+    log_every: Annotated[int, typer.Option(help="Steps between log lines.")] = 20,
+    eval_every: Annotated[int, typer.Option(help="Steps between evaluations.")] = 500,
     save_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 1000,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the folder's last checkpoint.")] = False,
-    share: Annotated[float, typer.Option(help="Of the time that steps take at most: it pauses in between.")] = 1.0,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the folder's last checkpoint.")] = False,
+    share: Annotated[
+        float, typer.Option(help="Work for at most this share of the time, and pause for the rest.")
+    ] = 1.0,
     draft: Annotated[
         str | None, typer.Option(help="The draft model: a folder or a hub id.", rich_help_panel=PANEL)
     ] = None,
     cut: Annotated[
         str | None,
-        typer.Option(help="Or --layers of the target: its first, its last, or even.", rich_help_panel=PANEL),
+        typer.Option(
+            help="Instead of --draft, cut out --layers of the target: first, last or even.", rich_help_panel=PANEL
+        ),
     ] = None,
     divergence: Annotated[
         str,
-        typer.Option(help="fkl, rkl, jsd or tvd: between target and draft.", rich_help_panel=PANEL),
+        typer.Option(
+            help="The divergence of target and draft to minimise: fkl, rkl, jsd or tvd.", rich_help_panel=PANEL
+        ),
     ] = "fkl",
     beta: Annotated[
         float | None,
-        typer.Option(help="Of jsd: near 0 like fkl, near 1 like rkl. Default: 0.5.", rich_help_panel=PANEL),
+        typer.Option(help="jsd: near 0 like fkl, near 1 like rkl. Default: 0.5.", rich_help_panel=PANEL),
     ] = None,
     on_policy: Annotated[
         float, typer.Option(help="The share of texts that the draft writes itself.", rich_help_panel=PANEL)
     ] = 0.0,
     force: Annotated[
-        bool, typer.Option("--force", help="Train it even if it can't pay.", rich_help_panel=PANEL)
+        bool,
+        typer.Option("--force", help="Train even if the draft model can't speed up the target.", rich_help_panel=PANEL),
     ] = False,
     trust_remote_code: o.Trust = False,
 ) -> None:
-    """Train a head to draft for a model, or distil a draft model. Interrupted, the same command with --resume goes on.
+    """Train a head for a model, or distil a draft model.
+
+    If interrupted, run the same command with --resume to go on.
 
     On several GPUs: accelerate launch -m slipstream train …
     """
-    refuse(ctx, head)
+    refuse_foreign_options(ctx, head)
     if minutes is None and steps is None and epochs is None:
         minutes = 10
     from slipstream.training.loop import TrainingPlan
@@ -162,7 +174,7 @@ def train(
         source = DraftSource(draft, cut, layers)
         texts = Distillation(divergence, beta, on_policy, length, count_all, any_author)
         own_plan = plan(rate=rate or RATE)
-        with opened(out_folder, model, dtype, device, trust_remote_code) as run:
+        with training_run(out_folder, model, dtype, device, trust_remote_code) as run:
             made = distill(
                 run.target,
                 run.tokenizer,
@@ -174,11 +186,11 @@ def train(
                 resume=resume,
                 force=force,
                 processes=run.processes,
-                tell=lambda said: err.print(said, markup=False),
+                tell=lambda text: err.print(text, markup=False),
                 watch=run.watch,
             )
         if run.processes.rank == 0:
-            tell_draft(made, out_folder)
+            print_draft_result(made, out_folder)
         return
     from slipstream.training.recipes import find, name_sizes
     from slipstream.training.train import Lesson
@@ -204,7 +216,7 @@ def train(
     sizes = name_sizes(head, {name: value for name, value in given.items() if value is not None})
     lesson = Lesson(head, hass, labels, depths, decay, length, count_all, any_author)
     own_plan = plan(rate=rate or recipe.rate)
-    with opened(out_folder, model, dtype, device, trust_remote_code) as run:
+    with training_run(out_folder, model, dtype, device, trust_remote_code) as run:
         done = learn(
             run.target,
             data,
@@ -218,12 +230,12 @@ def train(
             watch=run.watch,
         )
     if run.processes.rank == 0:
-        tell_head(done, head, out_folder)
+        print_head_result(done, head, out_folder)
 
 
-def refuse(ctx: typer.Context, kind: str) -> None:
-    """Options that were given and belong to another kind."""
-    others = OF_HEADS if kind == "model" else OF_MODELS
+def refuse_foreign_options(ctx: typer.Context, kind: str) -> None:
+    """Refuse options that do not apply to this kind."""
+    others = HEAD_OPTIONS if kind == "model" else DRAFT_MODEL_OPTIONS
     given = o.given_flags(ctx)
     if wrong := ["--" + name.replace("_", "-") for name in others if name in given]:
         whose = "trained heads" if kind == "model" else "`train model`"
@@ -240,13 +252,13 @@ class Run(NamedTuple):
 
 
 @contextmanager
-def opened(folder: Path, model: str | None, dtype: str | None, device: str | None, trust: bool) -> Iterator[Run]:
-    """The target is loaded, and a bar shows what happens. An interrupted run says how it goes on."""
+def training_run(folder: Path, model: str | None, dtype: str | None, device: str | None, trust: bool) -> Iterator[Run]:
+    """Load the target and show a progress bar. If the run is interrupted, print how to go on."""
     from slipstream.training import checkpoint
     from slipstream.training.processes import Processes
 
     processes = Processes(device)
-    if processes.rank == 0:  # it makes and removes folders: others would take them for the user's
+    if processes.rank == 0:  # the check makes and removes folders: others would take them for the user's
         check_folder(folder)
     if model is None and processes.rank == 0:
         ensure_embedded()
@@ -256,7 +268,7 @@ def opened(folder: Path, model: str | None, dtype: str | None, device: str | Non
 
         kind = dtype or ("float32" if processes.device.type == "cpu" else "bfloat16")
         target, tokenizer = load_model(model, dtype=kind, device=processes.device, trust_remote_code=trust)
-    with watching(processes) as watch:
+    with training_bar(processes) as watch:
         try:
             yield Run(target, tokenizer, processes, watch)
         except KeyboardInterrupt:
@@ -265,19 +277,19 @@ def opened(folder: Path, model: str | None, dtype: str | None, device: str | Non
             raise
 
 
-def tell_head(done: Trained, kind: str, folder: Path) -> None:
-    tell_size(done)
+def print_head_result(done: Trained, kind: str, folder: Path) -> None:
+    print_size(done)
     out.print(
-        f"right on held-out texts: {shares(done.accuracy)}; the head is in {folder}: "
+        f"right on held-out texts: {percentages(done.accuracy)}; the head is in {folder}: "
         f"use it with --drafter {kind} --drafter-path {folder}",
         markup=False,
     )
 
 
-def tell_draft(done: Distilled, folder: Path) -> None:
-    tell_size(done)
-    for name, said in (("accuracy", "greedily"), ("overlap", "sampled")):
-        out.print(f"accepted of a token, {said}: {done.before[name]:.1%} before, {done.after[name]:.1%} now")
+def print_draft_result(done: Distilled, folder: Path) -> None:
+    print_size(done)
+    for name, text in (("accuracy", "greedily"), ("overlap", "sampled")):
+        out.print(f"accepted of a token, {text}: {done.before[name]:.1%} before, {done.after[name]:.1%} now")
     if done.trials:
         (times, low, high), per_step = done.gain("plain"), done.tokens_per_step
         out.print(
@@ -291,35 +303,35 @@ def tell_draft(done: Distilled, folder: Path) -> None:
     )
 
 
-def tell_size(done: Trained | Distilled) -> None:
+def print_size(done: Trained | Distilled) -> None:
     out.print(f"{done.steps:,} steps in {done.seconds / 60:.1f} minutes, {done.parameters / 1e6:.1f}M parameters")
 
 
 @contextmanager
-def watching(processes: Any) -> Iterator[Any]:
-    """A bar that tells loss, rate, accuracies and time left. Ctrl-C ends the training between two steps."""
+def training_bar(processes: Any) -> Iterator[Any]:
+    """A bar with loss, rate, accuracies and time left. Ctrl-C ends the training between two steps."""
     stopped = False
 
     def stop(*_: Any) -> None:
         nonlocal stopped
-        if stopped:  # the second time it is meant at once
+        if stopped:  # a second Ctrl-C: stop at once
             raise KeyboardInterrupt
         stopped = True
 
-    # Several processes can't agree on the step they stop after: there, Ctrl-C ends them as they are.
+    # Several processes could not agree on the step to stop after: there, Ctrl-C stops them at once.
     before = signal.signal(signal.SIGINT, stop) if processes.count == 1 else None
     try:
         with counting_bars(processes.rank == 0) as bars:
             task = bars.add_task("training", total=None)
-            told: dict[str, Any] = {}
+            latest: dict[str, Any] = {}
 
             def watch(step: int, total: float, line: dict[str, Any]) -> None:
                 if line:
-                    told.update(line)
-                    said = f"loss {told.get('loss', 0):.3f}, {told.get('tokens_per_second', 0):,.0f} tokens/s"
-                    if "accuracy" in told:
-                        said += f", {shares(told['accuracy'])}"
-                    bars.update(task, description=said)
+                    latest.update(line)
+                    text = f"loss {latest.get('loss', 0):.3f}, {latest.get('tokens_per_second', 0):,.0f} tokens/s"
+                    if "accuracy" in latest:
+                        text += f", {percentages(latest['accuracy'])}"
+                    bars.update(task, description=text)
                 bars.update(task, completed=step, total=total or None)
                 if stopped:
                     raise KeyboardInterrupt
@@ -330,5 +342,5 @@ def watching(processes: Any) -> Iterator[Any]:
             signal.signal(signal.SIGINT, before)
 
 
-def shares(accuracy: list[float]) -> str:
+def percentages(accuracy: list[float]) -> str:
     return " ".join(f"t+{depth} {share:.1%}" for depth, share in enumerate(accuracy, 1))

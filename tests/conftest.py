@@ -6,6 +6,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 
+gc.disable()  # until all is imported and collected: it would go through what stays, again and again
+
 # Nothing heavy is imported here: the process that only hands out tests would wait for it before the others begin.
 
 REAL = {"smol", "shallow", "babble", "small", "forked", "browser", "forker"}
@@ -27,9 +29,10 @@ def pytest_ignore_collect(collection_path, config):
 
 
 def pytest_collection_finish():
-    """What imports made stays: the collector need not go through it again and again."""
+    """What imports made stays: the collector need not go through that later either."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

@@ -28,11 +28,13 @@ class Forker:
             self._process = subprocess.Popen(words, pass_fds=[theirs.fileno()])
         self._replies, self._running = self._socket.makefile("rb"), None
 
-    def start(self, *words, code=None, stdin="", folder=".", **environment):
-        """`slipstream WORDS`, or Python code with these arguments."""
+    def start(self, *words, code=None, stdin="", folder=".", terminal=None, **environment):
+        """`slipstream WORDS`, or Python code with these arguments. terminal: the program's end of a pseudo-terminal,
+        in place of pipes."""
         given = {
             "words": ["slipstream", *map(str, words)],
             "code": code,
+            "terminal": terminal is not None,
             "folder": str(Path(folder).absolute()),
             "environment": {**os.environ, **{name: str(value) for name, value in environment.items()}},
         }
@@ -45,7 +47,7 @@ class Forker:
             into.write(stdin)
             into.seek(0)
             request = json.dumps(given).encode() + b"\n"
-            files = [into.fileno(), writing, errors.fileno()]
+            files = [into.fileno(), writing, errors.fileno()] if terminal is None else [terminal] * 3
             socket.send_fds(self._socket, [request[:1]], files)
             self._socket.sendall(request[1:])
             pid = int(self._replies.readline())
@@ -82,6 +84,8 @@ class Started:
         return said.decode().partition("\n")[0]
 
     def wait(self):
+        if self.returncode is not None:
+            return self
         with self._out, self._err:
             self.stdout += self._out.read()
             self.returncode = int(self._replies.readline())
@@ -113,6 +117,8 @@ def serve(connection):
 
 
 def become(given):
+    if given["terminal"]:
+        os.login_tty(os.dup(0))  # Ctrl-C and hanging up reach this process
     os.chdir(given["folder"])
     os.environ.clear()
     os.environ.update(given["environment"])
@@ -151,7 +157,9 @@ def load():
 
 
 if __name__ == "__main__":
+    gc.disable()  # it would go through what stays, again and again
     load()
     gc.collect()
     gc.freeze()  # or each program's collector goes through all of it, and copies the pages
+    gc.enable()
     become(serve(socket.socket(fileno=int(sys.argv[1]))))

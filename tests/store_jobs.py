@@ -16,6 +16,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -117,6 +118,7 @@ SOURCES = 7
 SMALL = 1500  # tokens of a segment
 
 
+@cache  # tests compare with the same ones again and again
 def numbered(i):
     """Document i, unlike all others: its tokens, its source and its collection."""
     tokens = np.random.default_rng(i).integers(0, 60_000, 3 + i % 40)

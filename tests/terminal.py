@@ -8,6 +8,7 @@ import re
 import select
 import signal
 import struct
+import sys
 import termios
 import time
 from contextlib import suppress
@@ -20,15 +21,23 @@ CONTROL = re.compile(r"\x1b\[[0-9;?>=]*[A-Za-z]|\x1b[=>]|\x1b\][^\x07]*\x07|\r")
 
 
 class Terminal:
-    """Starts a command. `see` waits for a text that wasn't there before; one that never comes is a failure."""
+    """Starts `slipstream WORDS`, in a Python of its own or forked. `see` waits for a text that wasn't there before; one
+    that never comes is a failure."""
 
-    def __init__(self, command, **env):
+    def __init__(self, *words, forked=None, **env):
         # It answers no questions about the cursor, so none should be asked.
-        env = {**os.environ, "TERM": "xterm-256color", "PROMPT_TOOLKIT_NO_CPR": "1", **env}
-        self.pid, self._master = pty.fork()
+        env = {"TERM": "xterm-256color", "PROMPT_TOOLKIT_NO_CPR": "1", **env}
+        if forked:
+            self._master, theirs = pty.openpty()
+            program = forked.start(*words, terminal=theirs, **env)
+            os.close(theirs)
+            self.pid, self._wait = program.pid, lambda: program.wait().returncode
+        else:
+            self.pid, self._master = pty.fork()
+            self._wait = lambda: os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         if self.pid == 0:
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell in whose background tests run has it ignored
-            os.execvpe(command[0], command, env)
+            os.execve(sys.executable, [sys.executable, "-m", "slipstream", *words], {**os.environ, **env})
         fcntl.ioctl(self._master, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
         self._raw, self._seen = "", 0
         self._decode = codecs.getincrementaldecoder("utf-8")().decode  # a read may end inside a letter
@@ -39,7 +48,7 @@ class Terminal:
     def __exit__(self, *_):
         os.close(self._master)  # hangs up on a program that still runs
         with suppress(ChildProcessError):
-            os.waitpid(self.pid, 0)
+            self._wait()
 
     @property
     def shown(self):
@@ -67,7 +76,7 @@ class Terminal:
         """The exit code, once the program has ended."""
         while self._read(PATIENCE):
             pass
-        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self._wait()
 
     def _read(self, patience):
         if not select.select([self._master], [], [], patience)[0]:

@@ -18,7 +18,6 @@ from slipstream.cli.conversation import COMMANDS
 from slipstream.loading import embedded
 from terminal import Terminal
 
-CHAT = [sys.executable, "-m", "slipstream", "chat"]
 WORD = " apples"
 
 
@@ -59,12 +58,11 @@ def piped(monkeypatch, capsys, tmp_path):
     return chat
 
 
-@pytest.mark.slow
-def test_a_pasted_text_is_one_message_and_the_keys_do_what_they_should(tmp_path):
+def test_a_pasted_text_is_one_message_and_the_keys_do_what_they_should(tmp_path, forked):
     model, saved, cache = save_model(tmp_path / "model", endless=True), tmp_path / "saved.json", tmp_path / "cache"
     long = "x" * 5000 + "\n" + "y" * 5000
-    words = [*CHAT, "-m", str(model), "-d", "none", "-n", "1000000"]
-    with Terminal(words, SLIPSTREAM_CACHE=str(cache)) as screen:
+    words = ("chat", "-m", str(model), "-d", "none", "-n", "1000000")
+    with Terminal(*words, forked=forked, SLIPSTREAM_CACHE=str(cache)) as screen:
         screen.see(">")
         screen.type("/help\r")
         screen.see("write the conversation to a file")
@@ -114,9 +112,9 @@ def test_the_prompt_comes_before_heavy_imports_and_ends_when_loading_fails(tmp_p
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text(f"open({str(go)!r}).read()\nraise OSError('no\\ntorch')")
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    words = [*CHAT, "-m", "anything"]
+    words = ("chat", "-m", "anything")
     (tmp_path / "chat-history").write_text("\n# then\n+said\n+before\n")
-    with Terminal(words, SLIPSTREAM_CACHE=str(tmp_path), PYTHONPATH=path) as screen:
+    with Terminal(*words, SLIPSTREAM_CACHE=str(tmp_path), PYTHONPATH=path) as screen:
         screen.see("loading the model")
         screen.type("/stats\r")
         screen.see("there is no answer yet")
@@ -126,7 +124,7 @@ def test_the_prompt_comes_before_heavy_imports_and_ends_when_loading_fails(tmp_p
         go.write_text("")
         screen.see("error: the model can't be loaded: OSError: no torch\n")
         assert screen.ended() == 1
-    with Terminal(words, SLIPSTREAM_CACHE=str(tmp_path), PYTHONPATH=path) as screen:
+    with Terminal(*words, SLIPSTREAM_CACHE=str(tmp_path), PYTHONPATH=path) as screen:
         screen.see("loading the model")
         screen.type("a question\r")
         screen.see("⠋")  # it waits for the model

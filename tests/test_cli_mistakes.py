@@ -132,6 +132,7 @@ def test_a_hub_that_does_not_answer_is_asked_once():
     assert done.returncode == 2
     assert done.stderr.startswith("error: there is no folder or file 'no/such'")
     assert "Retrying" not in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 # ---- files

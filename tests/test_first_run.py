@@ -17,7 +17,7 @@ def test_the_first_answer_on_a_fresh_machine_is_drafted(tmp_path, smol):  # noqa
     fresh = {"NUMBA_CACHE_DIR": tmp_path / "numba", "SLIPSTREAM_CACHE": tmp_path / "cache"}
     hasty = {"NUMBA_OPT": "0"}  # compiling still takes many times what a step takes
     environment = {**os.environ, **hasty, **{name: str(path) for name, path in fresh.items()}}
-    words = [sys.executable, "-m", "slipstream", "demo"]
+    words = [sys.executable, "-m", "slipstream", "demo", "-n", "32"]
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     assert any((tmp_path / "numba").rglob("*.nbi"))  # it did compile

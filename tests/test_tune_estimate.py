@@ -1,6 +1,7 @@
 """The estimate: what fits into the minutes is known before they are spent, from costs, without a clock."""
 
 import pytest
+import torch
 
 from families import tiny_model
 from slipstream import LLM, OptionError
@@ -40,7 +41,7 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch, tmp_path):
-    """Answers and steps are real, what they take is not; there is no trial."""
+    """Answers are real, what they and steps take is not; nothing is learnt, which takes long, and there is no trial."""
     monkeypatch.setenv("SLIPSTREAM_CACHE", str(tmp_path / "cache"))
     passes, costs = Clock(), SLOW
     for place in (module, loop):
@@ -59,6 +60,7 @@ def clock(monkeypatch, tmp_path):
 
     monkeypatch.setattr(module, "collect", collected)
     monkeypatch.setattr(loop.Loop, "train_step", stepped)
+    monkeypatch.setattr(loop.Loop, "learn", lambda *_: torch.zeros(()))
     monkeypatch.setattr(module, "run_trial", lambda *_: None)
     return passes
 

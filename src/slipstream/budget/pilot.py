@@ -184,14 +184,24 @@ class Pilot:
 
     def sources(self, batch: int = 1) -> dict[str, Source]:
         """The sources for batches of about this size: the time and gain of a draft depend on it."""
-        found = self._by_batch.get(batch.bit_length())
+        size = batch.bit_length()
+        found = self._by_batch.get(size)
         if found is None:
-            found = self._by_batch[batch.bit_length()] = {}
+            smaller = self._by_batch.get(max((known for known in self._by_batch if known < size), default=0), {})
+            found = self._by_batch[size] = {}
             for i, name in enumerate(self.drafters):
                 for most in (*self.heads.get(name, ()), sys.maxsize):
                     way = name if most == sys.maxsize else f"{name}:{most}"
                     found[way] = Source(way, name, i, most, name in self.heads, returns=self.returns.get(name))
+                    if way in smaller and any(smaller[way].observations) and smaller[way].gain() <= 0:
+                        # Rows are dearer in a larger batch, so it hardly gains there: as if it was just tried.
+                        lost = TRIAL * smaller[way].drafting.seconds / self.costs.seconds(1, batch)
+                        found[way].due = [self.steps + self._wait(lost)] * LEVELS
         return found
+
+    def _wait(self, lost: float) -> int:
+        """Steps after which a source is tried again that lost the time of so many plain steps (`EXPLORING`)."""
+        return max(0, round(lost * len(self.sources()) / EXPLORING))
 
     # ---- before a step
 
@@ -234,7 +244,7 @@ class Pilot:
         # Without a return it is no investment, even if steps of a few rows were measured as faster than one of one row.
         if source.returns[source.beside] > 0 and rate * seconds[0] > 1:
             return True
-        source.realised, source.due[0] = 1.0, self.steps + round(TRIAL * len(self.sources()) / EXPLORING)
+        source.realised, source.due[0] = 1.0, self.steps + self._wait(TRIAL)
         return False
 
     def _best_head(self, heads: list[Source], unstarted: Container[str], step: float) -> list[Source]:
@@ -313,7 +323,7 @@ class Pilot:
                 source.realised += NEWEST * (delivered - source.realised)
                 deficit = max(0.0, source.deficit + lost)
                 lost, source.deficit = (deficit, 0.0) if deficit > TRIAL * step else (0.0, deficit)
-            source.due[source.level] = self.steps + max(0, round(lost / step * len(group) / EXPLORING))
+            source.due[source.level] = self.steps + self._wait(lost / step)
 
     # ---- from one process to the next
 
@@ -340,7 +350,7 @@ class Pilot:
                         mine[name].drafting = TypicalTime(TRIAL, seconds)
                         mine[name].gains, mine[name].observations = list(gains), list(observations)
                         if name in self.returns and mine[name].gain() <= 0:  # as if it was just tried
-                            mine[name].due[0] = self.steps + round(TRIAL * len(mine) / EXPLORING)
+                            mine[name].due[0] = self.steps + self._wait(TRIAL)
 
     def renew(self, name: str) -> None:
         """Forget what this drafter gained, so that it is tried again: it has new weights, or a new prediction."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Annotated
 
 import typer
@@ -13,6 +14,8 @@ from rich.markup import escape
 from slipstream.cli import options as o
 from slipstream.cli.terminal import busy, ensure_embedded, open_llm, out
 from slipstream.errors import OptionError
+
+LARGE_VOCABULARY = 1 << 17  # tokens of four bytes; the embedded model's have two
 
 
 def drafters() -> None:
@@ -64,8 +67,24 @@ def prepare() -> None:
             store.append(tokens * 4)
             store.flush()
             store.append(tokens)
-        LLM(llm.model, llm.tokenizer, "rest", store=f"{folder}/store").generate(tokens, max_new_tokens=4)
+        other = LLM(llm.model, llm.tokenizer, "rest", store=f"{folder}/store")
+        other.generate(tokens, max_new_tokens=4, temperature=1.0, seed=0)
+        search_as_with(LARGE_VOCABULARY, tokens)
     out.print("ready: the search and draft code is compiled")
+
+
+def search_as_with(vocabulary: int, tokens: list[int]) -> None:
+    """Draft as for a model with so large a vocabulary: the width of its tokens decides which code is compiled."""
+    from slipstream import drafters as registry
+    from slipstream.budget import Budget
+    from slipstream.drafters.base import Seen
+    from slipstream.request import Request
+
+    drafter = registry.make("suffix", SimpleNamespace(vocabulary=vocabulary), None)
+    session = drafter.begin(Request(tokens))
+    session.observe(Seen(tokens * 2, 0))
+    session.propose(tokens[0], Budget(8, 8))
+    session.close()
 
 
 def name_of(folder: Path) -> str:

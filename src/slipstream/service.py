@@ -29,12 +29,15 @@ import torch
 from slipstream.counts import Counts
 from slipstream.engine import WORTH, Engine
 from slipstream.errors import BusyError, CacheFullError, ModelError
-from slipstream.jobs import Job, Mailbox, Update
+from slipstream.jobs import Job, Mailbox, Update, Wakes
 from slipstream.request import Request
 from slipstream.sequence import Kept, Reading, Sequence, check_drafting, check_prompt
 
 log = logging.getLogger("slipstream")
 
+# Running answers are told of in the first step of each so many seconds. No reader notices; but a small model on a GPU
+# writes a token of each answer every millisecond or two, and telling of each by itself takes as long as writing it.
+PACE = 0.02
 LINGER = 5.0  # seconds without work after which its thread ends; the next request starts another
 KEPT = 4  # texts that stay read at most: each holds memory for its whole length,
 KEPT_IN_PAGES = 8  # or, in pages, for what no other has; few, since a head keeps room of its own for each
@@ -51,7 +54,7 @@ class Service:
         self._numbers = itertools.count()
         self._kept: list[tuple[str, Kept]] = []  # by collection, the latest used last
         self._mailboxes = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Mailbox]()
-        self._written: set[Mailbox] = set()  # those with something new
+        self._written: set[Wakes] = set()  # those with something new
         self._scarce = False  # somebody was put back: nobody begins before somebody ended
         self._changed = threading.Condition()
         self._counting = threading.Lock()
@@ -225,6 +228,7 @@ class Service:
 
     def _begin_answers(self) -> None:
         """Whose text is read, runs."""
+        begun = []
         for job in list(self.reading):
             reading = job.reading
             assert reading is not None
@@ -238,7 +242,8 @@ class Service:
                     self.counts.first_token.see(monotonic() - job.arrived)
                 job.sequence = reading.sequence
                 self.running.append(job)
-                self._tell([job])
+                begun.append(job)
+        self._tell(begun)
 
     def _read_fewer(self, error: CacheFullError) -> None:
         """There are too few pages: the youngest begins again later, if that helps."""
@@ -332,7 +337,8 @@ class Service:
                     sequence.error, sequence.finish = error, "failed"
 
     def _tell(self, jobs: list[Job]) -> None:
-        """Those that took a step: callers hear of it, and those that ended leave."""
+        """Those that took a step: callers hear of it, of beginnings and ends at once, and those that ended leave."""
+        now = monotonic() // PACE
         for job in jobs:
             sequence = job.sequence
             assert sequence is not None
@@ -341,7 +347,8 @@ class Service:
                     self.running.remove(job)
                     self.counts.add(sequence.stats)
                 self._retire(job, sequence)
-            elif job.streams:
+            elif job.streams and now > job.told:
+                job.told = now
                 self._deliver(job, job.new())
         self._wake()
 

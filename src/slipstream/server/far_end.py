@@ -54,11 +54,19 @@ class Outbox:
                 raise RuntimeError("the process that speaks HTTP is gone")
             self._changed.notify()
 
+    def close(self) -> None:
+        """The other end is closed."""
+        with self._changed:
+            self._gone = True
+            self._changed.notify()
+
     def _send_all(self) -> None:
         try:
             while True:
                 with self._changed:
-                    self._changed.wait_for(lambda: self._letters or self._updates)
+                    self._changed.wait_for(lambda: self._letters or self._updates or self._gone)
+                    if self._gone:
+                        return
                     letters, self._letters = self._letters, []
                     updates, self._updates = self._updates, {}
                 news = [self._write(address, update) for address, update in updates.items()]
@@ -103,6 +111,7 @@ class FarEnd:
         except OSError:
             pass  # as if it were closed
         finally:
+            self._outbox.close()
             self.gone.set()
             self.ready.set()  # nobody waits for what won't come
             for call in list(self._calls.values()):

@@ -107,9 +107,15 @@ def messages(link: socket.socket) -> Iterator[Any]:
 
 def one_message(link: socket.socket) -> Any:
     """The next one, and nothing that is behind it; None: the other end is closed."""
-    head = link.recv(HEAD, socket.MSG_WAITALL)
-    if len(head) < HEAD:
-        return None
-    size = int.from_bytes(head, "little")
-    body = link.recv(size, socket.MSG_WAITALL)
-    return pickle.loads(body) if len(body) == size else None
+    head = exactly(link, HEAD)
+    body = exactly(link, int.from_bytes(head, "little")) if head else None
+    return pickle.loads(body) if body else None
+
+
+def exactly(link: socket.socket, size: int) -> bytes | None:
+    found = bytearray()
+    while len(found) < size:
+        if not (piece := link.recv(min(size - len(found), 1 << 16))):
+            return None
+        found += piece
+    return bytes(found)

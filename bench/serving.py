@@ -7,7 +7,7 @@ beside   servers beside each other, NAME=URL…: OpenAI's client asks one prompt
 offline  the server against the same model object without one, by turns: `generate` on a list, the service in an event
          loop, HTTP streamed, and HTTP as a whole. Callers ask again as soon as they are answered, from a process of
          their own; as many answers are written at a time as there are callers. Told: tokens per second, as a share of
-         the list's with a 95% interval over repeats, and CPU time of the serving process per token. A run in which
+         the list's with a 95% interval over repeats, and CPU time of the model's process per token. A run in which
          steps were captured, as happens once for a process, is made again.
 editing  a file of about 2,000 tokens of code comes back with a class renamed, through /v1/chat/completions: plain (no
          drafts), without a prediction, with the file as the prediction, and with the plain answer as the prediction,

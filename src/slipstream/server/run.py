@@ -15,9 +15,12 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from slipstream.errors import OptionError, SlipstreamError
+
+if TYPE_CHECKING:  # torch is for whoever loads the model, while the other process starts
+    from slipstream.server.local import Local
 
 NEEDED = ("fastapi", "uvicorn", "prometheus_client", "pydantic")
 PATIENCE = 10  # seconds for a process that has nothing left to do
@@ -52,7 +55,7 @@ class Front:
             )
         self._stopping = False
 
-    def start(self, local: Any, key: str | None = None, grace: float = 0.0, log_requests: bool = False) -> None:
+    def start(self, local: Local, key: str | None = None, grace: float = 0.0, log_requests: bool = False) -> None:
         """Returns when it listens. key: what clients must know, if anything. grace: seconds for running answers to end
         in, when it is stopped."""
         from slipstream.server.far_end import FarEnd

@@ -6,10 +6,8 @@ import argparse
 import platform
 import random
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from time import sleep
 from typing import Any
 
 import torch
@@ -18,8 +16,8 @@ import uvicorn
 
 import slipstream
 from callers import Callers
-from slipstream.server.app import Server
-from slipstream.server.run import listening
+from slipstream.server.local import Local
+from slipstream.server.run import Front, listening
 from soak_lab import real, said, tiny
 
 
@@ -47,22 +45,21 @@ def asked(given: argparse.Namespace, rng: random.Random, count: int) -> list[str
 
 @contextmanager
 def served(llm: slipstream.LLM) -> Iterator[Callers]:
-    """A server on this model as `slipstream serve` runs it, in a thread of this process, and those who ask it. So
+    """A server on this model as `slipstream serve` runs it, the model in this process, and those who ask it. So
     whoever asks the model without the server has the same one, with the same captures and the same measured costs."""
     sock = listening("127.0.0.1", 0)
-    config = uvicorn.Config(Server(llm, "model").app, log_level="warning", access_log=False)
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, args=([sock],))
-    thread.start()
-    while not server.started:
-        sleep(0.01)
-    callers = Callers(sock.getsockname()[1])
-    try:
-        yield callers
-    finally:
-        callers.close()
-        server.should_exit = True
-        thread.join()
+    port = sock.getsockname()[1]
+    with Front(sock) as front:
+        local = Local(llm, "model")
+        front.start(local)
+        callers = Callers(port)
+        try:
+            yield callers
+        finally:
+            callers.close()
+            front.stop()
+            front.wait()
+            local.shut()
 
 
 def provenance(llm: slipstream.LLM) -> dict[str, Any]:

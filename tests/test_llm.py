@@ -245,16 +245,24 @@ def test_a_folder_without_a_model_and_remote_code_are_refused(tmp_path):
 # ---- text, piece by piece
 
 
-def test_pieces_of_any_unicode_add_up(smol):
+@pytest.mark.parametrize("by_token", [False, True])
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 100])
+def test_pieces_of_any_unicode_add_up(smol, size, by_token):
+    """However many tokens are looked at together: nobody sees less than one after the other shows."""
     text = "naïve 日本語 🏳️‍🌈 עברית e\u0301 \ufffd end"
     tokens = smol.tokenizer(text, add_special_tokens=False)["input_ids"]
-    pieces = Detokenizer(smol.tokenizer)
-    shown = []
-    for token in tokens:
-        assert pieces(token) is None
-        shown.append(pieces.visible())
-        assert text.startswith(shown[-1])
-    assert pieces.finish() == text
+    one_by_one, pieces = Detokenizer(smol.tokenizer), Detokenizer(smol.tokenizer)
+    pieces.by_token = by_token
+    lengths = []
+    for i, token in enumerate(tokens, 1):
+        assert pieces(token) is one_by_one(token) is None
+        lengths.append(len(one_by_one.visible()))
+        if i % size == 0:
+            assert pieces.visible() == one_by_one.visible()
+            assert text.startswith(pieces.visible())
+    if by_token:
+        assert pieces.lengths == lengths
+    assert pieces.finish() == one_by_one.finish() == text
 
 
 def test_half_a_character_comes_out_at_the_end(smol):

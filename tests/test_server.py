@@ -17,10 +17,8 @@ import uvicorn
 from browser import CHROMIUM, Browser
 from patience import PATIENCE
 from slipstream import LLM
-from slipstream.jobs import Update
-from slipstream.sequence import TokenLogprobs
 from slipstream.server.app import Server
-from slipstream.server.asking import Asked, Limits
+from slipstream.server.backend import Asked, Chunk, Limits, Logprob
 from slipstream.server.bodies import Choice
 from slipstream.server.tool_calls import Hermes
 
@@ -316,19 +314,19 @@ def called(client, choice, tokens, stream):
 
 
 def test_calls_are_told_from_content_while_they_come():
-    choice, deltas = Choice(0, Asked([], Hermes)), []
+    choice, deltas = Choice(0, Asked(parser=Hermes)), []
     text = 'Let me see.\n<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
     for i, char in enumerate(text):
         last = i == len(text) - 1
-        deltas += choice.take(Update(char, [], [], [], "stop" if last else None))
+        deltas += choice.take(Chunk(char, finish="stop" if last else None))
     assert choice.text == "Let me see."
     assert [(c.name, json.loads(c.arguments)) for c in choice.calls] == [("f", {"x": 1})]
     assert choice.finish == "tool_calls"
 
 
 def test_log_probabilities_come_with_their_text():
-    choice = Choice(0, Asked([]))
-    choice.take(Update("a", [1], [1], [TokenLogprobs(1, -0.5, {1: -0.5})]))
+    choice = Choice(0, Asked())
+    choice.take(Chunk("a", [Logprob("a", -0.5, [("a", -0.5)])]))
     assert choice.logprobs[0].logprob == -0.5
 
 

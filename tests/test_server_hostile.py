@@ -10,7 +10,6 @@ import socket
 import sys
 import threading
 from time import monotonic, sleep
-from types import SimpleNamespace
 
 import pytest
 from starlette.testclient import TestClient
@@ -18,9 +17,10 @@ from starlette.testclient import TestClient
 from patience import PATIENCE
 from slipstream import LLM, OptionError
 from slipstream.cli.serve import serve
-from slipstream.server.app import OPEN, Server
-from slipstream.server.asking import Asked, Limits
+from slipstream.server.app import Server
+from slipstream.server.backend import Asked, Limits
 from slipstream.server.bodies import Choice, own_stats
+from slipstream.server.doors import OPEN
 from slipstream.server.run import listening
 from slipstream.stats import Stats
 from slipstream.text import Detokenizer
@@ -330,18 +330,18 @@ def test_whoever_reads_that_it_is_served_may_come_at_once(babble, monkeypatch):
         port = int(re.search(r":(\d+)/v1", text)[1])
         socket.create_connection(("127.0.0.1", port), 5).close()
         came.append(port)
+        os.kill(os.getpid(), signal.SIGTERM)
 
     command = sys.modules[serve.__module__]
     monkeypatch.setattr(command.err, "print", said)
     monkeypatch.setattr(command, "open_llm", lambda *_, **__: LLM(babble.model, babble.tokenizer, drafter="none"))
-    monkeypatch.setattr("slipstream.server.run.run", lambda _, sock, *__: sock.close())
     serve(port=0)
     assert came
 
 
 def test_that_something_failed_after_an_answer_is_told_with_its_stats_but_no_path():
-    choice = Choice(0, Asked([]))
-    choice.running = SimpleNamespace(stats=Stats("rest", True, warnings=["rest: /home/me/store: no space left"]))
+    choice = Choice(0, Asked())
+    choice.stats = Stats("rest", True, warnings=["rest: /home/me/store: no space left"])
     assert "/home" not in "".join(own_stats([choice])["warnings"])
-    choice.running.stats.warnings.clear()
+    choice.stats.warnings.clear()
     assert "warnings" not in own_stats([choice])

@@ -18,7 +18,7 @@ from slipstream.drafters import make
 from slipstream.engine import Engine
 from slipstream.errors import CacheFullError
 from slipstream.heads import HEADS
-from slipstream.jobs import PACE, Job, Mailbox
+from slipstream.jobs import Job, Mailbox
 from slipstream.kernels.sizes import PAGE
 from slipstream.request import Request
 from slipstream.sampling import Sampling
@@ -129,7 +129,8 @@ def test_every_answer_is_the_one_it_has_alone(llm):
     assert sum(service.counts.ended.values()) == service.counts.requests == len(asked)
 
 
-def test_prompts_are_read_in_pieces_beside_answers(tiny):
+def test_prompts_are_read_in_pieces_beside_answers(tiny, monkeypatch):
+    monkeypatch.setattr("slipstream.service.PACE", 1e-6)  # each step is told of
     with LLM(tiny("llama"), drafter="none", max_batch=4) as llm:
         llm.target.chunk = 8
         service, log = Service(llm.engine), []
@@ -336,6 +337,7 @@ def test_in_an_event_loop(llm):
 
 def test_a_step_wakes_an_event_loop_once_for_all_who_listen_in_it(llm, monkeypatch):
     put, woken = [], []
+    monkeypatch.setattr("slipstream.service.PACE", 1e-6)  # each step is told of
     monkeypatch.setattr(Mailbox, "put", lambda self, *letter: (put.append(self), PUT(self, *letter)))
     monkeypatch.setattr(Mailbox, "wake", lambda self: (woken.append(self), WAKE(self)))
 
@@ -353,63 +355,26 @@ def test_a_step_wakes_an_event_loop_once_for_all_who_listen_in_it(llm, monkeypat
     asyncio.run(main())
 
 
-class ByHand:
-    """An event loop whose time is told to it."""
+def test_what_quick_steps_say_comes_together_and_an_end_at_once(llm, monkeypatch):
+    """Four steps take as long as nobody need hear of a running answer."""
+    now, step = [0.0], llm.engine.step
+    monkeypatch.setattr("slipstream.service.PACE", 1.0)
+    monkeypatch.setattr("slipstream.service.monotonic", lambda: now[0])
 
-    def __init__(self):
-        self.now, self.soon, self.timers = 0.0, [], []
+    def timed(*given):
+        now[0] += 0.25
+        return step(*given)
 
-    def time(self):
-        return self.now
-
-    def is_closed(self):
-        return False
-
-    def call_soon_threadsafe(self, work, *given):
-        self.soon.append((work, given))
-
-    def call_later(self, seconds, work, *given):
-        self.timers.append((self.now + seconds, work, given))
-
-    def at(self, now):
-        """Does what there is to do by then. Returns how often it was woken."""
-        self.now, woken = now, len(self.soon)
-        due = [(work, given) for when, work, given in self.timers if when <= now + 1e-9]
-        self.timers = [timer for timer in self.timers if timer[0] > now + 1e-9]
-        for work, given in [*due, *self.soon]:
-            work(*given)
-        self.soon.clear()
-        return woken
-
-
-def test_what_quick_steps_say_comes_together_and_an_end_at_once():
-    loop, heard = ByHand(), []
-    mailbox = Mailbox(loop)
-
-    def say(*words, urgent=False):
-        for word in words:
-            mailbox.put(heard.append, word)
-        mailbox.urgent |= urgent
-        mailbox.wake()
-
-    say("a", "b")
-    assert (loop.at(0.0), heard) == (1, ["a", "b"])  # nothing came for long
-    say("c")
-    assert (loop.at(PACE * 0.2), heard) == (1, ["a", "b"])
-    say("d")
-    say("e", "f")
-    assert (loop.at(PACE * 0.9), heard) == (0, ["a", "b"])  # nobody is woken for what is taken soon
-    assert (loop.at(PACE), heard) == (0, list("abcdef"))
-    say("g")
-    say("h", urgent=True)
-    assert (loop.at(PACE * 1.1), heard) == (2, list("abcdefgh"))
-    say("i")
-    loop.at(PACE * 1.2)
-    assert heard == list("abcdefgh")
-    loop.at(PACE * 2.1)
-    assert heard == list("abcdefghi")
-    say("j")
-    assert (loop.at(PACE * 9), heard) == (1, list("abcdefghij"))
+    monkeypatch.setattr(llm.engine, "step", timed)
+    service, how = Service(llm.engine), {"max_new_tokens": 20, "ignore_eos": True, "max_draft": 0}
+    with llm.engine.turn():  # nobody begins before both are there
+        told, whole = (Listener(service, llm.request(PROMPTS[0], **how), streams=s) for s in (True, False))
+    for listener in (told, whole):
+        listener.wait()
+    assert [len(update.tokens) for update in told.updates] == [1, 4, 4, 4, 4, 3]
+    assert [len(update.tokens) for update in whole.updates] == [20]
+    assert told.tokens == whole.tokens
+    service.close()
 
 
 def test_what_came_while_nobody_asked_comes_as_one_update(llm):

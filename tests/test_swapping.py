@@ -212,7 +212,7 @@ def test_a_server_reloads_heads(model, tmp_path):
         assert any(getattr(route, "path", "") == "/heads/reload" for route in server.app.routes)
         registry.add(folder_of(model, tmp_path / "new", 2), model)
         registry.remove(tmp_path / "old")
-        told = asyncio.run(server.reload_heads())
+        told = asyncio.run(server.backend.find("reload_heads"))
         assert told == {"swapped": {"eagle3": str((tmp_path / "new").resolve())}, "refused": {}}
         server.service.close()
 

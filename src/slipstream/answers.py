@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import islice
 from queue import SimpleQueue
-from time import monotonic
 from typing import Any
 
+from slipstream.arriving import Arriving
 from slipstream.engine import Engine
 from slipstream.errors import ModelError, PromptError
 from slipstream.jobs import Job, Update
@@ -141,52 +141,23 @@ class AsyncStream:
         return result(self._running)
 
 
-class Updates:
-    """Answers as they grow, for an event loop: submitted at once, then to be iterated over, by which of them and what
-    is new. What came while nobody asked for it comes as one update. Whoever leaves the loop, or is cancelled in it,
-    ends the answers."""
+class Updates(Arriving[Update]):
+    """Answers as they grow, for an event loop: submitted at once, then to be iterated over."""
 
-    def __init__(
-        self,
-        service: Service,
-        *requests: Request,
-        timeout: float | None = None,
-        priority: int = 0,
-        streams: bool = True,
-    ) -> None:
-        """timeout: seconds after which they end with what they have, and the reason `timeout`."""
-        self._service, self._came = service, asyncio.Event()
-        self._new: dict[int, Update] = {}
+    def __init__(self, service: Service, *requests: Request, streams: bool = True) -> None:
+        super().__init__(len(requests))
+        self._service = service
         self.jobs: list[Job] = []
         mailbox = service.mailbox(asyncio.get_running_loop())
-        deadline = None if timeout is None else monotonic() + timeout
         try:
             for i, request in enumerate(requests):
-                deliver = partial(mailbox.put, partial(self._take, i))
-                self.jobs.append(service.submit(Job(request, deliver, priority, deadline, streams, mailbox=mailbox)))
+                deliver = partial(mailbox.put, partial(self.take, i))
+                self.jobs.append(service.submit(Job(request, deliver, streams=streams, mailbox=mailbox)))
         except BaseException:
             self.close()
             raise
 
-    def _take(self, number: int, update: Update) -> None:
-        before = self._new.get(number)
-        self._new[number] = before.then(update) if before is not None else update
-        self._came.set()
-
-    async def __aiter__(self) -> AsyncIterator[tuple[int, Update]]:
-        left = len(self.jobs)
-        try:
-            while left:
-                await self._came.wait()
-                self._came.clear()
-                new, self._new = self._new, {}
-                for number, update in new.items():
-                    left -= update.finish is not None
-                    yield number, update
-        finally:
-            self.close()
-
-    def close(self) -> None:
+    def _cancel(self) -> None:
         for job in self.jobs:
             if not job.over:
                 self._service.cancel(job)

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from time import monotonic
+from typing import Protocol
 
 from slipstream.request import Request
 from slipstream.sequence import Reading, Sequence, TokenLogprobs
@@ -20,7 +21,8 @@ class Update:
 
     text: str  # characters that nothing takes back
     tokens: list[int]
-    ends: list[int]  # of a stream, after each of these tokens: the characters of the whole answer that are certain
+    # Of a stream that wants them, after each of these tokens: the characters of the whole answer that are certain.
+    ends: list[int]
     logprobs: list[TokenLogprobs]  # of these, if they were asked for
     finish: str | None = None
     error: Exception | None = None
@@ -37,51 +39,35 @@ class Update:
         )
 
 
-# Seconds between two deliveries of what running answers say. No reader notices; but a small model on a GPU writes a
-# token of each answer every millisecond or two, and telling of each by itself takes as long as writing it.
-PACE = 0.02
-
-
 class Mailbox:
     """Updates on their way from the service's thread into an event loop: those of one step come by one wake-up, since
-    each takes a system call, and a change of threads; and those of several quick steps at a time."""
+    each takes a system call, and a change of threads."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = weakref.ref(loop)  # which the service finds this by, and keeps as long as others do
         self._letters = deque[tuple[Callable[[Update], None], Update]]()
-        self.urgent = False  # somebody waits for one of them: an answer's beginning, or its end
-        self._coming = False  # whether the loop will look by itself,
-        self._emptied = -PACE  # and when it did last
 
     def put(self, take: Callable[[Update], None], update: Update) -> None:
         """To be taken within the event loop, after the next `wake`."""
         self._letters.append((take, update))
 
     def wake(self) -> None:
-        """RuntimeError: the event loop is closed, or gone."""
         loop = self._loop()
-        if loop is None or loop.is_closed():
+        if loop is None:
             raise RuntimeError("the event loop is gone")
-        urgent, self.urgent = self.urgent, False
-        if urgent or not self._coming:
-            loop.call_soon_threadsafe(self._empty, loop, urgent)
+        loop.call_soon_threadsafe(self._empty)
 
-    def _empty(self, loop: asyncio.AbstractEventLoop, now: bool) -> None:
-        """Now, or when it is time."""
-        left = self._emptied + PACE - loop.time()
-        if left > 0 and not now:
-            if not self._coming:
-                self._coming = True
-                loop.call_later(left, self._come, loop)
-            return
-        self._emptied = loop.time()
+    def _empty(self) -> None:
         while self._letters:
             take, update = self._letters.popleft()
             take(update)
 
-    def _come(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._coming = False  # before it looks: what is put from now on has a wake-up of its own
-        self._empty(loop, True)
+
+class Wakes(Protocol):
+    """Receives one wake-up for all updates that were delivered."""
+
+    def wake(self) -> None:
+        """RuntimeError: nobody listens any more."""
 
 
 @dataclass(eq=False)
@@ -94,12 +80,13 @@ class Job:
     deadline: float | None = None  # by `monotonic`
     streams: bool = True  # whether it wants to hear of every step, or of the end alone
     offline: bool = False  # one of a list: others' prompts may be read before its next step, and it does not stay read
-    mailbox: Mailbox | None = None  # to be woken after `deliver`
+    mailbox: Wakes | None = None  # to be woken after `deliver`
     arrived: float = field(default_factory=monotonic)
     reading: Reading | None = None  # while its text is read
     sequence: Sequence | None = None  # once its prompt is read
     number: int = 0  # in the order of arrival
     over: bool = False
+    delivered_in: float = -1.0  # the interval of its latest delivery while it ran: see `service.PACE`
     _texts: int = 0  # characters that were delivered
     _tokens: int = 0
 
@@ -109,11 +96,8 @@ class Job:
         text, ends, stop = "", list[int](), self.request.stop
         if isinstance(stop, Detokenizer):
             text = (stop.visible() if finish is None else stop.finish())[self._texts :]
-            ends = stop.lengths[self._tokens :] if self.streams else []
-        first = not self._tokens
+            ends = stop.lengths[self._tokens :] if self.streams and stop.by_token else []
         self._texts += len(text)
         self._tokens += len(tokens)
-        if self.mailbox is not None and (first or finish is not None):
-            self.mailbox.urgent = True
         ended = self.sequence if finish is not None else None
         return Update(text, list(tokens), ends, list(logprobs), finish, error, ended)

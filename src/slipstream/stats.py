@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from slipstream.tree import TokenTree
+if TYPE_CHECKING:  # who only reads numbers, as the server's protocol does, needs neither numpy nor numba
+    from slipstream.tree import TokenTree
 
 
 @dataclass

@@ -69,6 +69,7 @@ class Detokenizer:
     def __init__(self, tokenizer: Any, stop: Iterable[str] = (), eos: frozenset[int] = frozenset()) -> None:
         self._tokenizer, self._eos = tokenizer, eos
         self._decode = decoder(tokenizer)
+        self.by_token = False  # whether `lengths` is needed; set before the first token
         self._stop = tuple(s for s in stop if s)
         self._unread: list[int] = []  # tokens that are not decoded yet
         self._tokens: list[int] = []
@@ -95,7 +96,7 @@ class Detokenizer:
 
     @property
     def lengths(self) -> list[int]:
-        """After each token: the length of the text that is final."""
+        """After each token: the length of the text that is final. Only with `by_token`."""
         self._read()
         return self._lengths
 
@@ -108,7 +109,7 @@ class Detokenizer:
         """The text if no token follows: incomplete characters are decoded as they are."""
         if self._tokenizer is None:
             return ""
-        if not self._lengths:  # no part of it was read before
+        if not (self._tokens or self._lengths):  # no part of it was read before
             return self._decode([token for token in self._unread if token not in self._eos])
         self._read()
         if self._stopped:
@@ -116,14 +117,16 @@ class Detokenizer:
         return self._text + self._decode(self._tokens[self._base :])[len(self._before) :]
 
     def _read(self) -> None:
-        for token in self._unread:
-            if token not in self._eos and self._tokenizer is not None:
-                self._tokens.append(token)
+        unread, self._unread = self._unread, []
+        if not (self._stop or self.by_token) and self._extend([t for t in unread if t not in self._eos]):
+            return
+        for token in unread:
+            if token not in self._eos:
                 known = len(self._text)
-                self._extend()
+                if not self._extend([token]):
+                    self._tokens.append(token)
                 self._cut(known)
             self._lengths.append(len(self._certain()))
-        self._unread.clear()
 
     def _certain(self) -> str:
         if self._stopped:
@@ -137,14 +140,22 @@ class Detokenizer:
             end = at if at >= 0 else end
         return self._text[:end]
 
-    def _extend(self) -> None:
-        after = self._decode(self._tokens[self._base :])
+    def _extend(self, tokens: list[int]) -> bool:
+        """Add what these say, all at once. Unless they end in the middle of a character: then there is nothing of them
+        yet, but for stop strings in what is whole."""
+        if not tokens or self._tokenizer is None:
+            return True
+        after = self._decode([*self._tokens[self._base :], *tokens])
         new = after[len(self._before) :]
-        self._held = new.rstrip("\ufffd") if new.endswith("\ufffd") else ""
-        if new and not new.endswith("\ufffd"):
-            self._text += new
-            self._base, self._shown = self._shown, len(self._tokens)
-            self._before = self._decode(self._tokens[self._base :])
+        if not new or new.endswith("\ufffd"):
+            self._held = new.rstrip("\ufffd")
+            return False
+        self._held = ""
+        self._text += new
+        self._base, self._shown = self._shown, len(self._tokens) + len(tokens)
+        self._tokens += tokens
+        self._before = self._decode(self._tokens[self._base :])
+        return True
 
     def _cut(self, known: int) -> None:
         """Cut at the earliest stop string that ends after the first `known` characters."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -42,22 +43,25 @@ def serve(
     trust_remote_code: o.Trust = False,
 ) -> None:
     """Serve a model over OpenAI's API, with a page that shows what it does."""
-    try:
-        from slipstream.server.app import Server
-        from slipstream.server.run import listening, run
-    except ImportError as error:
-        raise OptionError(f"{error.name} is missing: pip install 'slipstream-llm[serve]'") from error
-    from slipstream.server.asking import Limits
+    from slipstream.server.run import NEEDED, Front, listening, until_signals
 
+    if missing := [module for module in NEEDED if find_spec(module) is None]:
+        raise OptionError(f"{missing[0]} is missing: pip install 'slipstream-llm[serve]'")
     sock = listening(host, port)  # before the model is loaded: a port in use should not cost that time
-    words = o.drafter_options(option, drafter_path, head, learn)
-    llm = open_llm(model, drafter, words, dtype, device, trust_remote_code, compile, max_batch=max_batch)
-    called = name or (Path(llm.name).name if model is not None else llm.name.rpartition("/")[2])
-    limits = Limits(max_body, max_prompt, max_tokens, max_waiting, max_seconds)
-    key = api_key or os.environ.get("SLIPSTREAM_API_KEY") or None
-    server = Server(llm, called, limits, key)
-    sock.listen()  # whoever reads the next line may come at once
     where = f"http://{f'[{host}]' if ':' in host else host}:{sock.getsockname()[1]}"
-    err.print(f"{called} is served at {where}/v1, its page at {where}/; Ctrl-C stops", markup=False)
-    run(server, sock, grace, log_requests)
-    llm.close()
+    with Front(sock) as front:
+        words = o.drafter_options(option, drafter_path, head, learn)
+        with open_llm(model, drafter, words, dtype, device, trust_remote_code, compile, max_batch=max_batch) as llm:
+            from slipstream.server.backend import Limits
+            from slipstream.server.local import Local
+
+            called = name or (Path(llm.name).name if model is not None else llm.name.rpartition("/")[2])
+            local = Local(llm, called, Limits(max_body, max_prompt, max_tokens, max_waiting, max_seconds))
+            key = api_key or os.environ.get("SLIPSTREAM_API_KEY") or None
+            try:
+                front.start(local, key, grace, log_requests)  # whoever reads the next line may come at once
+                with until_signals(front):
+                    err.print(f"{called} is served at {where}/v1, its page at {where}/; Ctrl-C stops", markup=False)
+                    front.wait()
+            finally:
+                local.shut()

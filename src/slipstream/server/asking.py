@@ -4,37 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import Any
 
 from slipstream.errors import OptionError, PromptError
 from slipstream.llm import LLM
 from slipstream.request import Request, Step
 from slipstream.server import schema as s
+from slipstream.server.backend import Asked, Limits
 from slipstream.server.errors import Refused
-from slipstream.server.tool_calls import Parser, forced_schema, form_of
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What one request may cost."""
-
-    body: int = 4 << 20  # bytes
-    prompt: int | None = None  # tokens; None: as many as the model reads
-    tokens: int = 4096  # of an answer
-    waiting: int = 256  # requests
-    seconds: float = 600.0  # for an answer, waiting included
-
-
-@dataclass
-class Asked:
-    """One call of an endpoint: its answers to come, one request each."""
-
-    requests: list[Request]
-    parser: type[Parser] | None = None  # how tool calls are written, if there may be any
-    forced: bool = False  # the answer is one call, as JSON
-    predicted: int = 0  # tokens of the prediction
-    sources: list[SourceWatch] = field(default_factory=list)
+from slipstream.server.tool_calls import forced_schema, form_of
+from slipstream.text import Detokenizer
 
 
 class SourceWatch:
@@ -61,7 +41,18 @@ class Asking:
         if isinstance(self.template, Mapping):  # several by name
             self.template = self.template.get("tool_use") or self.template.get("default")
 
-    def chat(self, body: s.ChatRequest) -> Asked:
+    def __call__(self, body: s.Sampled) -> tuple[Asked, list[Request]]:
+        """What is known of the answers to a body before they begin, and the request that each of them is."""
+        match body:
+            case s.ChatRequest():
+                return self._chat(body)
+            case s.CompletionRequest():
+                return self._completion(body)
+            case s.ResponseRequest():
+                return self._response(body)
+        raise AssertionError(f"{type(body).__name__} asks for no answer")
+
+    def _chat(self, body: s.ChatRequest) -> tuple[Asked, list[Request]]:
         tools = [tool.model_dump(exclude_none=True) for tool in body.tools or []]
         choice: Any = body.tool_choice
         if isinstance(choice, s.NamedTool):
@@ -89,11 +80,10 @@ class Asking:
         if body.logprobs:
             options["logprobs"] = body.top_logprobs or 0
         tokens = self.encode([as_message(m) for m in body.messages], offered)
-        asked = self._ask(body, [tokens], body.max_completion_tokens or body.max_tokens, options)
-        asked.parser, asked.forced = parser, forced is not None
-        return asked
+        asked, requests = self._ask(body, [tokens], body.max_completion_tokens or body.max_tokens, options)
+        return replace(asked, parser=parser, forced=forced is not None), requests
 
-    def completion(self, body: s.CompletionRequest) -> Asked:
+    def _completion(self, body: s.CompletionRequest) -> tuple[Asked, list[Request]]:
         prompts: Sequence[Any] = body.prompt if isinstance(body.prompt, list) else [body.prompt]
         if prompts and isinstance(prompts[0], int):
             prompts = [prompts]
@@ -109,7 +99,7 @@ class Asking:
         read = [p if isinstance(p, list) else self.llm.tokenizer(p)["input_ids"] for p in prompts]
         return self._ask(body, read, body.max_tokens, options)
 
-    def response(self, body: s.ResponseRequest) -> Asked:
+    def _response(self, body: s.ResponseRequest) -> tuple[Asked, list[Request]]:
         messages = [{"role": "system", "content": body.instructions}] if body.instructions else []
         if isinstance(body.input, str):
             messages.append({"role": "user", "content": body.input})
@@ -122,6 +112,11 @@ class Asking:
         if wanted.type != "text":
             options["json_schema"] = wanted.schema_ if wanted.type == "json_schema" else {"type": "object"}
         return self._ask(body, [self.encode(messages, [])], body.max_output_tokens, options)
+
+    def tokens(self, body: s.TokenizeRequest) -> list[int]:
+        if body.messages is not None:
+            return self.encode([as_message(m) for m in body.messages], [])
+        return list(self.llm.tokenizer(body.prompt, add_special_tokens=body.add_special_tokens)["input_ids"])
 
     def encode(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]) -> list[int]:
         """A conversation as the model's own template writes it."""
@@ -139,7 +134,7 @@ class Asking:
 
     def _ask(
         self, body: s.Sampled, prompts: Sequence[list[int]], longest: int | None, options: dict[str, Any]
-    ) -> Asked:
+    ) -> tuple[Asked, list[Request]]:
         limits, context = self.limits, self.llm.target.context
         requests: list[Request] = []
         for tokens in prompts:
@@ -152,13 +147,12 @@ class Asking:
                 raise Refused(400, message, "max_tokens", "invalid_value")
             options["max_new_tokens"] = most if longest is None else longest
             requests += self.llm.requests(tokens, n=getattr(body, "n", 1), **options)
-        asked = Asked(requests)
-        asked.predicted = len(requests[0].prediction or [])
-        if body.slipstream.sources:
+        if body.stream and body.slipstream.sources:
             for request in requests:
-                asked.sources.append(SourceWatch())
-                request.watch = asked.sources[-1]
-        return asked
+                assert isinstance(request.stop, Detokenizer)
+                request.stop.by_token, request.watch = True, SourceWatch()
+        prompt_tokens = sum(len(tokens) for tokens in {tuple(tokens) for tokens in prompts})
+        return Asked(len(requests), prompt_tokens, predicted=len(requests[0].prediction or [])), requests
 
     def _sampling(self, body: s.Sampled) -> dict[str, Any]:
         options: dict[str, Any] = {

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from time import time
 from typing import Any
 
 from slipstream.counts import Counts
-from slipstream.jobs import Update
-from slipstream.sequence import Sequence as Running
-from slipstream.sequence import TokenLogprobs
 from slipstream.server import schema as s
-from slipstream.server.asking import Asked, SourceWatch
+from slipstream.server.backend import Asked, Chunk, Logprob
 from slipstream.server.tool_calls import CallArguments, CallBegins, Content, Delta, ToolCall, read_call
+from slipstream.stats import Stats
 
 DONE = "data: [DONE]\n\n"
 # Not in the drafter's own words, which may name files of the server.
 NOT_KEPT = "the drafter failed after the answer, and may not have kept it; the server's log says why"
-Decode = Callable[[int], str]
 LOWEST = -9999.0  # log probability: JSON has no minus infinity, and this is what OpenAI's API writes
 encode = json.JSONEncoder(ensure_ascii=False).encode  # made once: `dumps` would make it for every event
 
@@ -40,20 +37,19 @@ class Choice:
     asked: Asked
     text: str = ""
     calls: list[ToolCall] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    logprobs: list[Logprob] = field(default_factory=list)
     finish: str = ""
-    running: Running | None = None
+    stats: Stats | None = None  # at its end
 
     def __post_init__(self) -> None:
         self._parser = self.asked.parser() if self.asked.parser is not None else None
         self._forced = ""
-        self._told = 0  # characters, and tokens, of the stream so far
-        self._tokens = 0
+        self._told = 0  # characters of the stream so far
 
-    def take(self, update: Update) -> list[Delta]:
+    def take(self, chunk: Chunk) -> list[Delta]:
         """What is new: content and calls."""
-        self.logprobs += update.logprobs
-        deltas = self._deltas(update)
+        self.logprobs += chunk.logprobs
+        deltas = self._deltas(chunk)
         for delta in deltas:
             match delta:
                 case Content():
@@ -63,34 +59,33 @@ class Choice:
                 case CallArguments():
                     last = self.calls[delta.index]
                     self.calls[delta.index] = ToolCall(last.name, last.arguments + delta.piece)
-        if update.finish is not None:
-            self.running = update.sequence
-            self.finish = "tool_calls" if self.calls and update.finish == "stop" else update.finish
+        if chunk.finish is not None:
+            self.stats = chunk.stats
+            self.finish = "tool_calls" if self.calls and chunk.finish == "stop" else chunk.finish
         return deltas
 
-    def _deltas(self, update: Update) -> list[Delta]:
+    def _deltas(self, chunk: Chunk) -> list[Delta]:
         if self.asked.forced:
-            self._forced += update.text
-            if update.finish is None:
+            self._forced += chunk.text
+            if chunk.finish is None:
                 return []
             call = read_call(self._forced)
             if call is None:  # cut short
                 return [Content(self._forced)]
             return [CallBegins(0, call.name), CallArguments(0, call.arguments)]
         if self._parser is None:
-            return [Content(update.text)] if update.text else []
-        return [*self._parser.feed(update.text), *(self._parser.finish() if update.finish is not None else [])]
+            return [Content(chunk.text)] if chunk.text else []
+        return [*self._parser.feed(chunk.text), *(self._parser.finish() if chunk.finish is not None else [])]
 
-    def pieces(self, update: Update, watch: SourceWatch) -> list[dict[str, Any]]:
-        """The text of an update token by token, and whose draft each was."""
+    def pieces(self, chunk: Chunk) -> list[dict[str, Any]]:
+        """Its text token by token, and whose draft each was."""
         found, start = [], self._told
-        for end in update.ends:
+        for end, source in chunk.sources:
             at, to = self._told - start, max(self._told, end) - start
-            source = watch.names[self._tokens] if self._tokens < len(watch.names) else None
             if to > at:
-                found.append({"text": update.text[at:to], "source": source})
-            self._told, self._tokens = start + to, self._tokens + 1
-        if rest := update.text[self._told - start :]:
+                found.append({"text": chunk.text[at:to], "source": source})
+            self._told = start + to
+        if rest := chunk.text[self._told - start :]:
             found.append({"text": rest, "source": None})
             self._told += len(rest)
         return found
@@ -98,8 +93,7 @@ class Choice:
 
 def usage(choices: Sequence[Choice]) -> dict[str, Any]:
     """Prompts are counted once for all answers to them, as OpenAI does."""
-    stats = [c.running.stats for c in choices if c.running is not None]
-    prompts = {tuple(r.tokens): len(r.tokens) for r in choices[0].asked.requests}
+    stats = [c.stats for c in choices if c.stats is not None]
     new = sum(each.new_tokens for each in stats)
     details: dict[str, Any] = {}
     if choices[0].asked.predicted:
@@ -109,13 +103,13 @@ def usage(choices: Sequence[Choice]) -> dict[str, Any]:
             "accepted_prediction_tokens": accepted,
             "rejected_prediction_tokens": max(0, predicted - accepted),
         }
-    prompt = sum(prompts.values())
+    prompt = choices[0].asked.prompt_tokens
     return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new, **details}
 
 
 def own_stats(choices: Sequence[Choice]) -> dict[str, Any]:
     """What slipstream tells of itself, if it is asked."""
-    found, counts = [c.running.stats for c in choices if c.running is not None], Counts()
+    found, counts = [c.stats for c in choices if c.stats is not None], Counts()
     for each in found:
         counts.add(each)
     return {
@@ -126,27 +120,26 @@ def own_stats(choices: Sequence[Choice]) -> dict[str, Any]:
     }
 
 
-def chat_logprobs(found: Sequence[TokenLogprobs], decode: Decode) -> dict[str, Any]:
-    def entry(token: int, logprob: float) -> dict[str, Any]:
-        text = decode(token)
+def chat_logprobs(found: Sequence[Logprob]) -> dict[str, Any]:
+    def entry(text: str, logprob: float) -> dict[str, Any]:
         return {"token": text, "logprob": max(LOWEST, logprob), "bytes": list(text.encode())}
 
     return {
         "content": [
-            entry(each.token, each.logprob) | {"top_logprobs": [entry(t, p) for t, p in each.top.items()]}
+            entry(each.text, each.logprob) | {"top_logprobs": [entry(*alternative) for alternative in each.top]}
             for each in found
         ],
         "refusal": None,
     }
 
 
-def completion_logprobs(found: Sequence[TokenLogprobs], decode: Decode, offset: int) -> dict[str, Any]:
-    texts = [decode(each.token) for each in found]
+def completion_logprobs(found: Sequence[Logprob], offset: int) -> dict[str, Any]:
+    texts = [each.text for each in found]
     offsets = list(accumulate(map(len, texts[:-1]), initial=offset)) if texts else []
     return {
         "tokens": texts,
         "token_logprobs": [max(LOWEST, each.logprob) for each in found],
-        "top_logprobs": [{decode(t): max(LOWEST, p) for t, p in each.top.items()} for each in found],
+        "top_logprobs": [{text: max(LOWEST, logprob) for text, logprob in each.top} for each in found],
         "text_offset": offsets,
     }
 
@@ -156,8 +149,8 @@ class Chat:
 
     whole, part, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
-    def __init__(self, model: str, body: s.Completed, decode: Decode) -> None:
-        self.body, self.decode = body, decode
+    def __init__(self, model: str, body: s.Completed) -> None:
+        self.body = body
         self.head = {"id": f"{self.prefix}-{secrets.token_hex(12)}", "created": int(time()), "model": model}
         # Of chunks, which have it all in common.
         self._begins = f'data: {encode({**self.head, "object": self.part})[:-1]}, "choices": ['
@@ -179,22 +172,22 @@ class Chat:
             message["tool_calls"] = [call_body(call) for call in choice.calls]
         found = {"index": choice.index, "message": message, "finish_reason": choice.finish, "logprobs": None}
         if isinstance(self.body, s.ChatRequest) and self.body.logprobs:
-            found["logprobs"] = chat_logprobs(choice.logprobs, self.decode)
+            found["logprobs"] = chat_logprobs(choice.logprobs)
         return found
 
     async def events(
-        self, updates: AsyncIterator[tuple[Choice, Update]], choices: Sequence[Choice]
+        self, chunks: AsyncIterator[tuple[Choice, Chunk]], choices: Sequence[Choice]
     ) -> AsyncIterator[str]:
         for choice in choices:
             yield self.chunk(choice.index, self.opening())
-        async for choice, update in updates:
-            deltas = choice.take(update)
+        async for choice, chunk in chunks:
+            deltas = choice.take(chunk)
             bodies = [self.delta(delta) for delta in deltas]
-            extras = self.extras(choice, update)
-            logprobs = self.logprobs(choice, update)
+            extras = self.extras(choice, chunk)
+            logprobs = self.logprobs(choice, chunk)
             for i, body in enumerate(bodies or ([{}] if extras or logprobs else [])):
                 yield self.chunk(choice.index, body, logprobs if i == 0 else None, None, extras if i == 0 else None)
-            if update.finish is not None:
+            if chunk.finish is not None:
                 last = {"stats": own_stats([choice])} if self.body.slipstream.stats else None
                 yield self.chunk(choice.index, self.closing(), None, choice.finish, last)
         options = self.body.stream_options
@@ -202,14 +195,12 @@ class Chat:
             yield event({**self.head, "object": self.part, "choices": [], "usage": usage(choices)})
         yield DONE
 
-    def extras(self, choice: Choice, update: Update) -> dict[str, Any] | None:
-        if not choice.asked.sources:
-            return None
-        return {"tokens": choice.pieces(update, choice.asked.sources[choice.index])}
+    def extras(self, choice: Choice, chunk: Chunk) -> dict[str, Any] | None:
+        return {"tokens": choice.pieces(chunk)} if self.body.slipstream.sources else None
 
-    def logprobs(self, choice: Choice, update: Update) -> Any:  # noqa: ARG002
-        wanted = isinstance(self.body, s.ChatRequest) and self.body.logprobs and update.logprobs
-        return chat_logprobs(update.logprobs, self.decode) if wanted else None
+    def logprobs(self, choice: Choice, chunk: Chunk) -> Any:  # noqa: ARG002
+        wanted = isinstance(self.body, s.ChatRequest) and self.body.logprobs and chunk.logprobs
+        return chat_logprobs(chunk.logprobs) if wanted else None
 
     def opening(self) -> dict[str, Any]:
         return {"role": "assistant", "content": ""}
@@ -242,15 +233,12 @@ class Completion(Chat):
 
     def choice(self, choice: Choice) -> dict[str, Any]:
         found = {"index": choice.index, "text": choice.text, "finish_reason": choice.finish, "logprobs": None}
-        if choice.asked.requests[0].logprobs is not None:
-            found["logprobs"] = completion_logprobs(choice.logprobs, self.decode, 0)
+        if isinstance(self.body, s.CompletionRequest) and self.body.logprobs is not None:
+            found["logprobs"] = completion_logprobs(choice.logprobs, 0)
         return found
 
-    def logprobs(self, choice: Choice, update: Update) -> Any:
-        wanted = choice.asked.requests[0].logprobs is not None and update.logprobs
-        return (
-            completion_logprobs(update.logprobs, self.decode, len(choice.text) - len(update.text)) if wanted else None
-        )
+    def logprobs(self, choice: Choice, chunk: Chunk) -> Any:
+        return completion_logprobs(chunk.logprobs, len(choice.text) - len(chunk.text)) if chunk.logprobs else None
 
     def opening(self) -> Any:
         return ""
@@ -320,7 +308,7 @@ class Response:
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
     async def events(
-        self, updates: AsyncIterator[tuple[Choice, Update]], choices: Sequence[Choice]
+        self, chunks: AsyncIterator[tuple[Choice, Chunk]], choices: Sequence[Choice]
     ) -> AsyncIterator[str]:
         number = -1
 
@@ -335,8 +323,8 @@ class Response:
         yield told("response.in_progress", response=self.answer(choices, "in_progress"))
         yield told("response.output_item.added", output_index=0, item=self.message(choice, begun=True))
         yield told("response.content_part.added", **place, part=self.part(""))
-        async for _, update in updates:
-            for delta in choice.take(update):
+        async for _, chunk in chunks:
+            for delta in choice.take(chunk):
                 if isinstance(delta, Content):
                     yield told("response.output_text.delta", **place, delta=delta.text, logprobs=[])
         yield told("response.output_text.done", **place, text=choice.text, logprobs=[])

@@ -13,23 +13,23 @@ from prometheus_client.core import (
 )
 
 from slipstream.counts import Spread
-from slipstream.service import Service
+from slipstream.server.backend import State
 
 
 class Collector:
-    def __init__(self, service: Service) -> None:
-        self.service = service
+    def __init__(self, state: State) -> None:
+        self.state = state
 
     def collect(self) -> Iterator[Metric]:
-        service, counts = self.service, self.service.so_far()
-        running = len(service.running) + len(service.reading)
+        state, counts = self.state, self.state.counts
+        running = len(state.running)
         yield GaugeMetricFamily(
             "slipstream_num_requests_running", "Answers being written or prompts being read", running
         )
-        yield GaugeMetricFamily("slipstream_num_requests_waiting", "Requests that wait", service.waiting())
-        pages = service.engine.target.filled
-        share = running / service.engine.max_batch if pages is None else pages
-        yield GaugeMetricFamily("slipstream_kv_cache_usage_perc", "Share of the pages, or of the sequences", share)
+        yield GaugeMetricFamily("slipstream_num_requests_waiting", "Requests that wait", state.waiting)
+        yield GaugeMetricFamily(
+            "slipstream_kv_cache_usage_perc", "Share of the pages, or of the sequences", state.filled
+        )
         for name, told, value in (
             ("prompt_tokens", "Tokens of prompts", counts.prompt_tokens),
             ("generation_tokens", "Tokens of answers", counts.new_tokens),
@@ -79,7 +79,7 @@ def histogram(name: str, told: str, spread: Spread) -> HistogramMetricFamily:
     return HistogramMetricFamily(name, told, buckets=buckets, sum_value=spread.sum)
 
 
-def exposition(service: Service) -> bytes:
+def exposition(state: State) -> bytes:
     registry = CollectorRegistry()
-    registry.register(Collector(service))
+    registry.register(Collector(state))
     return generate_latest(registry)

@@ -1,20 +1,29 @@
-"""Runs a server until a signal ends it."""
+"""Runs a server until a signal ends it: the model in this process, and HTTP in another one that it starts.
+
+A model on a fast GPU takes all the time of Python's interpreter; one that also reads requests and writes events has
+less for it.
+"""
 
 from __future__ import annotations
 
-import asyncio
-import math
+import os
 import signal
 import socket
-from types import FrameType
-from typing import Any
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
 
-import uvicorn
+from slipstream.errors import OptionError, SlipstreamError
 
-from slipstream.errors import OptionError
-from slipstream.server.app import Server
+if TYPE_CHECKING:  # torch is for whoever loads the model, while the other process starts
+    from slipstream.server.local import Local
 
-SLACK = 2  # seconds in which clients may still read what was written, after the last answer
+NEEDED = ("fastapi", "uvicorn", "prometheus_client", "pydantic")
+PATIENCE = 10  # seconds for a process that has nothing left to do
 
 
 def listening(host: str, port: int) -> socket.socket:
@@ -29,39 +38,80 @@ def listening(host: str, port: int) -> socket.socket:
     return sock
 
 
-def run(server: Server, sock: socket.socket, grace: float, log_requests: bool = False) -> None:
-    """Until SIGTERM or SIGINT; then running answers have so many seconds to end in, a second SIGINT gives them none."""
+class Front:
+    """The process that speaks HTTP, as a context: it starts while the model is loaded, and is gone behind it."""
 
-    async def app(scope: Any, receive: Any, send: Any) -> None:
+    def __init__(self, sock: socket.socket) -> None:
+        """sock: bound, not listening yet. It is handed over."""
+        self._link, theirs = socket.socketpair()
+        with sock, theirs:
+            files = sock.fileno(), theirs.fileno()
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "slipstream.server.front", *map(str, files)],
+                pass_fds=files,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C in a terminal is for this process alone
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},  # the same modules as here
+            )
+        self._stopping = False
+
+    def start(self, local: Local, key: str | None = None, grace: float = 0.0, log_requests: bool = False) -> None:
+        """Returns when it listens. key: what clients must know, if anything. grace: seconds for running answers to end
+        in, when it is stopped."""
+        from slipstream.server.far_end import FarEnd
+        from slipstream.server.link import Setup, packed
+
+        self._local, self._grace = local, grace
+        with suppress(OSError):  # that it is gone is told below
+            self._link.sendall(packed(Setup(local.about, local.limits, key, grace, log_requests)))
+        self._far_end = FarEnd(local, self._link)
+        self._far_end.ready.wait()
+        self._check()
+
+    def stop(self, now: bool = False) -> None:
+        """No more requests; running answers may end within `grace`, or not at all."""
+        self._stopping = True
+        self._far_end.stop(now)
+        threading.Thread(target=self._local.service.close, args=(0.0 if now else self._grace,)).start()
+
+    def wait(self) -> None:
+        """Until it was stopped, and the last client has its answer."""
+        self._far_end.gone.wait()
+        self._check()
+
+    def _check(self) -> None:
+        if self._far_end.gone.is_set() and not self._stopping:
+            code = self._process.wait(PATIENCE)
+            how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+            raise SlipstreamError(f"the process that speaks HTTP {how}: the server ends; start it again")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        with suppress(OSError):
+            self._link.shutdown(socket.SHUT_RDWR)  # if it is still there, it ends
         try:
-            await server.app(scope, receive, send)
-        except asyncio.CancelledError:  # a client that reads too slowly to wait for
-            if scope["type"] == "lifespan":
-                raise
-
-    config = uvicorn.Config(
-        app,
-        log_level="warning",
-        access_log=log_requests,
-        timeout_graceful_shutdown=math.ceil(grace) + SLACK,
-        server_header=False,
-    )
-    Running(config, server, grace).run(sockets=[sock])
+            self._process.wait(PATIENCE)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._link.close()
 
 
-class Running(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, server: Server, grace: float) -> None:
-        super().__init__(config)
-        self.server, self.grace = server, grace
+@contextmanager
+def until_signals(front: Front) -> Iterator[None]:
+    """SIGTERM and SIGINT stop it; a second SIGINT leaves running answers no time."""
+    stopping = False
 
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002
-        """Uvicorn's own raises the signal once more at the end; here an orderly end is a success."""
-        self.force_exit = self.should_exit and sig == signal.SIGINT
-        self.should_exit = True
+    def stop(sig: int, _: Any) -> None:
+        nonlocal stopping
+        front.stop(now=stopping and sig == signal.SIGINT)
+        stopping = True
 
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        closing = asyncio.create_task(asyncio.to_thread(self.server.service.close, self.grace))
-        await super().shutdown(sockets)
-        if self.force_exit:
-            await asyncio.to_thread(self.server.service.close)
-        await closing
+    before = {sig: signal.signal(sig, stop) for sig in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for sig, handler in before.items():
+            signal.signal(sig, handler)

@@ -26,6 +26,7 @@ class Recorder:
     ) -> None:
         self.lines: list[Line] = []
         self._text, self._tokenizer, self._sink = text, tokenizer, sink
+        text.by_token = True
         self._readable: dict[int, str] = {}
         self._steps = self._emitted = 0
         self._shown = 0  # characters of the answer that are in earlier pieces

@@ -1,0 +1,72 @@
+"""The process that speaks HTTP: python -m slipstream.server.front SOCKET LINK, started by `run.Front`.
+
+It reads requests and writes answers, and knows of the model what comes through the link. It imports neither torch nor
+transformers, so it is there long before the model is loaded. It lives as long as the process with the model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import socket
+import sys
+from types import FrameType
+from typing import Any
+
+import uvicorn
+
+from slipstream.server.api import Api
+from slipstream.server.link import one_message
+from slipstream.server.remote import Remote
+
+SLACK = 2  # seconds in which clients may still read what was written, after the last answer
+
+
+class Front(uvicorn.Server):
+    def __init__(self, link: socket.socket) -> None:
+        setup = one_message(link)
+        if setup is None:  # the model could not be loaded, as was said there
+            sys.exit()
+        self.remote = Remote(link, setup.about, self.stop, self.lost)
+        api = Api(self.remote, setup.limits, setup.key)
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            try:
+                await api.app(scope, receive, send)
+            except asyncio.CancelledError:  # a client that reads too slowly to wait for
+                if scope["type"] == "lifespan":
+                    raise
+
+        super().__init__(
+            uvicorn.Config(
+                app,
+                log_level="warning",
+                access_log=setup.log_requests,
+                timeout_graceful_shutdown=math.ceil(setup.grace) + SLACK,
+                server_header=False,
+            )
+        )
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.remote.ready()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Signals are for the process with the model, which says when this one ends."""
+
+    def stop(self, now: bool) -> None:
+        self.should_exit, self.force_exit = True, now
+
+    def lost(self) -> None:
+        print("the process with the model is gone: the server ends", file=sys.stderr, flush=True)
+        os._exit(1)  # whatever is open, there is nobody to answer
+
+
+def main() -> None:
+    listening, link = (socket.socket(fileno=int(number)) for number in sys.argv[1:3])
+    Front(link).run(sockets=[listening])
+
+
+if __name__ == "__main__":
+    main()

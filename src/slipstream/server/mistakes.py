@@ -1,0 +1,53 @@
+"""Refusals as HTTP has them: OpenAI's error object, its headers, and what a body that is wrong is told."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel
+
+from slipstream.server.errors import Refused
+
+# Parts of a place that name no field but which of several kinds was tried: str, list[str], function-…, NamedTool.
+KIND = re.compile(r"(str|int|float|bool|none|function-.*|\w+\[.*|[A-Z]\w+)$")
+
+
+class ErrorObject(BaseModel):
+    message: str
+    type: str
+    param: str | None  # the field that was wrong
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    """How everything that is not answered is told, for /openapi.json."""
+
+    error: ErrorObject
+
+
+def told(refused: Refused) -> JSONResponse:
+    headers = {429: {"Retry-After": "1"}, 503: {"Retry-After": "1"}, 401: {"WWW-Authenticate": "Bearer"}}
+    return JSONResponse(refused.body(), refused.status, headers.get(refused.status))
+
+
+def invalid(error: RequestValidationError) -> Refused:
+    """The first field that is wrong, in words: of one that may be of several kinds, what is wrong with its own."""
+    found: Sequence[Mapping[str, Any]] = error.errors()
+    same = [each for each in found if each["loc"][:2] == found[0]["loc"][:2]]
+    first = next((each for each in same if not each["type"].endswith("_type")), found[0])
+    place = [str(part) for part in first["loc"] if part != "body" and not KIND.match(str(part))]
+    param = ".".join(place) or None
+    if first["type"] == "extra_forbidden":
+        return Refused(400, f"{param} is not supported by this server", param, "unsupported_parameter")
+    if first["type"] == "json_invalid":
+        return Refused(400, f"the body is not JSON: {first.get('ctx', {}).get('error', first['msg'])}")
+    if first["type"] == "missing":
+        return Refused(
+            400, f"{param} is missing" if param else "the body is missing", param, "missing_required_parameter"
+        )
+    said = str(first["msg"]).removeprefix("Value error, ")
+    return Refused(400, f"{param}: {said}" if param else said, param, "invalid_value")

@@ -7,8 +7,8 @@ beside   compare servers, NAME=URL…: OpenAI's client asks one prompt after the
 offline  the server against the same model object without one, in turns: `generate` on a list, the service in an event
          loop, HTTP streamed, and HTTP not streamed. Callers, in a separate process, send the next request as soon as
          one is answered; the batch is as large as the number of callers. Reported: tokens per second, as a share of the
-         list's with a 95% interval over repeats, and CPU time of the process with the model per token. A run in which steps
-         were captured, as happens once per process, is repeated.
+         list's with a 95% interval over repeats, and CPU time per token of the process with the model. A run in which
+         steps were captured, as happens once per process, is repeated.
 editing  rename a class in a file of about 2,000 tokens of code, through /v1/chat/completions: plain (no drafts),
          without a prediction, with the file as the prediction, and with the plain answer, some words changed, as the
          prediction. Small models edit badly: the last shows the gain if the model followed the instruction, the one

@@ -81,7 +81,7 @@ def search_as_with(vocabulary: int, tokens: list[int]) -> None:
     from slipstream.request import Request
 
     drafter = registry.make("suffix", SimpleNamespace(vocabulary=vocabulary), None)
-    session = drafter.begin(Request(tokens))
+    session = drafter.begin(Request(tokens, max_new_tokens=len(tokens)))
     session.observe(Seen(tokens * 2, 0))
     session.propose(tokens[0], Budget(8, 8))
     session.close()

@@ -18,8 +18,8 @@ from slipstream.drafters.base import Drafter, Seen
 from slipstream.drafters.rest import Rest
 from slipstream.stopwatch import Stopwatch
 from slipstream.vllm.options import ProposerOptions, read_options
-from slipstream.vllm.steps import STALE, StepCosts
-from slipstream.vllm.texts import AWAY, KnownText, KnownTexts
+from slipstream.vllm.steps import StepCosts
+from slipstream.vllm.texts import KnownText, KnownTexts
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -81,7 +81,6 @@ class Proposer:
         self.answers = EarlierAnswers(token_type(self.vocabulary), self.options.shared)
         self.drafter.attach(self.answers)
         self.texts, self.steps = KnownTexts(), StepCosts(self.longest)
-        self._drafting = 0  # steps since the last one without drafts
         self._since: Stopwatch | None = None  # when the last drafts were handed over
 
     def load_model(self, *_: Any, **__: Any) -> None:
@@ -112,9 +111,8 @@ class Proposer:
             for i, text, draft in zip(rows, there, self._drafts(there), strict=True):
                 text.drafted, drafts[i] = len(draft), draft
                 self.texts.put(text)
-        if self.texts.step % AWAY == 0:  # seldom: with other earlier answers each text is another thing to search
-            for text in self.texts.gone():
-                self._ended(text)
+        for text in self.texts.gone():
+            self._ended(text)
         self._since = Stopwatch()
         return drafts
 
@@ -144,14 +142,9 @@ class Proposer:
         room = [max(0, min(self.longest, self.context - text.length - 1)) for text in texts]
         if not self.steps.done:
             return [[r] * min(n, most) for r, n, most in zip(roots, self.steps.trial(len(texts)), room, strict=True)]
-        if self._drafting >= STALE:
-            self._drafting = 0
-            return [[] for _ in texts]
         budgets = [Budget(self.options.nodes if depth else 0, depth) for depth in room]
         found = self.drafter.propose([text.session for text in texts], roots, budgets)
-        drafts = [proposal.tree.tokens[1:].tolist() for proposal in found]
-        self._drafting = self._drafting + 1 if any(drafts) else 0
-        return drafts
+        return [proposal.tree.tokens[1:].tolist() for proposal in found]
 
     def _ended(self, text: KnownText) -> None:
         text.session.close()

@@ -84,7 +84,7 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 $(VLLM)/.ready: tests/vllm/environment.py
 	$(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/python tests/vllm/environment.py $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
-	$(VLLM)/bin/pip install --quiet 'pytest>=8'
+	$(VLLM)/bin/pip install --quiet 'pytest>=8' 'gguf>=0.17'
 	$(VLLM)/bin/pip install --quiet --no-deps --editable .
 	touch $@
 

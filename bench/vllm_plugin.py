@@ -296,11 +296,14 @@ def main() -> None:
 def written(job: dict[str, Any], prompts: list[str], kept: Path | None) -> list[list[int]]:
     """Answers to these prompts, by vLLM alone, or those that are kept."""
     if kept is not None and kept.exists():
-        return json.loads(kept.read_text())
+        known = json.loads(kept.read_text())
+        if not isinstance(known, dict) or known.get("prompts") != prompts:  # perhaps some are asked here
+            raise SystemExit(f"{kept} has answers to other prompts than these: name another file, or delete it")
+        return known["answers"]
     with started({"others": job}) as ways:
         answers: list[list[int]] = ways["others"].ask(prompts)["answers"]
     if kept is not None:
-        kept.write_text(json.dumps(answers))
+        kept.write_text(json.dumps({"prompts": prompts, "answers": answers}))
     return answers
 
 

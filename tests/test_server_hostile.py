@@ -20,7 +20,7 @@ from slipstream.cli.serve import serve
 from slipstream.server.app import Server
 from slipstream.server.backend import Asked, Limits
 from slipstream.server.bodies import Choice, own_stats
-from slipstream.server.doors import OPEN
+from slipstream.server.middleware import OPEN
 from slipstream.server.run import listening
 from slipstream.stats import Stats
 from slipstream.text import Detokenizer

@@ -21,7 +21,7 @@ from slipstream import LLM
 from slipstream.jobs import Update
 from slipstream.server.api import Api
 from slipstream.server.backend import Chunk, Limits
-from slipstream.server.far_end import FarEnd, Outbox
+from slipstream.server.engine_end import EngineEnd, Outbox
 from slipstream.server.link import Ask, Cancel, News, Reply, Unpacking, messages, one_message, packed
 from slipstream.server.local import Local
 from slipstream.server.run import Front, listening
@@ -259,11 +259,11 @@ class Link:
     def __init__(self, local):
         self.local, (ours, self.socket) = local, small_sockets()
         self.socket.settimeout(PATIENCE)
-        self.far_end = FarEnd(local, ours)
+        self.engine_end = EngineEnd(local, ours)
 
     def close(self):
         self.socket.close()
-        assert self.far_end.gone.wait(PATIENCE)
+        assert self.engine_end.gone.wait(PATIENCE)
 
 
 @pytest.fixture
@@ -323,7 +323,7 @@ def test_a_cancelled_call_ends(link, how):
         link.socket.sendall(packed(Cancel(5)))
     until(lambda: service.counts.requests and not service.busy, "it goes on")
     assert service.counts.ended == {"cancelled": 2}
-    until(lambda: not link.far_end._calls or how == "close", "it is remembered")
+    until(lambda: not link.engine_end._calls or how == "close", "it is remembered")
 
 
 # ---- processes that end

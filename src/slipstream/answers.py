@@ -10,10 +10,10 @@ from itertools import islice
 from queue import SimpleQueue
 from typing import Any
 
-from slipstream.arriving import Arriving
 from slipstream.engine import Engine
 from slipstream.errors import ModelError, PromptError
 from slipstream.jobs import Job, Update
+from slipstream.merged import Merged
 from slipstream.request import Request
 from slipstream.sequence import Sequence as Running
 from slipstream.sequence import TokenLogprobs
@@ -141,7 +141,7 @@ class AsyncStream:
         return result(self._running)
 
 
-class Updates(Arriving[Update]):
+class Updates(Merged[Update]):
     """Answers as they grow, for an event loop: submitted at once, then to be iterated over."""
 
     def __init__(self, service: Service, *requests: Request, streams: bool = True) -> None:

@@ -19,9 +19,9 @@ from slipstream.colours import COLOURS, OTHERS, colour
 from slipstream.server import bodies, metrics
 from slipstream.server import schema as s
 from slipstream.server.backend import Answers, Backend, Chunk, Limits, State
-from slipstream.server.doors import BodyLimit, Guard
 from slipstream.server.errors import Refused, logged_refusal
-from slipstream.server.mistakes import ErrorBody, invalid, told
+from slipstream.server.http_errors import ErrorBody, error_response, invalid
+from slipstream.server.middleware import BodyLimit, Guard
 from slipstream.trace.page import part
 from slipstream.version import __version__
 
@@ -177,23 +177,23 @@ class Api:
 
     async def _invalid(self, _: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        return told(invalid(error))
+        return error_response(invalid(error))
 
     async def _refused(self, _: Request, error: Exception) -> Response:
         assert isinstance(error, Refused)
-        return told(error)
+        return error_response(error)
 
     async def _http(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         if isinstance(error.__cause__, Refused):  # what `BodyLimit` raised while the body was read
-            return told(error.__cause__)
+            return error_response(error.__cause__)
         message = f"{request.method} {request.scope['path']}: {error.detail}"
-        response = told(Refused(error.status_code, message))
+        response = error_response(Refused(error.status_code, message))
         response.headers.update(error.headers or {})
         return response
 
     async def _failed(self, _: Request, error: Exception) -> Response:
-        return told(logged_refusal(error, "a request"))
+        return error_response(logged_refusal(error, "a request"))
 
 
 class EventStream(StreamingResponse):

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
-from slipstream.arriving import Arriving
 from slipstream.counts import Counts
+from slipstream.merged import Merged
 from slipstream.server import schema as s
 from slipstream.server.errors import Refused
 from slipstream.server.tool_calls import Parser
@@ -96,7 +96,7 @@ class State:
     filled: float  # share of the pages, or of the sequences
 
 
-class Answers(Arriving[Chunk]):
+class Answers(Merged[Chunk]):
     """The answers of one call while they come."""
 
     def __init__(self, close: Callable[[], None]) -> None:

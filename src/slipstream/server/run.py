@@ -58,13 +58,13 @@ class Front:
     def start(self, local: Local, key: str | None = None, grace: float = 0.0, log_requests: bool = False) -> None:
         """Returns when it listens. key: what clients must know, if anything. grace: seconds for running answers to end
         in, when it is stopped."""
-        from slipstream.server.far_end import FarEnd
+        from slipstream.server.engine_end import EngineEnd
         from slipstream.server.link import Setup, packed
 
         self._local, self._grace = local, grace
         with suppress(OSError):  # that it is gone is told below
             self._link.sendall(packed(Setup(local.about, local.limits, key, grace, log_requests)))
-        self._far_end = FarEnd(local, self._link)
+        self._far_end = EngineEnd(local, self._link)
         self._far_end.ready.wait()
         self._check()
 

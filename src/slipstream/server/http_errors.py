@@ -29,7 +29,7 @@ class ErrorBody(BaseModel):
     error: ErrorObject
 
 
-def told(refused: Refused) -> JSONResponse:
+def error_response(refused: Refused) -> JSONResponse:
     headers = {429: {"Retry-After": "1"}, 503: {"Retry-After": "1"}, 401: {"WWW-Authenticate": "Bearer"}}
     return JSONResponse(refused.body(), refused.status, headers.get(refused.status))
 

@@ -81,7 +81,7 @@ class Outbox:
                 self._link.shutdown(socket.SHUT_RDWR)  # whoever reads from it ends too
 
 
-class FarEnd:
+class EngineEnd:
     """Reads what the protocol asks, until it is gone."""
 
     def __init__(self, local: Local, link: socket.socket) -> None:

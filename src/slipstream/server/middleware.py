@@ -6,7 +6,7 @@ import hmac
 from typing import Any
 
 from slipstream.server.errors import Refused
-from slipstream.server.mistakes import told
+from slipstream.server.http_errors import error_response
 
 OPEN = ("/health", "/", "/live.css", "/live.js", "/favicon.ico")  # for everybody, whatever the key
 
@@ -23,7 +23,7 @@ class Guard:
             given = dict(scope["headers"]).get(b"authorization", b"").removeprefix(b"Bearer ")
             if not hmac.compare_digest(given, self.key):
                 message = "this server needs an API key: send it as 'Authorization: Bearer …'"
-                await told(Refused(401, message, code="invalid_api_key"))(scope, receive, send)
+                await error_response(Refused(401, message, code="invalid_api_key"))(scope, receive, send)
                 return
         await self.app(scope, receive, send)
 
@@ -41,7 +41,7 @@ class BodyLimit:
         refused = Refused(413, f"the body has more than the {self.most} bytes that this server reads")
         length = dict(scope["headers"]).get(b"content-length", b"0")
         if not length.isdigit() or int(length) > self.most:
-            await told(refused)(scope, receive, send)
+            await error_response(refused)(scope, receive, send)
             return
         read = 0
 

@@ -21,7 +21,7 @@ class Part(Protocol):
 T = TypeVar("T", bound=Part)
 
 
-class Arriving(Generic[T]):
+class Merged(Generic[T]):
     """Several answers as they grow, to be iterated over: which of them, and what is new. Whoever leaves the loop, or is
     cancelled in it, ends the answers. Whoever reads slowly holds up nobody, and nothing piles up but the answers."""
 

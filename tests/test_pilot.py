@@ -824,6 +824,18 @@ def test_batches_of_another_size_are_known_for_themselves():
     assert one.gain() == 0 < four.gain()
 
 
+def test_what_gained_nothing_in_a_small_batch_is_not_tried_at_once_in_a_larger_one():
+    pilot = Pilot(Costs({1: 1.0, 64: 1.1}), ["good", "bad", "unknown"])
+    for source, gain in zip(known(pilot, {"good": 0.5, "bad": 0.5}), (0.3, -0.2), strict=True):
+        source.learn(gain)
+    four = [Draft(Text(), TokenTree.root(0), 30) for _ in range(4)]
+    assert [source.name for source in pilot.asks(["good", "bad", "unknown"], four)] == ["good", "unknown"]
+    pilot.steps += round(TRIAL * 0.5 * 3 / EXPLORING)  # a trial would have lost two plain steps; three share the budget
+    assert "bad" in [source.name for source in pilot.asks(["good", "bad", "unknown"], four)]
+    pilot.renew("bad")
+    assert "bad" in [source.name for source in pilot.asks(["bad"], four * 2)]
+
+
 def test_who_is_renewed_is_asked_again():
     pilot = Pilot(Costs({1: 1.0, 64: 1.1}), ["a"])
     state = Text()

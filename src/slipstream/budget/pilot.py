@@ -193,10 +193,13 @@ class Pilot:
                 for most in (*self.heads.get(name, ()), sys.maxsize):
                     way = name if most == sys.maxsize else f"{name}:{most}"
                     found[way] = Source(way, name, i, most, name in self.heads, returns=self.returns.get(name))
-                    if way in smaller and any(smaller[way].observations) and smaller[way].gain() <= 0:
-                        # Rows are dearer in a larger batch, so it hardly gains there: as if it was just tried.
-                        lost = TRIAL * smaller[way].drafting.seconds / self.costs.seconds(1, batch)
-                        found[way].due = [self.steps + self._wait(lost)] * LEVELS
+                    before = smaller.get(way)
+                    if before is not None and any(before.observations):
+                        # A further row costs more in a larger batch. So where it gained nothing, it is not tried at
+                        # once, but as if a trial had just been lost.
+                        wait = self._wait(TRIAL * before.drafting.seconds / self.costs.seconds(1, batch))
+                        gains = [before.gain(level) for level in range(LEVELS)]
+                        found[way].due = [0 if gain > 0 else self.steps + wait for gain in gains]
         return found
 
     def _wait(self, lost: float) -> int:

@@ -1,4 +1,4 @@
-"""What the service counts, in the words of the field, for Prometheus."""
+"""The service's counts as Prometheus metrics, under the names that are usual in the field."""
 
 from __future__ import annotations
 

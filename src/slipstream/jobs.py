@@ -45,11 +45,11 @@ class Mailbox:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = weakref.ref(loop)  # weak: the service must not keep loops alive (`Service.mailbox`)
-        self._letters = deque[tuple[Callable[[Update], None], Update]]()
+        self._entries = deque[tuple[Callable[[Update], None], Update]]()
 
     def put(self, take: Callable[[Update], None], update: Update) -> None:
         """Queue an update: after the next `wake`, the event loop calls `take` with it."""
-        self._letters.append((take, update))
+        self._entries.append((take, update))
 
     def wake(self) -> None:
         loop = self._loop()
@@ -58,8 +58,8 @@ class Mailbox:
         loop.call_soon_threadsafe(self._empty)
 
     def _empty(self) -> None:
-        while self._letters:
-            take, update = self._letters.popleft()
+        while self._entries:
+            take, update = self._entries.popleft()
             take(update)
 
 

@@ -44,7 +44,7 @@ class Choice:
     def __post_init__(self) -> None:
         self._parser = self.asked.parser() if self.asked.parser is not None else None
         self._forced = ""
-        self._told = 0  # characters that `pieces` has returned
+        self._reported = 0  # characters that `pieces` has returned
 
     def take(self, chunk: Chunk) -> list[Delta]:
         """Add a chunk. Returns its deltas: content, and pieces of calls."""
@@ -79,15 +79,15 @@ class Choice:
 
     def pieces(self, chunk: Chunk) -> list[dict[str, Any]]:
         """A chunk's text token by token, with the drafter of each."""
-        found, start = [], self._told
+        found, start = [], self._reported
         for end, source in chunk.sources:
-            at, to = self._told - start, max(self._told, end) - start
+            at, to = self._reported - start, max(self._reported, end) - start
             if to > at:
                 found.append({"text": chunk.text[at:to], "source": source})
-            self._told = start + to
-        if rest := chunk.text[self._told - start :]:
+            self._reported = start + to
+        if rest := chunk.text[self._reported - start :]:
             found.append({"text": rest, "source": None})
-            self._told += len(rest)
+            self._reported += len(rest)
         return found
 
 
@@ -298,10 +298,10 @@ class Response:
             "total_tokens": counted["total_tokens"],
         }
 
-    def message(self, choice: Choice, begun: bool = False) -> dict[str, Any]:
-        """begun: the message is still empty."""
-        content = [] if begun else [self.part(choice.text)]
-        status = "in_progress" if begun else "incomplete" if choice.finish == "length" else "completed"
+    def message(self, choice: Choice, empty: bool = False) -> dict[str, Any]:
+        """empty: the answer has not begun."""
+        content = [] if empty else [self.part(choice.text)]
+        status = "in_progress" if empty else "incomplete" if choice.finish == "length" else "completed"
         return {"id": self.item, "type": "message", "role": "assistant", "status": status, "content": content}
 
     def part(self, text: str) -> dict[str, Any]:
@@ -312,26 +312,26 @@ class Response:
     ) -> AsyncIterator[str]:
         number = -1
 
-        def told(kind: str, **more: Any) -> str:
+        def numbered(kind: str, **more: Any) -> str:
             nonlocal number
             number += 1
             return event({"type": kind, "sequence_number": number, **more}, kind)
 
         (choice,) = choices
         place = {"item_id": self.item, "output_index": 0, "content_index": 0}
-        yield told("response.created", response=self.answer(choices, "in_progress"))
-        yield told("response.in_progress", response=self.answer(choices, "in_progress"))
-        yield told("response.output_item.added", output_index=0, item=self.message(choice, begun=True))
-        yield told("response.content_part.added", **place, part=self.part(""))
+        yield numbered("response.created", response=self.answer(choices, "in_progress"))
+        yield numbered("response.in_progress", response=self.answer(choices, "in_progress"))
+        yield numbered("response.output_item.added", output_index=0, item=self.message(choice, empty=True))
+        yield numbered("response.content_part.added", **place, part=self.part(""))
         async for _, chunk in chunks:
             for delta in choice.take(chunk):
                 if isinstance(delta, Content):
-                    yield told("response.output_text.delta", **place, delta=delta.text, logprobs=[])
-        yield told("response.output_text.done", **place, text=choice.text, logprobs=[])
-        yield told("response.content_part.done", **place, part=self.part(choice.text))
-        yield told("response.output_item.done", output_index=0, item=self.message(choice))
+                    yield numbered("response.output_text.delta", **place, delta=delta.text, logprobs=[])
+        yield numbered("response.output_text.done", **place, text=choice.text, logprobs=[])
+        yield numbered("response.content_part.done", **place, part=self.part(choice.text))
+        yield numbered("response.output_item.done", output_index=0, item=self.message(choice))
         last = "response.incomplete" if choice.finish == "length" else "response.completed"
-        yield told(last, response=self.answer(choices))
+        yield numbered(last, response=self.answer(choices))
 
 
 def call_body(call: ToolCall) -> dict[str, Any]:

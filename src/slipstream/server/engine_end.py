@@ -31,15 +31,15 @@ class Outbox:
     def __init__(self, link: socket.socket, write: Callable[[Address, Update], News | None]) -> None:
         """write: turns an update into `News`, for each answer in order. None: the answer was cancelled."""
         self._link, self._write = link, write
-        self._letters: list[Reply | Stop] = []
+        self._entries: list[Reply | Stop] = []
         self._updates: dict[Address, Update] = {}
         self._changed = threading.Condition()
         self._gone = False
         threading.Thread(target=self._send_all, name="outbox", daemon=True).start()
 
-    def say(self, letter: Reply | Stop) -> None:
+    def say(self, entry: Reply | Stop) -> None:
         with self._changed:
-            self._letters.append(letter)
+            self._entries.append(entry)
             self._changed.notify()
 
     def put(self, address: Address, update: Update) -> None:
@@ -64,13 +64,13 @@ class Outbox:
         try:
             while True:
                 with self._changed:
-                    self._changed.wait_for(lambda: self._letters or self._updates or self._gone)
+                    self._changed.wait_for(lambda: self._entries or self._updates or self._gone)
                     if self._gone:
                         return
-                    letters, self._letters = self._letters, []
+                    entries, self._entries = self._entries, []
                     updates, self._updates = self._updates, {}
                 news = [self._write(address, update) for address, update in updates.items()]
-                self._link.sendall(packed([*letters, *(letter for letter in news if letter is not None)]))
+                self._link.sendall(packed([*entries, *(entry for entry in news if entry is not None)]))
         except OSError:
             pass  # the other end is closed
         except Exception:

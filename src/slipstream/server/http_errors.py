@@ -49,5 +49,5 @@ def invalid(error: RequestValidationError) -> Refused:
         return Refused(
             400, f"{param} is missing" if param else "the body is missing", param, "missing_required_parameter"
         )
-    said = str(first["msg"]).removeprefix("Value error, ")
-    return Refused(400, f"{param}: {said}" if param else said, param, "invalid_value")
+    problem = str(first["msg"]).removeprefix("Value error, ")
+    return Refused(400, f"{param}: {problem}" if param else problem, param, "invalid_value")

@@ -31,7 +31,7 @@ class Call:
         self._deliver, self._mailbox = deliver, mailbox
         self._service: Service | None = None
         self._cancelled = False
-        self._told: dict[int, int] = {}  # tokens whose drafter was reported, by answer
+        self._reported: dict[int, int] = {}  # tokens whose drafter was reported, by answer
         self._ended = 0
 
     def submit(self, service: Service, requests: Sequence[Request], body: s.Sampled, seconds: float) -> None:
@@ -65,9 +65,9 @@ class Call:
         self._ended += update.finish is not None
         names: list[str | None] = []
         if isinstance(watch, SourceWatch):
-            told = self._told.get(number, 0)
-            self._told[number] = told + len(update.ends)
-            names = watch.names[told : told + len(update.ends)]
+            reported = self._reported.get(number, 0)
+            self._reported[number] = reported + len(update.ends)
+            names = watch.names[reported : reported + len(update.ends)]
             names += [None] * (len(update.ends) - len(names))
         return Chunk(
             update.text,

@@ -80,9 +80,9 @@ class Remote(asyncio.Protocol):
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
-        for letters in self._unpacking.feed(data):
-            for letter in letters:
-                match letter:
+        for entries in self._unpacking.feed(data):
+            for entry in entries:
+                match entry:
                     case News(number, answer, chunk):
                         if (answers := self._answers.get(number)) is not None:
                             answers.take(answer, chunk)

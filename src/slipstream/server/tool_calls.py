@@ -85,7 +85,7 @@ class Hermes:
         if self._object is None:
             before, tag, _ = self._text.partition(self.OPENS)
             if not tag:
-                before = before[: len(before) - _begun(before, self.OPENS)]
+                before = before[: len(before) - _tag_prefix(before, self.OPENS)]
             self._deltas.content(before)
             self._text = self._text[len(before) :]
             if tag:
@@ -346,7 +346,7 @@ class _ObjectEnd:
             self._next = self.WORD + "," + self._closers[-1]
 
 
-def _begun(text: str, tag: str) -> int:
+def _tag_prefix(text: str, tag: str) -> int:
     """How many characters at the end of a text may be the beginning of a tag."""
     return next(n for n in range(min(len(tag) - 1, len(text)), -1, -1) if text.endswith(tag[:n]))
 

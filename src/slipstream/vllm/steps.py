@@ -11,7 +11,7 @@ from slipstream.budget.pilot import TRIAL, TypicalTime
 # Drafted tokens of a measured step, for all its texts together. Few sizes, since these drafts are wasted: times between
 # them are interpolated, and corrected by those of real drafts later.
 EXTRA = (0, 4, 16)
-DEAR = 1.5  # a step that takes this many times as long as a plain one: larger ones are not tried
+SLOW = 1.5  # a step that takes this many times as long as a plain one: larger ones are not tried
 
 
 class StepCosts:
@@ -41,10 +41,10 @@ class StepCosts:
             return
         self.times.setdefault(sum(rows), TypicalTime()).see(seconds)
         tried = self._tried()
-        # An expensive size is the last one: times of more rows are extrapolated.
+        # A slow size is the last one: times of more rows are extrapolated.
         plain, last = self.times.get(self.batch), self.times.get(sum(rows))
-        dear = plain is not None and last is not None and last.times >= TRIAL and last.seconds > DEAR * plain.seconds
-        self.done = plain is not None and (dear or all(self._times(n) >= TRIAL for n in tried))
+        slow = plain is not None and last is not None and last.times >= TRIAL and last.seconds > SLOW * plain.seconds
+        self.done = plain is not None and (slow or all(self._times(n) >= TRIAL for n in tried))
 
     def costs(self) -> Costs:
         """A curve through the measured times. Times rise with rows: a shorter one is noise, and is raised."""

@@ -22,7 +22,7 @@ from slipstream.service import Service
 
 
 class Call:
-    """A call of an endpoint, and the jobs of its answers. It may be cancelled at any time, even before it has any."""
+    """A call of an endpoint, and the jobs of its answers. It may be cancelled at any time, even before it has jobs."""
 
     def __init__(self, deliver: Callable[[int, Update], None], mailbox: Wakes) -> None:
         """deliver: called by the service's thread with an answer's index and an update; then the mailbox is woken."""

@@ -1,4 +1,4 @@
-"""Answers: as a whole, and while they are written, in a loop of either kind."""
+"""Answers: whole ones, and streams of text, for threads and for event loops."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Result:
     tokens: list[int]  # every emitted token, the one that ended it included
     finish_reason: str  # stop, length, cancelled
     stats: Stats
-    seed: int  # what it was drawn with: pass seed and sample again to draw it again
+    seed: int  # seed and sample, passed again, draw the same answer
     sample: int = 0
     logprobs: list[TokenLogprobs] | None = None
     trace: list[dict[str, Any]] | None = None  # the lines of a trace file: see docs/trace-format.md
@@ -65,7 +65,8 @@ def result(sequence: Running) -> Result:
 
 
 class Stream:
-    """Pieces of text while they come. Leaving the loop, or Ctrl-C in it, ends the generation; what was said stays."""
+    """An answer as pieces of text, to be iterated over. Leaving the loop, or Ctrl-C in it, ends the generation;
+    `result` keeps the text so far."""
 
     def __init__(self, engine: Engine, request: Request) -> None:
         self._engine, self._request = engine, request
@@ -91,11 +92,11 @@ class Stream:
         return self._engine.run([self._request])
 
     def cancel(self) -> None:
-        """End it after the step under way. Safe from another thread."""
+        """End the answer after the current step. Safe from another thread."""
         self._request.cancel()
 
     def close(self) -> None:
-        """End it now, between two steps; what was said stays. Leaving the loop over a stream closes it."""
+        """End the answer now, between two steps; `result` keeps the text so far. Leaving the loop calls this."""
         if self._steps is None:
             self._steps = iter(())
         elif isinstance(self._steps, Generator):
@@ -103,19 +104,19 @@ class Stream:
 
     @property
     def stats(self) -> Stats | None:
-        """So far."""
+        """The statistics so far; None if nothing was generated yet."""
         return self._running.stats if self._running else None
 
     @property
     def result(self) -> Result:
-        """What was said, up to now or to the end."""
+        """The answer so far."""
         if self._running is None:
             raise PromptError("nothing was generated yet: iterate over the stream first")
         return result(self._running)
 
 
 class AsyncStream:
-    """The same in an event loop: `async for` over text. Leaving the loop ends the answer; what was said stays."""
+    """The same for an event loop: `async for` over pieces of text. Leaving the loop ends the answer."""
 
     def __init__(self, service: Service, request: Request) -> None:
         self._service, self._request = service, request
@@ -130,19 +131,19 @@ class AsyncStream:
                 yield update.text
 
     def cancel(self) -> None:
-        """End it after the step under way. Safe from another thread."""
+        """End the answer after the current step. Safe from another thread."""
         self._request.cancel()
 
     @property
     def result(self) -> Result:
-        """What was said."""
+        """The answer, once it has ended."""
         if self._running is None:
             raise PromptError("this answer has not ended: iterate over the stream first")
         return result(self._running)
 
 
 class Updates(Merged[Update]):
-    """Answers as they grow, for an event loop: submitted at once, then to be iterated over."""
+    """The updates of several answers, for an event loop. The requests are submitted at once; then iterate over this."""
 
     def __init__(self, service: Service, *requests: Request, streams: bool = True) -> None:
         super().__init__(len(requests))
@@ -164,8 +165,8 @@ class Updates(Merged[Update]):
 
 
 def together(service: Service, requests: Sequence[Request], offline: bool = False) -> list[Running]:
-    """All of them, with whatever else the service answers, from a thread that waits for it. offline: all at once, and
-    nobody asks how long each takes."""
+    """Answer the requests in the service's batch, beside those of other callers, and wait for all of them. offline: the
+    time of a single answer does not matter (`Job.offline`)."""
     updates, coming = SimpleQueue[tuple[int, Update]](), enumerate(requests)
     jobs, ended = dict[int, Job](), dict[int, Running]()
 
@@ -175,7 +176,7 @@ def together(service: Service, requests: Sequence[Request], offline: bool = Fals
             jobs[i] = service.submit(Job(request, deliver, streams=False, offline=offline))
 
     try:
-        # Not all at once, since the service looks through those that wait; so many that nobody waits for the next.
+        # Not all at once, since the service searches its waiting requests; but enough to keep the batch full.
         submit(2 * service.engine.max_batch)
         while jobs:
             i, update = updates.get()
@@ -189,14 +190,14 @@ def together(service: Service, requests: Sequence[Request], offline: bool = Fals
     except BaseException:
         for job in jobs.values():
             service.cancel(job)
-        while jobs:  # until nothing of it is left
+        while jobs:  # wait until all have ended
             del jobs[updates.get()[0]]
         raise
     return [ended[i] for i in range(len(requests))]
 
 
 async def answered(service: Service, request: Request) -> Result:
-    """The whole answer, from an event loop."""
+    """The whole answer, for an event loop."""
     async for _, update in Updates(service, request, streams=False):
         if update.error is not None:
             raise update.error

@@ -1,4 +1,4 @@
-"""Requests on their way through a service, and the news of their answers."""
+"""Requests in a service, and the updates of their answers."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from slipstream.text import Detokenizer
 
 @dataclass(frozen=True)
 class Update:
-    """What is new of an answer. `finish` comes once, with the last one; `error` where it failed."""
+    """What is new of an answer. The last update has `finish`, and `error` if the answer failed."""
 
-    text: str  # characters that nothing takes back
+    text: str  # new characters, which are final
     tokens: list[int]
-    # Of a stream that wants them, after each of these tokens: the characters of the whole answer that are certain.
+    # For each token, if the stream asked for it: how many characters of the whole answer are final after it.
     ends: list[int]
-    logprobs: list[TokenLogprobs]  # of these, if they were asked for
+    logprobs: list[TokenLogprobs]  # of these tokens, if asked for
     finish: str | None = None
     error: Exception | None = None
-    sequence: Sequence | None = None  # with the last one, if its prompt was read
+    sequence: Sequence | None = None  # in the last update, if its prompt was read
 
     def then(self, later: Update) -> Update:
-        """Both as one."""
+        """Both updates as one."""
         return replace(
             later,
             text=self.text + later.text,
@@ -40,16 +40,16 @@ class Update:
 
 
 class Mailbox:
-    """Updates on their way from the service's thread into an event loop: those of one step come by one wake-up, since
-    each takes a system call, and a change of threads."""
+    """Brings updates from the service's thread into an event loop. All updates of a step share one wake-up, since each
+    wake-up takes a system call and a change of threads."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = weakref.ref(loop)  # which the service finds this by, and keeps as long as others do
-        self._letters = deque[tuple[Callable[[Update], None], Update]]()
+        self._loop = weakref.ref(loop)  # weak: the service must not keep loops alive (`Service.mailbox`)
+        self._entries = deque[tuple[Callable[[Update], None], Update]]()
 
     def put(self, take: Callable[[Update], None], update: Update) -> None:
-        """To be taken within the event loop, after the next `wake`."""
-        self._letters.append((take, update))
+        """Queue an update: after the next `wake`, the event loop calls `take` with it."""
+        self._entries.append((take, update))
 
     def wake(self) -> None:
         loop = self._loop()
@@ -58,8 +58,8 @@ class Mailbox:
         loop.call_soon_threadsafe(self._empty)
 
     def _empty(self) -> None:
-        while self._letters:
-            take, update = self._letters.popleft()
+        while self._entries:
+            take, update = self._entries.popleft()
             take(update)
 
 
@@ -67,19 +67,19 @@ class Wakes(Protocol):
     """Receives one wake-up for all updates that were delivered."""
 
     def wake(self) -> None:
-        """RuntimeError: nobody listens any more."""
+        """RuntimeError: the receiver is gone."""
 
 
 @dataclass(eq=False)
 class Job:
-    """A request on its way."""
+    """A request in a service."""
 
     request: Request
-    deliver: Callable[[Update], None]  # called by the service's thread: it must not wait for anything
+    deliver: Callable[[Update], None]  # called by the service's thread: it must not block
     priority: int = 0  # smaller ones go first
     deadline: float | None = None  # by `monotonic`
-    streams: bool = True  # whether it wants to hear of every step, or of the end alone
-    offline: bool = False  # one of a list: others' prompts may be read before its next step, and it does not stay read
+    streams: bool = True  # deliver updates while it runs, not only the last one
+    offline: bool = False  # part of a list: other prompts may be read before its next step, and its text is not kept
     mailbox: Wakes | None = None  # to be woken after `deliver`
     arrived: float = field(default_factory=monotonic)
     reading: Reading | None = None  # while its text is read
@@ -87,7 +87,7 @@ class Job:
     number: int = 0  # in the order of arrival
     over: bool = False
     delivered_in: float = -1.0  # the interval of its latest delivery while it ran: see `service.PACE`
-    _texts: int = 0  # characters that were delivered
+    _texts: int = 0  # characters delivered so far
     _tokens: int = 0
 
     def new(self, finish: str | None = None, error: Exception | None = None) -> Update:

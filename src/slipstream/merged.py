@@ -1,4 +1,4 @@
-"""Answers that arrive in an event loop: what came while nobody asked for it comes as one."""
+"""Updates of answers in an event loop: those that were not read yet are merged."""
 
 from __future__ import annotations
 
@@ -8,32 +8,32 @@ from typing import Generic, Protocol, Self, TypeVar
 
 
 class Part(Protocol):
-    """What is new of an answer."""
+    """An update of an answer."""
 
     @property
     def finish(self) -> str | None:
-        """With the last one: why the answer ended."""
+        """Why the answer ended; None before its last update."""
 
     def then(self, later: Self) -> Self:
-        """Both as one."""
+        """Both updates as one."""
 
 
 T = TypeVar("T", bound=Part)
 
 
 class Merged(Generic[T]):
-    """Several answers as they grow, to be iterated over: which of them, and what is new. Whoever leaves the loop, or is
-    cancelled in it, ends the answers. Whoever reads slowly holds up nobody, and nothing piles up but the answers."""
+    """The updates of several answers, as an iterator of (index of the answer, update). Leaving the loop, or being
+    cancelled in it, ends the answers. A slow reader delays nothing: its updates are merged to one for each answer."""
 
     def __init__(self, count: int = 0) -> None:
-        """count: of answers. It may be set later, before somebody iterates."""
+        """count: how many answers there are. It may be set later, but before the iteration begins."""
         self.count = count
         self._came = asyncio.Event()
         self._new: dict[int, T] = {}
-        self._ended = 0  # answers whose end came
+        self._ended = 0  # answers whose last update has arrived
 
     def take(self, number: int, new: T) -> None:
-        """Within the event loop."""
+        """Add an update. To be called in the event loop."""
         before = self._new.get(number)
         self._new[number] = before.then(new) if before is not None else new
         self._ended += new.finish is not None
@@ -54,7 +54,7 @@ class Merged(Generic[T]):
 
     @property
     def over(self) -> bool:
-        """Whether the ends of all have come."""
+        """Whether the last update of every answer has arrived."""
         return self._ended >= self.count
 
     def close(self) -> None:
@@ -62,5 +62,5 @@ class Merged(Generic[T]):
             self._cancel()
 
     def _cancel(self) -> None:
-        """End those that go on."""
+        """Cancel the answers that have not ended."""
         raise NotImplementedError

@@ -47,7 +47,7 @@ def serve(
 
     if missing := [module for module in NEEDED if find_spec(module) is None]:
         raise OptionError(f"{missing[0]} is missing: pip install 'slipstream-llm[serve]'")
-    sock = listening(host, port)  # before the model is loaded: a port in use should not cost that time
+    sock = listening(host, port)  # before the model is loaded, so that a port in use is reported at once
     where = f"http://{f'[{host}]' if ':' in host else host}:{sock.getsockname()[1]}"
     with Front(sock) as front:
         words = o.drafter_options(option, drafter_path, head, learn)
@@ -59,7 +59,7 @@ def serve(
             local = Local(llm, called, Limits(max_body, max_prompt, max_tokens, max_waiting, max_seconds))
             key = api_key or os.environ.get("SLIPSTREAM_API_KEY") or None
             try:
-                front.start(local, key, grace, log_requests)  # whoever reads the next line may come at once
+                front.start(local, key, grace, log_requests)  # it listens before the address is printed
                 with until_signals(front):
                     err.print(f"{called} is served at {where}/v1, its page at {where}/; Ctrl-C stops", markup=False)
                     front.wait()

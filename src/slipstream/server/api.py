@@ -1,4 +1,4 @@
-"""OpenAI's API over HTTP, in front of a backend: the model in this process, or in another one."""
+"""OpenAI's API over HTTP. The model is behind a backend: in this process, or in another one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from slipstream.trace.page import part
 from slipstream.version import __version__
 
 PAGE = {"": ("live.html", "text/html"), "live.css": ("live.css", "text/css"), "live.js": ("live.js", "text/javascript")}
-COMMON = {"live.css": "tokens.css", "live.js": "tokens.js"}  # what stands before: shared with the page of a trace
+COMMON = {"live.css": "tokens.css", "live.js": "tokens.js"}  # put in front: shared with a trace's page
 SAFE = {"Content-Security-Policy": "default-src 'self'", "X-Content-Type-Options": "nosniff"}
 
 
@@ -34,7 +34,7 @@ class Api:
     """`app` is what an ASGI server runs."""
 
     def __init__(self, backend: Backend, limits: Limits, key: str | None = None) -> None:
-        """key: what clients must know, if anything."""
+        """key: the API key that clients must send, or None."""
         self.backend = backend
         self.app = FastAPI(
             title="slipstream",
@@ -114,7 +114,7 @@ class Api:
         return {"prompt": await self.backend.find("text", body.tokens)}
 
     async def reload_heads(self) -> Any:
-        """It takes no folder: what may draft is decided by whoever registers heads on this machine."""
+        """Load newly registered heads. Clients can't name a folder: heads are registered on the server's machine."""
         return await self.backend.find("reload_heads")
 
     async def health(self) -> Any:
@@ -125,7 +125,7 @@ class Api:
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
     async def live(self) -> Any:
-        """What the page shows."""
+        """The state that the page shows."""
         about = self.backend.about
         state: State = await self.backend.find("state")
         counts = state.counts
@@ -173,7 +173,7 @@ class Api:
         found = {"id": about.name, "object": "model", "created": int(about.started), "owned_by": "slipstream"}
         return {**found, "max_model_len": about.context}
 
-    # ---- whom to answer, and with what
+    # ---- exception handlers
 
     async def _invalid(self, _: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
@@ -185,7 +185,7 @@ class Api:
 
     async def _http(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        if isinstance(error.__cause__, Refused):  # what `BodyLimit` raised while the body was read
+        if isinstance(error.__cause__, Refused):  # raised by `BodyLimit` while the body was read
             return error_response(error.__cause__)
         message = f"{request.method} {request.scope['path']}: {error.detail}"
         response = error_response(Refused(error.status_code, message))
@@ -197,10 +197,10 @@ class Api:
 
 
 class EventStream(StreamingResponse):
-    """Its answers end with it, whatever ends it: a client may leave before anything of it was asked for."""
+    """A response of events. However it ends, its answers are closed, even if the client left before the first event."""
 
     def __init__(self, events: AsyncIterator[str], answers: Answers) -> None:
-        # The last: a proxy before this server hands on what comes, instead of collecting it.
+        # X-Accel-Buffering: a proxy in front of this server is to pass events on at once.
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(events, media_type="text/event-stream", headers=headers)
         self.answers = answers
@@ -213,7 +213,7 @@ class EventStream(StreamingResponse):
 
 
 async def by_choice(choices: Sequence[bodies.Choice], answers: Answers) -> AsyncIterator[tuple[bodies.Choice, Chunk]]:
-    """What is new, and of which answer. What ended without being one is raised."""
+    """Each chunk with its choice. Raises if an answer was refused or cancelled, or took too long."""
     async for number, chunk in answers:
         if chunk.refused is not None:
             raise chunk.refused
@@ -230,7 +230,7 @@ async def take_all(chunks: AsyncIterator[tuple[bodies.Choice, Chunk]]) -> None:
 
 
 async def safely(events: AsyncIterator[str]) -> AsyncIterator[str]:
-    """A stream that fails says so in an event: its status was sent long ago."""
+    """The events of a stream. An error becomes an event too, since the HTTP status was already sent."""
     try:
         async for each in events:
             yield each
@@ -240,7 +240,7 @@ async def safely(events: AsyncIterator[str]) -> AsyncIterator[str]:
 
 
 async def unless_client_leaves(http: Request, work: Any, answers: Answers) -> None:
-    """Do that, unless the client leaves before: then its answers end."""
+    """Await the work. If the client disconnects first, stop it and end its answers."""
     task = asyncio.create_task(work)
 
     async def watch() -> None:
@@ -260,7 +260,7 @@ async def unless_client_leaves(http: Request, work: Any, answers: Answers) -> No
 
 
 def light_dark(name: str) -> str:
-    """A drafter's colour on either screen."""
+    """A drafter's colour in CSS, for light and dark screens."""
     variable = colour(name).removeprefix("--of-")
     light, dark = COLOURS[variable] if variable in COLOURS else OTHERS[int(variable.removeprefix("other"))]
     return f"light-dark({light}, {dark})"

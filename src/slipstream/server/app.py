@@ -1,4 +1,4 @@
-"""A model behind the API in one process, for programs that run the app themselves."""
+"""The API and the model in one process, for programs that run the ASGI app themselves."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from slipstream.server.local import Local
 
 
 class Server:
-    """`app` is what an ASGI server runs. It shares Python's interpreter with the model: `run.Front` does not."""
+    """`app` is what an ASGI server runs. It shares the model's interpreter; `run.Front` has one of its own."""
 
     def __init__(self, llm: LLM, name: str, limits: Limits | None = None, key: str | None = None) -> None:
-        """name: what clients call the model. key: what they must know, if anything."""
+        """name: what clients call the model. key: the API key that they must send, or None."""
         self.backend = Local(llm, name, limits)
         self.llm, self.service = llm, self.backend.service
         self.app = Api(self.backend, self.backend.limits, key).app

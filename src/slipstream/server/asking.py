@@ -1,4 +1,4 @@
-"""From what a client sent to what the engine is asked."""
+"""Turns the bodies that clients send into requests for the engine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from slipstream.text import Detokenizer
 
 
 class SourceWatch:
-    """Whose draft each token of an answer was; None: the model's own."""
+    """Records which drafter proposed each token of an answer, as its request's `watch`. None: the model's own token."""
 
     def __init__(self) -> None:
         self.names: list[str | None] = []
@@ -31,18 +31,18 @@ class SourceWatch:
 
 
 class Asking:
-    """Makes requests of bodies. Tokenising takes time, so this runs beside the event loop, in one thread."""
+    """Turns bodies into requests. Tokenising takes time, so this runs in a thread beside the event loop."""
 
     def __init__(self, llm: LLM, limits: Limits) -> None:
         if llm.tokenizer is None:
             raise OptionError("a server needs the model's tokenizer: load the model with tokenizer=…")
         self.llm, self.limits = llm, limits
         self.template = llm.tokenizer.chat_template
-        if isinstance(self.template, Mapping):  # several by name
+        if isinstance(self.template, Mapping):  # several templates, by name
             self.template = self.template.get("tool_use") or self.template.get("default")
 
     def __call__(self, body: s.Sampled) -> tuple[Asked, list[Request]]:
-        """What is known of the answers to a body before they begin, and the request that each of them is."""
+        """What is known of a body's answers before they begin, and the request for each answer."""
         match body:
             case s.ChatRequest():
                 return self._chat(body)
@@ -119,7 +119,7 @@ class Asking:
         return list(self.llm.tokenizer(body.prompt, add_special_tokens=body.add_special_tokens)["input_ids"])
 
     def encode(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]) -> list[int]:
-        """A conversation as the model's own template writes it."""
+        """The tokens of a conversation, as the model's chat template writes it."""
         tokenizer = self.llm.tokenizer
         if not tokenizer.chat_template:
             raise Refused(400, "this model has no chat template: use /v1/completions", "messages")
@@ -127,7 +127,7 @@ class Asking:
             text = tokenizer.apply_chat_template(
                 list(messages), tools=list(tools) or None, add_generation_prompt=True, tokenize=False
             )
-            text.encode()  # arguments of calls may have brought half surrogate pairs
+            text.encode()  # fails on half surrogate pairs, which the arguments of calls may contain
         except Exception as error:
             raise Refused(400, f"the model's chat template refused the messages: {error}", "messages") from error
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -192,7 +192,7 @@ class Asking:
 
 
 def role_of(role: str) -> str:
-    """Templates know no developers."""
+    """The role in the words of chat templates, which have no "developer"."""
     return "system" if role == "developer" else role
 
 
@@ -201,7 +201,7 @@ def text_of(content: str | Sequence[s.TextPart] | None) -> str | None:
 
 
 def as_message(message: s.Message) -> dict[str, Any]:
-    """As templates read it. Arguments of calls are objects there."""
+    """A message in the form that chat templates read: the arguments of calls are objects, not JSON text."""
     found: dict[str, Any] = {"role": role_of(message.role), "content": text_of(message.content) or ""}
     if message.name is not None:
         found["name"] = message.name

@@ -1,6 +1,6 @@
-"""What the protocol knows of the model behind it: the questions it may ask, and the values that come back.
+"""The interface between HTTP and the model: what can be asked, and the values that come back.
 
-The model may be in this process (`local`) or in another one (`remote`), so all of it can be pickled, and nothing here
+The model may be in this process (`local`) or in another one (`remote`). So all values can be pickled, and nothing here
 imports torch.
 """
 
@@ -21,12 +21,12 @@ from slipstream.stats import Stats
 
 @dataclass(frozen=True)
 class Limits:
-    """What one request may cost."""
+    """Limits of a request, and of the queue."""
 
     body: int = 4 << 20  # bytes
-    prompt: int | None = None  # tokens; None: as many as the model reads
+    prompt: int | None = None  # tokens; None: only the model's context limits it
     tokens: int = 4096  # of an answer
-    waiting: int = 256  # requests
+    waiting: int = 256  # requests in the queue
     seconds: float = 600.0  # for an answer, waiting included
 
 
@@ -45,18 +45,18 @@ class About:
 
 @dataclass(frozen=True)
 class Asked:
-    """A call that was taken: its answers are to come."""
+    """What is known of a call's answers before they begin."""
 
-    count: int = 1
-    prompt_tokens: int = 0  # of its prompts, each counted once
-    parser: type[Parser] | None = None  # how tool calls are written, if there may be any
+    count: int = 1  # how many answers
+    prompt_tokens: int = 0  # of all prompts, each different one counted once
+    parser: type[Parser] | None = None  # of tool calls, if there may be any
     forced: bool = False  # the answer is one call, as JSON
     predicted: int = 0  # tokens of the prediction
 
 
 @dataclass(frozen=True)
 class Logprob:
-    """One token of an answer as text, with the alternatives it had."""
+    """One token of an answer as text, with its log-probability and alternatives."""
 
     text: str
     logprob: float
@@ -65,18 +65,18 @@ class Logprob:
 
 @dataclass(frozen=True)
 class Chunk:
-    """What is new of an answer. `finish` comes once, with the last one; `refused` where it failed."""
+    """New text of an answer. The last chunk has `finish`, and `refused` if the answer failed."""
 
     text: str
     logprobs: list[Logprob] = field(default_factory=list)
-    # Of each token, if it was asked for: the characters of the whole answer that are certain after it, and its drafter.
+    # For each token, if asked for: how many characters of the whole answer are final after it, and its drafter.
     sources: list[tuple[int, str | None]] = field(default_factory=list)
     finish: str | None = None
     refused: Refused | None = None
-    stats: Stats | None = None  # with the last one, if the prompt was read
+    stats: Stats | None = None  # in the last chunk, if the prompt was read
 
     def then(self, later: Chunk) -> Chunk:
-        """Both as one."""
+        """Both chunks as one."""
         return replace(
             later,
             text=self.text + later.text,
@@ -87,49 +87,49 @@ class Chunk:
 
 @dataclass(frozen=True)
 class State:
-    """What the service does now, and has done so far."""
+    """What the service is doing now, and its counts so far."""
 
     counts: Counts
     running: list[dict[str, Any]]  # a summary of each
     waiting: int
     max_batch: int
-    filled: float  # share of the pages, or of the sequences
+    filled: float  # share of the cache in use: of its pages, or without pages of its sequences
 
 
 class Answers(Merged[Chunk]):
-    """The answers of one call while they come."""
+    """The chunks of a call's answers as they arrive."""
 
     def __init__(self, close: Callable[[], None]) -> None:
-        """close: called when nobody reads them any more; it ends those that are not over."""
-        super().__init__(sys.maxsize)  # how many there are is known from `begin` on
+        """close: called when the reader stops; cancels the answers that have not ended."""
+        super().__init__(sys.maxsize)  # until `begin` sets the real number
         self._closing = close
         self.asked = Asked()
 
     def begin(self, asked: Asked) -> None:
-        """The call was taken. Chunks may have come before."""
+        """The call was admitted. Chunks may have arrived already."""
         self.asked, self.count = asked, asked.count
 
     def close(self) -> None:
         self._closing()
 
 
-# What may be asked beside answers: the tokens of a TokenizeRequest, the text of tokens, the `State`, a reload of heads.
+# Other things to ask for: the tokens of a TokenizeRequest, the text of tokens, the `State`, a reload of the heads.
 Question = Literal["tokens", "text", "state", "reload_heads"]
 
 
 class Backend(Protocol):
-    """A model, from an event loop. What it refuses is raised as `Refused`."""
+    """A model, for callers in an event loop. Errors are raised as `Refused`."""
 
     @property
     def about(self) -> About: ...
 
     async def open(self) -> None:
-        """Before the first question."""
+        """Called before the first request."""
 
     async def close(self) -> None:
-        """After the last answer."""
+        """Called after the last answer."""
 
     async def ask(self, body: s.Sampled) -> Answers:
-        """Those to the body of a chat, a completion or a response."""
+        """Start the answers to the body of a chat, a completion or a response."""
 
     async def find(self, what: Question, given: Any = None) -> Any: ...

@@ -1,4 +1,4 @@
-"""What clients get: whole answers, and the events of streams, as OpenAI's API has them."""
+"""The bodies that clients receive: whole answers, and the events of streams, in the format of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from slipstream.server.tool_calls import CallArguments, CallBegins, Content, Del
 from slipstream.stats import Stats
 
 DONE = "data: [DONE]\n\n"
-# Not in the drafter's own words, which may name files of the server.
+# The drafter's own message is not sent, since it may name files of the server.
 NOT_KEPT = "the drafter failed after the answer, and may not have kept it; the server's log says why"
 LOWEST = -9999.0  # log probability: JSON has no minus infinity, and this is what OpenAI's API writes
-encode = json.JSONEncoder(ensure_ascii=False).encode  # made once: `dumps` would make it for every event
+encode = json.JSONEncoder(ensure_ascii=False).encode  # one encoder: `json.dumps` would make one for every event
 
 
 def event(body: Mapping[str, Any], name: str | None = None) -> str:
@@ -31,7 +31,7 @@ def event(body: Mapping[str, Any], name: str | None = None) -> str:
 
 @dataclass
 class Choice:
-    """One answer while it comes."""
+    """One answer, put together from its chunks."""
 
     index: int
     asked: Asked
@@ -39,15 +39,15 @@ class Choice:
     calls: list[ToolCall] = field(default_factory=list)
     logprobs: list[Logprob] = field(default_factory=list)
     finish: str = ""
-    stats: Stats | None = None  # at its end
+    stats: Stats | None = None  # set by the last chunk
 
     def __post_init__(self) -> None:
         self._parser = self.asked.parser() if self.asked.parser is not None else None
         self._forced = ""
-        self._told = 0  # characters of the stream so far
+        self._reported = 0  # characters that `pieces` has returned
 
     def take(self, chunk: Chunk) -> list[Delta]:
-        """What is new: content and calls."""
+        """Add a chunk. Returns its deltas: content, and pieces of calls."""
         self.logprobs += chunk.logprobs
         deltas = self._deltas(chunk)
         for delta in deltas:
@@ -70,7 +70,7 @@ class Choice:
             if chunk.finish is None:
                 return []
             call = read_call(self._forced)
-            if call is None:  # cut short
+            if call is None:  # the answer ended before the call was whole
                 return [Content(self._forced)]
             return [CallBegins(0, call.name), CallArguments(0, call.arguments)]
         if self._parser is None:
@@ -78,21 +78,21 @@ class Choice:
         return [*self._parser.feed(chunk.text), *(self._parser.finish() if chunk.finish is not None else [])]
 
     def pieces(self, chunk: Chunk) -> list[dict[str, Any]]:
-        """Its text token by token, and whose draft each was."""
-        found, start = [], self._told
+        """A chunk's text token by token, with the drafter of each."""
+        found, start = [], self._reported
         for end, source in chunk.sources:
-            at, to = self._told - start, max(self._told, end) - start
+            at, to = self._reported - start, max(self._reported, end) - start
             if to > at:
                 found.append({"text": chunk.text[at:to], "source": source})
-            self._told = start + to
-        if rest := chunk.text[self._told - start :]:
+            self._reported = start + to
+        if rest := chunk.text[self._reported - start :]:
             found.append({"text": rest, "source": None})
-            self._told += len(rest)
+            self._reported += len(rest)
         return found
 
 
 def usage(choices: Sequence[Choice]) -> dict[str, Any]:
-    """Prompts are counted once for all answers to them, as OpenAI does."""
+    """Numbers of tokens. A prompt is counted once for all its answers, as in OpenAI's API."""
     stats = [c.stats for c in choices if c.stats is not None]
     new = sum(each.new_tokens for each in stats)
     details: dict[str, Any] = {}
@@ -108,7 +108,7 @@ def usage(choices: Sequence[Choice]) -> dict[str, Any]:
 
 
 def own_stats(choices: Sequence[Choice]) -> dict[str, Any]:
-    """What slipstream tells of itself, if it is asked."""
+    """The statistics for clients that ask for them with `slipstream: {"stats": true}`."""
     found, counts = [c.stats for c in choices if c.stats is not None], Counts()
     for each in found:
         counts.add(each)
@@ -152,7 +152,7 @@ class Chat:
     def __init__(self, model: str, body: s.Completed) -> None:
         self.body = body
         self.head = {"id": f"{self.prefix}-{secrets.token_hex(12)}", "created": int(time()), "model": model}
-        # Of chunks, which have it all in common.
+        # The beginning of every chunk's event.
         self._begins = f'data: {encode({**self.head, "object": self.part})[:-1]}, "choices": ['
 
     def answer(self, choices: Sequence[Choice]) -> dict[str, Any]:
@@ -298,10 +298,10 @@ class Response:
             "total_tokens": counted["total_tokens"],
         }
 
-    def message(self, choice: Choice, begun: bool = False) -> dict[str, Any]:
-        """begun: there is nothing of it yet."""
-        content = [] if begun else [self.part(choice.text)]
-        status = "in_progress" if begun else "incomplete" if choice.finish == "length" else "completed"
+    def message(self, choice: Choice, empty: bool = False) -> dict[str, Any]:
+        """empty: the answer has not begun."""
+        content = [] if empty else [self.part(choice.text)]
+        status = "in_progress" if empty else "incomplete" if choice.finish == "length" else "completed"
         return {"id": self.item, "type": "message", "role": "assistant", "status": status, "content": content}
 
     def part(self, text: str) -> dict[str, Any]:
@@ -312,26 +312,26 @@ class Response:
     ) -> AsyncIterator[str]:
         number = -1
 
-        def told(kind: str, **more: Any) -> str:
+        def numbered(kind: str, **more: Any) -> str:
             nonlocal number
             number += 1
             return event({"type": kind, "sequence_number": number, **more}, kind)
 
         (choice,) = choices
         place = {"item_id": self.item, "output_index": 0, "content_index": 0}
-        yield told("response.created", response=self.answer(choices, "in_progress"))
-        yield told("response.in_progress", response=self.answer(choices, "in_progress"))
-        yield told("response.output_item.added", output_index=0, item=self.message(choice, begun=True))
-        yield told("response.content_part.added", **place, part=self.part(""))
+        yield numbered("response.created", response=self.answer(choices, "in_progress"))
+        yield numbered("response.in_progress", response=self.answer(choices, "in_progress"))
+        yield numbered("response.output_item.added", output_index=0, item=self.message(choice, empty=True))
+        yield numbered("response.content_part.added", **place, part=self.part(""))
         async for _, chunk in chunks:
             for delta in choice.take(chunk):
                 if isinstance(delta, Content):
-                    yield told("response.output_text.delta", **place, delta=delta.text, logprobs=[])
-        yield told("response.output_text.done", **place, text=choice.text, logprobs=[])
-        yield told("response.content_part.done", **place, part=self.part(choice.text))
-        yield told("response.output_item.done", output_index=0, item=self.message(choice))
+                    yield numbered("response.output_text.delta", **place, delta=delta.text, logprobs=[])
+        yield numbered("response.output_text.done", **place, text=choice.text, logprobs=[])
+        yield numbered("response.content_part.done", **place, part=self.part(choice.text))
+        yield numbered("response.output_item.done", output_index=0, item=self.message(choice))
         last = "response.incomplete" if choice.finish == "length" else "response.completed"
-        yield told(last, response=self.answer(choices))
+        yield numbered(last, response=self.answer(choices))
 
 
 def call_body(call: ToolCall) -> dict[str, Any]:

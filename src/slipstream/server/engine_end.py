@@ -1,7 +1,7 @@
-"""The model's end of the link: what the protocol asks is asked of the backend here, and answers go back.
+"""The link's end in the model's process: passes requests from the HTTP process to the backend, and answers back.
 
-Nothing that the protocol does, or fails to do, holds up the engine: a thread of its own writes to the socket. What
-nobody has taken yet waits for it, one update for each answer, however long that takes.
+The engine never waits for the HTTP process: a separate thread writes to the socket. Updates that it has not written yet
+are merged into one for each answer.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from slipstream.server.local import Call, Local
 
 log = logging.getLogger("slipstream.server")
 
-Address = tuple[int, int]  # a call's number, and which of its answers
+Address = tuple[int, int]  # the number of a call, and the index of one of its answers
 
 
 class Outbox:
-    """Letters to the protocol. All that is there goes in one message: what a step says of all answers, too."""
+    """What is to be sent to the HTTP process: all of it in one message, such as the updates of one step."""
 
     def __init__(self, link: socket.socket, write: Callable[[Address, Update], News | None]) -> None:
-        """write: makes a letter of an update, in the order of each answer; None: nobody reads it any more."""
+        """write: turns an update into `News`, for each answer in order. None: the answer was cancelled."""
         self._link, self._write = link, write
-        self._letters: list[Reply | Stop] = []
+        self._entries: list[Reply | Stop] = []
         self._updates: dict[Address, Update] = {}
         self._changed = threading.Condition()
         self._gone = False
         threading.Thread(target=self._send_all, name="outbox", daemon=True).start()
 
-    def say(self, letter: Reply | Stop) -> None:
+    def say(self, entry: Reply | Stop) -> None:
         with self._changed:
-            self._letters.append(letter)
+            self._entries.append(entry)
             self._changed.notify()
 
     def put(self, address: Address, update: Update) -> None:
-        """To be sent after the next `wake`."""
+        """Queue an update, to be sent after the next `wake`."""
         with self._changed:
             before = self._updates.get(address)
             self._updates[address] = before.then(update) if before is not None else update
@@ -55,7 +55,7 @@ class Outbox:
             self._changed.notify()
 
     def close(self) -> None:
-        """The other end is closed."""
+        """Stop sending: the other end is closed."""
         with self._changed:
             self._gone = True
             self._changed.notify()
@@ -64,13 +64,13 @@ class Outbox:
         try:
             while True:
                 with self._changed:
-                    self._changed.wait_for(lambda: self._letters or self._updates or self._gone)
+                    self._changed.wait_for(lambda: self._entries or self._updates or self._gone)
                     if self._gone:
                         return
-                    letters, self._letters = self._letters, []
+                    entries, self._entries = self._entries, []
                     updates, self._updates = self._updates, {}
                 news = [self._write(address, update) for address, update in updates.items()]
-                self._link.sendall(packed([*letters, *(letter for letter in news if letter is not None)]))
+                self._link.sendall(packed([*entries, *(entry for entry in news if entry is not None)]))
         except OSError:
             pass  # the other end is closed
         except Exception:
@@ -78,14 +78,14 @@ class Outbox:
         finally:
             self._gone = True
             with suppress(OSError):
-                self._link.shutdown(socket.SHUT_RDWR)  # whoever reads from it ends too
+                self._link.shutdown(socket.SHUT_RDWR)  # ends the thread that reads from it too
 
 
 class EngineEnd:
-    """Reads what the protocol asks, until it is gone."""
+    """Serves the HTTP process until that has ended."""
 
     def __init__(self, local: Local, link: socket.socket) -> None:
-        self.ready, self.gone = threading.Event(), threading.Event()  # the protocol listens; it has ended
+        self.ready, self.gone = threading.Event(), threading.Event()  # the HTTP process listens; it has ended
         self._local, self._link = local, link
         self._calls: dict[int, Call] = {}
         self._outbox = Outbox(link, self._news)
@@ -109,11 +109,11 @@ class EngineEnd:
                     case Ready():
                         self.ready.set()
         except OSError:
-            pass  # as if it were closed
+            pass  # treated like a closed link
         finally:
             self._outbox.close()
             self.gone.set()
-            self.ready.set()  # nobody waits for what won't come
+            self.ready.set()  # so that `Front.start` stops waiting
             for call in list(self._calls.values()):
                 call.cancel()
 

@@ -1,4 +1,4 @@
-"""What a client is refused, and why: a value that either process may make, and that passes between them."""
+"""Errors for clients: one type with HTTP status and message, which can be sent from one process to the other."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ log = logging.getLogger("slipstream.server")
 
 
 class Refused(Exception):
-    """An answer that is not given."""
+    """An error that a client gets instead of an answer."""
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
-        super().__init__(status, message, param, code)  # all of it, so that pickle can make it again
+        super().__init__(status, message, param, code)  # all arguments, which unpickling needs
         self.status, self.message, self.param, self.code = status, message, param, code
 
     def __str__(self) -> str:
         return self.message
 
     def body(self) -> dict[str, Any]:
-        """As OpenAI's clients know it. Half a surrogate pair, which a message may quote, can't be sent."""
+        """OpenAI's error object. Half surrogate pairs, which a message may quote, can't be encoded and are replaced."""
         message, param = (
             None if t is None else t.encode(errors="replace").decode() for t in (self.message, self.param)
         )
@@ -31,7 +31,7 @@ class Refused(Exception):
 
 
 def refusal(error: Exception) -> Refused:
-    """What a client is told of whatever went wrong."""
+    """The error that a client gets for an exception."""
     if isinstance(error, Refused):
         return error
     if isinstance(error, BusyError):
@@ -46,7 +46,7 @@ def refusal(error: Exception) -> Refused:
 
 
 def logged_refusal(error: Exception, what: str) -> Refused:
-    """What a client is told of an error. Of one that nobody foresaw, only the log has more."""
+    """The error that a client gets. The details of an unexpected one are logged, and not sent."""
     found = refusal(error)
     if found.status == 500:
         log.error("%s failed", what, exc_info=error)

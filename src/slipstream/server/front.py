@@ -1,7 +1,7 @@
-"""The process that speaks HTTP: python -m slipstream.server.front SOCKET LINK, started by `run.Front`.
+"""The HTTP process: python -m slipstream.server.front SOCKET LINK, started by `run.Front`.
 
-It reads requests and writes answers, and knows of the model what comes through the link. It imports neither torch nor
-transformers, so it is there long before the model is loaded. It lives as long as the process with the model.
+It reads requests and writes answers; the model is at the other end of the link. It imports neither torch nor
+transformers, so it is ready long before the model is loaded. It ends when the model's process does.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from slipstream.server.api import Api
 from slipstream.server.link import one_message
 from slipstream.server.remote import Remote
 
-SLACK = 2  # seconds in which clients may still read what was written, after the last answer
+SLACK = 2  # seconds after the last answer, in which clients may still read it
 
 
 class Front(uvicorn.Server):
     def __init__(self, link: socket.socket) -> None:
         setup = one_message(link)
-        if setup is None:  # the model could not be loaded, as was said there
+        if setup is None:  # the model could not be loaded; its process reports why
             sys.exit()
         self.remote = Remote(link, setup.about, self.stop, self.lost)
         api = Api(self.remote, setup.limits, setup.key)
@@ -34,7 +34,7 @@ class Front(uvicorn.Server):
         async def app(scope: Any, receive: Any, send: Any) -> None:
             try:
                 await api.app(scope, receive, send)
-            except asyncio.CancelledError:  # a client that reads too slowly to wait for
+            except asyncio.CancelledError:  # at shutdown, a client that has not read its answer in time
                 if scope["type"] == "lifespan":
                     raise
 
@@ -53,14 +53,14 @@ class Front(uvicorn.Server):
         self.remote.ready()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Signals are for the process with the model, which says when this one ends."""
+        """Ignore signals: the model's process handles them, and stops this one by a message."""
 
     def stop(self, now: bool) -> None:
         self.should_exit, self.force_exit = True, now
 
     def lost(self) -> None:
         print("the process with the model is gone: the server ends", file=sys.stderr, flush=True)
-        os._exit(1)  # whatever is open, there is nobody to answer
+        os._exit(1)  # without the model, open requests can't be answered
 
 
 def main() -> None:

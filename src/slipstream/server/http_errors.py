@@ -1,4 +1,4 @@
-"""Refusals as HTTP has them: OpenAI's error object, its headers, and what a body that is wrong is told."""
+"""Errors as HTTP responses: OpenAI's error object, headers, and messages about invalid bodies."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from pydantic import BaseModel
 
 from slipstream.server.errors import Refused
 
-# Parts of a place that name no field but which of several kinds was tried: str, list[str], function-…, NamedTool.
+# Parts of an error's location that name no field, but a type of a union: str, list[str], function-…, NamedTool.
 KIND = re.compile(r"(str|int|float|bool|none|function-.*|\w+\[.*|[A-Z]\w+)$")
 
 
 class ErrorObject(BaseModel):
     message: str
     type: str
-    param: str | None  # the field that was wrong
+    param: str | None  # the invalid field
     code: str | None
 
 
 class ErrorBody(BaseModel):
-    """How everything that is not answered is told, for /openapi.json."""
+    """The body of every error response, for /openapi.json."""
 
     error: ErrorObject
 
@@ -35,7 +35,7 @@ def error_response(refused: Refused) -> JSONResponse:
 
 
 def invalid(error: RequestValidationError) -> Refused:
-    """The first field that is wrong, in words: of one that may be of several kinds, what is wrong with its own."""
+    """An error about the first invalid field. Of a union, what is wrong with the value goes before a wrong type."""
     found: Sequence[Mapping[str, Any]] = error.errors()
     same = [each for each in found if each["loc"][:2] == found[0]["loc"][:2]]
     first = next((each for each in same if not each["type"].endswith("_type")), found[0])
@@ -49,5 +49,5 @@ def invalid(error: RequestValidationError) -> Refused:
         return Refused(
             400, f"{param} is missing" if param else "the body is missing", param, "missing_required_parameter"
         )
-    said = str(first["msg"]).removeprefix("Value error, ")
-    return Refused(400, f"{param}: {said}" if param else said, param, "invalid_value")
+    problem = str(first["msg"]).removeprefix("Value error, ")
+    return Refused(400, f"{param}: {problem}" if param else problem, param, "invalid_value")

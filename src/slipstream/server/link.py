@@ -1,6 +1,6 @@
-"""The link between the process that speaks HTTP and the one that has the model: messages on a pair of sockets.
+"""The link between the HTTP process and the model's process: messages over a pair of sockets.
 
-A message is its length in eight bytes and a pickle: both ends are ours, and nobody else can open the sockets.
+A message is its length in eight bytes and a pickle. Pickle is safe here, since no other process can open the sockets.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from slipstream.server.schema import Sampled
 HEAD = 8
 
 
-# ---- from the model's side: first a Setup, then lists of the others
+# ---- from the model's process: first a Setup, then lists of the others
 
 
 class Setup(NamedTuple):
-    """What the protocol needs to know to begin."""
+    """What the HTTP process needs to start."""
 
     about: About
     limits: Limits
@@ -31,7 +31,7 @@ class Setup(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """To an Ask (an Asked) or a Find."""
+    """The result of an Ask (an Asked) or of a Find."""
 
     number: int
     value: Any
@@ -39,24 +39,24 @@ class Reply(NamedTuple):
 
 
 class News(NamedTuple):
-    """What is new of an answer."""
+    """A chunk of an answer."""
 
     number: int  # of the Ask
-    answer: int  # which of its answers
+    answer: int  # its index among the Ask's answers
     chunk: Chunk
 
 
 class Stop(NamedTuple):
-    """Take no more requests, and end when the last one is answered; or now."""
+    """Take no more requests, and end after the last answer, or if `now` at once."""
 
     now: bool
 
 
-# ---- from the protocol's side, one by one
+# ---- from the HTTP process, one by one
 
 
 class Ready(NamedTuple):
-    """It listens."""
+    """The HTTP process listens."""
 
 
 class Ask(NamedTuple):
@@ -65,7 +65,7 @@ class Ask(NamedTuple):
 
 
 class Cancel(NamedTuple):
-    """Nobody reads the answers to this Ask any more."""
+    """The answers to this Ask are no longer needed."""
 
     number: int
 
@@ -82,7 +82,7 @@ def packed(message: Any) -> bytes:
 
 
 class Unpacking:
-    """Messages of bytes that come in any pieces."""
+    """Unpacks messages from bytes that arrive in any pieces."""
 
     def __init__(self) -> None:
         self._bytes = bytearray()
@@ -99,14 +99,14 @@ class Unpacking:
 
 
 def messages(link: socket.socket) -> Iterator[Any]:
-    """All that come, until the other end is closed."""
+    """All messages until the other end is closed."""
     unpacking = Unpacking()
     while piece := link.recv(1 << 16):
         yield from unpacking.feed(piece)
 
 
 def one_message(link: socket.socket) -> Any:
-    """The next one, and nothing that is behind it; None: the other end is closed."""
+    """The next message, without reading beyond it. None: the other end is closed."""
     head = exactly(link, HEAD)
     body = exactly(link, int.from_bytes(head, "little")) if head else None
     return pickle.loads(body) if body else None

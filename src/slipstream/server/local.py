@@ -1,4 +1,4 @@
-"""The model behind a server, in this process: a service, and what makes requests of bodies and chunks of updates."""
+"""A backend with the model in this process: a service, whose requests are made from bodies, and chunks from updates."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from slipstream.service import Service
 
 
 class Call:
-    """One call of an endpoint: the jobs of its answers, once there are any. It may be cancelled at any time."""
+    """A call of an endpoint, and the jobs of its answers. It may be cancelled at any time, even before it has jobs."""
 
     def __init__(self, deliver: Callable[[int, Update], None], mailbox: Wakes) -> None:
-        """deliver: is told what is new of which answer by the service's thread, which then wakes the mailbox."""
+        """deliver: called by the service's thread with an answer's index and an update; then the mailbox is woken."""
         self.jobs: list[Job] = []
         self.requests: Sequence[Request] = ()
         self._deliver, self._mailbox = deliver, mailbox
         self._service: Service | None = None
         self._cancelled = False
-        self._told: dict[int, int] = {}  # tokens whose drafter was told, by answer
+        self._reported: dict[int, int] = {}  # tokens whose drafter was reported, by answer
         self._ended = 0
 
     def submit(self, service: Service, requests: Sequence[Request], body: s.Sampled, seconds: float) -> None:
@@ -44,30 +44,30 @@ class Call:
         except BaseException:
             self.cancel()
             raise
-        if self._cancelled:  # while its prompt was tokenised
+        if self._cancelled:  # it was cancelled while its prompt was tokenised
             self.cancel()
 
     @property
     def over(self) -> bool:
-        """Whether the last chunk of each answer was made."""
+        """Whether `chunk` has made the last chunk of each answer."""
         return self._ended >= len(self.requests)
 
     def cancel(self) -> None:
-        """From any thread."""
+        """Safe from any thread."""
         self._cancelled = True
         for job in list(self.jobs):
             if not job.over and self._service is not None:
                 self._service.cancel(job)
 
     def chunk(self, number: int, update: Update, decode: Callable[[int], str]) -> Chunk:
-        """What the protocol is told of an update; of each answer in their order."""
+        """The chunk of an update. The updates of an answer must come in order."""
         watch = self.requests[number].watch
         self._ended += update.finish is not None
         names: list[str | None] = []
         if isinstance(watch, SourceWatch):
-            told = self._told.get(number, 0)
-            self._told[number] = told + len(update.ends)
-            names = watch.names[told : told + len(update.ends)]
+            reported = self._reported.get(number, 0)
+            self._reported[number] = reported + len(update.ends)
+            names = watch.names[reported : reported + len(update.ends)]
             names += [None] * (len(update.ends) - len(names))
         return Chunk(
             update.text,
@@ -80,7 +80,7 @@ class Call:
 
 
 class Local:
-    """The backend of a server in the same process, and of one in another process at the far end of its link."""
+    """The backend in the model's process. HTTP uses it directly, or from another process by way of `EngineEnd`."""
 
     def __init__(self, llm: LLM, name: str, limits: Limits | None = None) -> None:
         """name: what clients call the model."""
@@ -90,11 +90,11 @@ class Local:
         target = llm.target
         dtype = str(target.dtype).removeprefix("torch.")
         self.about = About(name, target.context, target.vocabulary, llm.engine.name, str(target.device), dtype, time())
-        self.decode = lru_cache(1 << 16)(self._decode)  # with alternatives, thousands for one answer
+        self.decode = lru_cache(1 << 16)(self._decode)  # thousands of calls for an answer with alternatives
         self._tokenising = ThreadPoolExecutor(1, "tokenising")
-        self._asides = ThreadPoolExecutor(2, "aside")  # what takes long, as new heads do, must not hold up what doesn't
+        self._asides = ThreadPoolExecutor(2, "aside")  # two, so that loading heads does not delay the rest
 
-    # ---- from any thread: what it refuses, the futures raise as `Refused`
+    # ---- from any thread; the futures raise errors as `Refused`
 
     def submit(self, call: Call, body: s.Sampled) -> Future[Asked]:
         return self._tokenising.submit(self._refusing, self._submit, call, body)
@@ -114,12 +114,12 @@ class Local:
         return State(service.so_far(), [summary(job) for job in jobs], service.waiting(), most, filled)
 
     def shut(self, within: float = 0.0) -> None:
-        """No more answers; those that are written may end within so many seconds."""
+        """Take no more requests. Running answers may end within so many seconds."""
         self.service.close(within)
         self._tokenising.shutdown(cancel_futures=True)
         self._asides.shutdown(cancel_futures=True)
 
-    # ---- from an event loop, as a backend
+    # ---- `Backend`, for an event loop
 
     async def open(self) -> None:
         pass
@@ -145,7 +145,7 @@ class Local:
     async def find(self, what: Question, given: Any = None) -> Any:
         return await asyncio.wrap_future(self.look(what, given))
 
-    # ---- in threads beside
+    # ---- in worker threads
 
     def _refusing(self, work: Callable[..., Any], *given: Any) -> Any:
         try:

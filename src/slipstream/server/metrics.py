@@ -1,4 +1,4 @@
-"""What the service counts, in the words of the field, for Prometheus."""
+"""The service's counts as Prometheus metrics, under the names that are usual in the field."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Collector:
         yield GaugeMetricFamily(
             "slipstream_kv_cache_usage_perc", "Share of the pages, or of the sequences", state.filled
         )
-        for name, told, value in (
+        for name, meaning, value in (
             ("prompt_tokens", "Tokens of prompts", counts.prompt_tokens),
             ("generation_tokens", "Tokens of answers", counts.new_tokens),
             ("forward_steps", "Forwards of the model, counted once for each answer in them", counts.steps),
@@ -46,7 +46,7 @@ class Collector:
             ("spec_decode_num_draft_tokens", "Drafted tokens that were verified", counts.nodes),
             ("spec_decode_num_accepted_tokens", "Drafted tokens that were accepted", counts.accepted),
         ):
-            yield CounterMetricFamily(f"slipstream_{name}", told, value)
+            yield CounterMetricFamily(f"slipstream_{name}", meaning, value)
         depths = CounterMetricFamily(
             "slipstream_spec_decode_num_accepted_tokens_per_pos", "Accepted tokens by depth", labels=["position"]
         )
@@ -71,12 +71,12 @@ class Collector:
         yield histogram("slipstream_inter_token_latency_seconds", "Per token after the first", counts.per_token)
 
 
-def histogram(name: str, told: str, spread: Spread) -> HistogramMetricFamily:
+def histogram(name: str, meaning: str, spread: Spread) -> HistogramMetricFamily:
     below, buckets = 0, []
     for bound, times in zip((*map(str, spread.bounds), "+Inf"), spread.counts, strict=True):
         below += times
         buckets.append((bound, float(below)))
-    return HistogramMetricFamily(name, told, buckets=buckets, sum_value=spread.sum)
+    return HistogramMetricFamily(name, meaning, buckets=buckets, sum_value=spread.sum)
 
 
 def exposition(state: State) -> bytes:

@@ -1,4 +1,4 @@
-"""What every request passes before it is read: the key, and the limit of its size."""
+"""Checks of every HTTP request before it is handled: the API key, and the size of its body."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any
 from slipstream.server.errors import Refused
 from slipstream.server.http_errors import error_response
 
-OPEN = ("/health", "/", "/live.css", "/live.js", "/favicon.ico")  # for everybody, whatever the key
+OPEN = ("/health", "/", "/live.css", "/live.js", "/favicon.ico")  # need no key
 
 
 class Guard:
-    """Refuses those who don't know the key."""
+    """Refuses requests without the API key."""
 
     def __init__(self, app: Any, key: bytes) -> None:
         self.app, self.key = app, key
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        # Not `Request.url`, in which the client's Host has a say.
+        # Not the path of `Request.url`, which depends on the Host header that the client sends.
         if scope["type"] == "http" and scope["path"] not in OPEN:
             given = dict(scope["headers"]).get(b"authorization", b"").removeprefix(b"Bearer ")
             if not hmac.compare_digest(given, self.key):
@@ -29,7 +29,7 @@ class Guard:
 
 
 class BodyLimit:
-    """Refuses bodies that are too large, before or while they come."""
+    """Refuses bodies that are too large, by their announced length or while they arrive."""
 
     def __init__(self, app: Any, most: int) -> None:
         self.app, self.most = app, most

@@ -1,4 +1,4 @@
-"""The protocol's end of the link: a backend whose model is in another process."""
+"""The link's end in the HTTP process: a backend whose model is in another process."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from slipstream.server.schema import Sampled
 
 
 class Remote(asyncio.Protocol):
-    """What the other process says is taken as it comes, so that it never waits for a client of this one."""
+    """Messages are read as soon as they arrive, so that the model's process never waits for a client."""
 
     def __init__(
         self, link: socket.socket, about: About, stop: Callable[[bool], None], lost: Callable[[], None]
     ) -> None:
-        """stop: the other process says that this one shall end, at once or not. lost: it is gone."""
+        """stop: called with `now` when the model's process sends `Stop`. lost: called when that process is gone."""
         self.about, self._link, self._stop, self._lost = about, link, stop, lost
         self._numbers = itertools.count()
         self._answers: dict[int, Answers] = {}
@@ -64,7 +64,7 @@ class Remote(asyncio.Protocol):
             del self._replies[number]
 
     def _close(self, number: int) -> None:
-        """Nobody reads these answers any more."""
+        """Forget these answers, and cancel those that have not ended."""
         answers = self._answers.pop(number, None)
         if answers is not None and not answers.over:
             self._send(Cancel(number))
@@ -80,9 +80,9 @@ class Remote(asyncio.Protocol):
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
-        for letters in self._unpacking.feed(data):
-            for letter in letters:
-                match letter:
+        for entries in self._unpacking.feed(data):
+            for entry in entries:
+                match entry:
                     case News(number, answer, chunk):
                         if (answers := self._answers.get(number)) is not None:
                             answers.take(answer, chunk)

@@ -1,7 +1,6 @@
 """Runs a server until a signal ends it: the model in this process, and HTTP in another one that it starts.
 
-A model on a fast GPU takes all the time of Python's interpreter; one that also reads requests and writes events has
-less for it.
+A model on a fast GPU takes all the time of one Python interpreter, so HTTP has another.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from typing import TYPE_CHECKING, Any, Self
 
 from slipstream.errors import OptionError, SlipstreamError
 
-if TYPE_CHECKING:  # torch is for whoever loads the model, while the other process starts
+if TYPE_CHECKING:  # it imports torch, which can wait until the HTTP process has been started
     from slipstream.server.local import Local
 
 NEEDED = ("fastapi", "uvicorn", "prometheus_client", "pydantic")
-PATIENCE = 10  # seconds for a process that has nothing left to do
+PATIENCE = 10  # seconds that the HTTP process may take to exit, once its link is closed
 
 
 def listening(host: str, port: int) -> socket.socket:
@@ -39,10 +38,10 @@ def listening(host: str, port: int) -> socket.socket:
 
 
 class Front:
-    """The process that speaks HTTP, as a context: it starts while the model is loaded, and is gone behind it."""
+    """The HTTP process, as a context. It starts while the model is loaded, and has ended when the context is left."""
 
     def __init__(self, sock: socket.socket) -> None:
-        """sock: bound, not listening yet. It is handed over."""
+        """sock: bound, not listening yet. It is passed to the process and closed here."""
         self._link, theirs = socket.socketpair()
         with sock, theirs:
             files = sock.fileno(), theirs.fileno()
@@ -50,32 +49,32 @@ class Front:
                 [sys.executable, "-P", "-m", "slipstream.server.front", *map(str, files)],
                 pass_fds=files,
                 stdin=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C in a terminal is for this process alone
+                start_new_session=True,  # so that Ctrl-C in a terminal reaches this process alone
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},  # the same modules as here
             )
         self._stopping = False
 
     def start(self, local: Local, key: str | None = None, grace: float = 0.0, log_requests: bool = False) -> None:
-        """Returns when it listens. key: what clients must know, if anything. grace: seconds for running answers to end
-        in, when it is stopped."""
+        """Returns when the server listens. key: the API key that clients must send, or None. grace: seconds that
+        running answers have to end after `stop`."""
         from slipstream.server.engine_end import EngineEnd
         from slipstream.server.link import Setup, packed
 
         self._local, self._grace = local, grace
-        with suppress(OSError):  # that it is gone is told below
+        with suppress(OSError):  # `_check` reports it if the process is gone
             self._link.sendall(packed(Setup(local.about, local.limits, key, grace, log_requests)))
         self._far_end = EngineEnd(local, self._link)
         self._far_end.ready.wait()
         self._check()
 
     def stop(self, now: bool = False) -> None:
-        """No more requests; running answers may end within `grace`, or not at all."""
+        """Take no more requests. Running answers may end within `grace`; if `now`, they are cancelled."""
         self._stopping = True
         self._far_end.stop(now)
         threading.Thread(target=self._local.service.close, args=(0.0 if now else self._grace,)).start()
 
     def wait(self) -> None:
-        """Until it was stopped, and the last client has its answer."""
+        """Wait until the process has ended, which it does after `stop` and the last answer."""
         self._far_end.gone.wait()
         self._check()
 
@@ -90,7 +89,7 @@ class Front:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         with suppress(OSError):
-            self._link.shutdown(socket.SHUT_RDWR)  # if it is still there, it ends
+            self._link.shutdown(socket.SHUT_RDWR)  # ends the process, if it still runs
         try:
             self._process.wait(PATIENCE)
         except subprocess.TimeoutExpired:
@@ -101,7 +100,7 @@ class Front:
 
 @contextmanager
 def until_signals(front: Front) -> Iterator[None]:
-    """SIGTERM and SIGINT stop it; a second SIGINT leaves running answers no time."""
+    """SIGTERM and SIGINT stop the server; a later SIGINT cancels the answers that still run."""
     stopping = False
 
     def stop(sig: int, _: Any) -> None:

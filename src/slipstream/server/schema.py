@@ -1,4 +1,4 @@
-"""What clients may send, field by field. What is not here is refused by name."""
+"""The fields that clients may send. Any other field is refused by name."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ TokenIds = list[Annotated[int, Field(ge=0)]]
 
 
 class Strict(BaseModel):
-    """Neither fields that are unknown, nor "1" or true for a number."""
+    """Takes no unknown fields, and neither "1" nor true for a number."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
 class Body(Strict):
-    """What one call sends."""
+    """The body of a call."""
 
     @model_validator(mode="before")
     @classmethod
     def proper(cls, given: Any) -> Any:
-        """Python's reader takes NaN and half surrogate pairs, which nothing after it can write. A field that is null
-        is one that was left out, as OpenAI has it."""
+        """Refuse NaN and half surrogate pairs: Python's JSON parser takes them, but they can't be encoded again. A
+        field that is null counts as left out, as in OpenAI's API."""
         try:
             json.dumps(given, ensure_ascii=False, allow_nan=False).encode()
         except UnicodeEncodeError as error:
@@ -34,7 +34,7 @@ class Body(Strict):
             raise ValueError("the body has a number in it that is not finite, which is no JSON") from error
         except RecursionError as error:
             raise ValueError("the body is nested too deeply") from error
-        except TypeError:  # bytes: not sent as JSON, as is said elsewhere
+        except TypeError:  # bytes: not sent as JSON, which pydantic reports
             return given
         return {k: v for k, v in given.items() if v is not None} if isinstance(given, dict) else given
 
@@ -61,7 +61,7 @@ class Message(Strict):
     name: str | None = None
     tool_calls: list[SentCall] | None = None
     tool_call_id: str | None = None
-    refusal: None = None  # as answers carry it, and clients send it back
+    refusal: None = None  # OpenAI's clients send it back as null
 
 
 class Function(Strict):
@@ -93,7 +93,7 @@ class JsonSchema(Strict):
 
 
 class Format(Strict):
-    """How the answer is to look: text, any JSON object, or JSON that follows a schema."""
+    """The format of the answer: text, any JSON object, or JSON that follows a schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -109,14 +109,14 @@ class Prediction(Strict):
 
 
 class Wishes(Strict):
-    """What only slipstream knows: `slipstream: {…}` in the body."""
+    """Reports of slipstream's own that a client asks for: `slipstream: {…}` in the body."""
 
-    stats: bool = False  # tokens per step, whether the text is exact, who drafted
-    sources: bool = False  # of a stream: whose draft each token was
+    stats: bool = False  # tokens per step, whether the text is exact, counts by drafter
+    sources: bool = False  # in a stream: the drafter of each token
 
 
 class Sampled(Body):
-    """What all endpoints that answer take."""
+    """Fields of all endpoints that generate text."""
 
     model: str | None = None
     temperature: Temperature = 1.0
@@ -126,8 +126,8 @@ class Sampled(Body):
     seed: int | None = None
     stream: bool = False
     user: str | None = None  # has no effect
-    metadata: dict[str, str] | None = None  # neither
-    # Ours.
+    metadata: dict[str, str] | None = None  # has no effect either
+    # Slipstream's own.
     max_draft: Annotated[int, Field(ge=0, le=127)] | None = None
     drafters: list[str] | None = None
     accept: Literal["match", "rejection", "typical", "lenient"] = "match"
@@ -137,7 +137,7 @@ class Sampled(Body):
 
 
 class Completed(Sampled):
-    """What chats and completions share."""
+    """Fields of chats and of completions."""
 
     n: Annotated[int, Field(ge=1, le=64)] = 1
     stop: str | Annotated[list[str], Field(max_length=16)] | None = None
@@ -198,7 +198,7 @@ class ResponseRequest(Sampled):
 
 
 class TokenizeRequest(Body):
-    """Of a prompt, or of messages."""
+    """Either `prompt` or `messages`."""
 
     model_config = ConfigDict(json_schema_extra={"oneOf": [{"required": ["prompt"]}, {"required": ["messages"]}]})
 

@@ -1,7 +1,7 @@
-"""Tool calls: what an answer's text holds of content and of calls, as it grows; and the schema that forces a call.
+"""Tool calls: splits an answer's text into content and calls while it grows, and makes the schema that forces a call.
 
-It knows text and JSON only: nothing of HTTP, of tokens or of the engine. Whatever pieces a text comes in, the deltas
-joined are the same. What is no valid call comes out as content, so nothing that the model wrote is lost.
+This file deals with text and JSON only. The joined deltas do not depend on the pieces in which a text arrives. What is
+no valid call becomes content, so nothing that the model wrote is lost.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ Delta = Content | CallBegins | CallArguments
 
 
 class Parser(Protocol):
-    """Reads one answer."""
+    """Reads the text of one answer."""
 
     def feed(self, text: str) -> list[Delta]:
-        """What is known after this piece of the answer."""
+        """The deltas that are certain after this piece of the answer."""
 
     def finish(self) -> list[Delta]:
-        """What is known when the answer has ended."""
+        """The remaining deltas, when the answer has ended."""
 
 
 class Hermes:
@@ -60,7 +60,7 @@ class Hermes:
     OPENS, CLOSES = "<tool_call>", "</tool_call>"
 
     def __init__(self) -> None:
-        self._text = ""  # not given out yet; begins with the opening tag where there is an object
+        self._text = ""  # not returned yet; begins with the opening tag while an object is read
         self._object: _ObjectEnd | None = None
         self._deltas = _Deltas()
 
@@ -71,7 +71,7 @@ class Hermes:
         return self._deltas.take()
 
     def finish(self) -> list[Delta]:
-        while self._object:  # it was not closed
+        while self._object:  # a call that was not closed
             self._refuse()
             while self._advance():
                 pass
@@ -81,18 +81,18 @@ class Hermes:
         return self._deltas.take()
 
     def _advance(self) -> bool:
-        """Whether there was a step to take."""
+        """Read on by one part: text, a tag or a call. Returns False if that needs more text."""
         if self._object is None:
             before, tag, _ = self._text.partition(self.OPENS)
             if not tag:
-                before = before[: len(before) - _begun(before, self.OPENS)]
+                before = before[: len(before) - _tag_prefix(before, self.OPENS)]
             self._deltas.content(before)
             self._text = self._text[len(before) :]
             if tag:
                 self._object = _ObjectEnd(len(self.OPENS))
             return bool(tag)
         try:
-            # The object says where it ends. A closing tag may also stand in one of its strings.
+            # The JSON determines where the object ends: the closing tag may also stand in one of its strings.
             end = self._object.find(self._text)
         except ValueError:
             self._refuse()
@@ -118,13 +118,13 @@ class Hermes:
 class Llama:
     """`{"name": ..., "parameters": {...}}`, or several separated by `;`, as the whole answer: Llama 3.
 
-    More text may still show that the answer is no call, so the calls come when it has ended.
+    Later text may still show that the answer is no call, so calls are returned only when it has ended.
     """
 
     TAG = "<|python_tag|>"
 
     def __init__(self) -> None:
-        self._text = ""  # not given out yet
+        self._text = ""  # not returned yet
         self._at = 0  # where an object begins, or the last one ended
         self._object: _ObjectEnd | None = None  # the one being read
         self._calls: list[ToolCall] = []
@@ -153,7 +153,7 @@ class Llama:
         return self._deltas.take()
 
     def _advance(self) -> bool:
-        """Whether there was a step to take; ValueError when the answer is content."""
+        """Read on by one call. Returns False if that needs more text. ValueError: the answer is content."""
         if self._object is None:
             rest = self._text[self._at :].lstrip()
             start = len(self._text) - len(rest)
@@ -186,7 +186,7 @@ class Llama:
 def form_of(template: str | None) -> type[Parser] | None:
     """The parser for the form in which a chat template asks for calls.
 
-    None where it takes no tools, or asks for a form that is not known here.
+    None if it takes no tools, or asks for a form that is not supported.
     """
     if template is None or not re.search(r"\btools\b", template):
         return None
@@ -197,7 +197,8 @@ def form_of(template: str | None) -> type[Parser] | None:
 
 
 def forced_schema(tools: Sequence[Mapping[str, Any]], choice: str | Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """The JSON schema of the call that `tool_choice` demands, which `read_call` reads; None if it demands none."""
+    """The JSON schema of the call that `tool_choice` demands, in the form that `read_call` reads. None: it demands
+    none."""
     if choice in (None, "auto", "none"):
         return None
     parameters: dict[str, Mapping[str, Any] | None] = {}
@@ -240,7 +241,7 @@ def _call_schema(name: str, parameters: Mapping[str, Any] | None, at: int) -> di
 
 
 def _moved(schema: Any, root: str) -> Any:
-    """A schema that is to stand at `root` of another: its references to itself (`#/$defs/...`) lead there."""
+    """A schema to be put at `root` of another: its references to itself (`#/$defs/...`) are changed to point there."""
     if isinstance(schema, Mapping):
         moved = {key: _moved(value, root) for key, value in schema.items()}
         reference = moved.get("$ref")
@@ -251,14 +252,14 @@ def _moved(schema: Any, root: str) -> Any:
 
 
 class _Deltas:
-    """The deltas to give out. Whitespace waits for what follows it: beside a call it stays only between two pieces of
-    content, which would run together without it."""
+    """Collects deltas. Whitespace is held back until something follows it: next to a call it is kept only between two
+    pieces of content, which would run together without it."""
 
     def __init__(self) -> None:
         self._ready: list[Delta] = []
         self._space = ""
         self._calls = 0
-        self._began = False  # some content was given out
+        self._began = False  # there was some content
         self._beside_call = False  # a call came after the last content
 
     def content(self, text: str) -> None:
@@ -288,14 +289,14 @@ class _Deltas:
         return ready
 
 
-_SPECIAL = re.compile(r'["\\]')  # in a string
+_SPECIAL = re.compile(r'["\\]')  # characters within a string: its end, or an escape
 
 
 class _ObjectEnd:
     """Finds where a JSON object ends while its text grows, and reads each character once.
 
-    It refuses a text at the first character that no object has there. Words, numbers and escapes it lets pass: the
-    decoder reads them when the object is whole.
+    A character that can't stand at its place raises ValueError at once. Words, numbers and escapes are not checked:
+    the decoder does that when the object is whole.
     """
 
     VALUE, WORD = '{["-0123456789tfn', "+-.0123456789eEtruefalsn"
@@ -308,7 +309,7 @@ class _ObjectEnd:
         self._in_string = False
 
     def find(self, text: str) -> int | None:
-        """The index after the object in a text that grew; None if it is not known yet, ValueError if there is none."""
+        """The index after the object, in the text so far. None: it has not ended yet. ValueError: it is no object."""
         while self._end is None and self._at < len(text):
             if not self._in_string:
                 self._at += 1
@@ -316,7 +317,7 @@ class _ObjectEnd:
                     self._step(char)
             elif special := _SPECIAL.search(text, self._at):
                 self._in_string = special[0] == "\\"
-                self._at = special.end() + self._in_string  # after what is escaped
+                self._at = special.end() + self._in_string  # after the escaped character
             else:
                 self._at = len(text)
         return self._end
@@ -345,13 +346,13 @@ class _ObjectEnd:
             self._next = self.WORD + "," + self._closers[-1]
 
 
-def _begun(text: str, tag: str) -> int:
-    """How many characters at the end of a text are the beginning of a tag."""
+def _tag_prefix(text: str, tag: str) -> int:
+    """How many characters at the end of a text may be the beginning of a tag."""
     return next(n for n in range(min(len(tag) - 1, len(text)), -1, -1) if text.endswith(tag[:n]))
 
 
 def read_call(text: str) -> ToolCall | None:
-    """The call that this JSON is; None if it is no whole call."""
+    """The call in this JSON text; None if it is no complete call."""
     try:
         # Not strict: models write line breaks into strings as they are.
         value = json.loads(text, strict=False, parse_constant=_refuse_constant)
@@ -363,7 +364,7 @@ def read_call(text: str) -> ToolCall | None:
                 return None
     except (ValueError, RecursionError):  # a number too long or too large, a name that is no Unicode, too many brackets
         return None
-    # JSON may escape one half of a surrogate pair, which no response can be encoded with. Escaped it stays.
+    # JSON may escape half a surrogate pair, which a response can't encode. It stays escaped.
     return ToolCall(name, re.sub("[\ud800-\udfff]", lambda half: f"\\u{ord(half[0]):04x}", arguments))
 
 

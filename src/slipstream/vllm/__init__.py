@@ -2,7 +2,7 @@
 
     speculative_config={"method": "custom_class", "model": "slipstream.vllm.Proposer", "num_speculative_tokens": 12}
 
-Importing this loads neither torch nor vLLM. What it needs of vLLM are numbers of its configuration, and arrays.
+Importing this loads neither torch nor vLLM. It only reads numbers of vLLM's configuration, and arrays.
 """
 
 from slipstream.vllm.options import ProposerOptions

@@ -1,5 +1,5 @@
-"""The proposer's options. vLLM hands a class nothing but its own configuration, so they stand in that, in the
-environment, or in a file that either of them names."""
+"""The proposer's options. vLLM gives a proposer nothing but its own configuration, so they are in that, in the
+environment, or in a file that either of these names."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ProposerOptions:
     stores: str | Sequence[str] = ()  # folders of stores, as `slipstream store build` makes them
     shared: int = 1_000_000  # tokens of earlier answers to draft from too; 0: none
     length: int = 0  # tokens of a draft at most; 0: num_speculative_tokens
-    nodes: int = 32  # of the tree that a search may give: the best chain of it is drafted
+    nodes: int = 32  # of a search's tree at most; its best chain is drafted
 
     def __post_init__(self) -> None:
         for name, least in (("shared", 0), ("length", 0), ("nodes", 1)):

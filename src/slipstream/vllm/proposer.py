@@ -1,4 +1,4 @@
-"""Proposer: the class that vLLM makes and asks for drafts after every step."""
+"""Proposer: the class that vLLM loads, and calls for drafts after every step."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
     from slipstream.request import Request
 
-REHEARSED = 12  # steps of a made-up text before the first request: what is compiled, is compiled then
+REHEARSED = 12  # steps on a made-up text at the start, so that code is compiled before the first request
 
 
 @dataclass(frozen=True)
 class Served:
-    """The model that vLLM runs, as drafters see it: nobody here can ask it anything."""
+    """The model that vLLM runs, as drafters see it. It can't be called from here."""
 
     vocabulary: int
     trees: bool = False
@@ -40,13 +40,13 @@ class Served:
 
 @dataclass(frozen=True)
 class Unnamed:
-    """What retrieving drafters read of a request. vLLM names none, so all are of one collection."""
+    """What retrieving drafters read of a request. vLLM does not identify requests, so all are of one collection."""
 
     collection: str = "default"
 
 
 class Retrieval(PilotedDrafter):
-    """The text itself with earlier answers, and stores, asked as far as each earns its time."""
+    """Drafts from the text with earlier answers, and from stores; each is asked only where it pays."""
 
     def make_parts(self) -> dict[str, Drafter]:
         o: ProposerOptions = self.options
@@ -60,7 +60,7 @@ class Retrieval(PilotedDrafter):
 
 
 class Proposer:
-    """Chains for vLLM, of as many tokens as pay, none where nothing does."""
+    """Drafts chains for vLLM: as many tokens as pay, which may be none."""
 
     def __init__(self, vllm_config: Any) -> None:
         speculative, model = vllm_config.speculative_config, vllm_config.model_config
@@ -75,16 +75,16 @@ class Proposer:
         self._prepare()
 
     def _prepare(self) -> None:
-        """Nothing known yet."""
+        """Begin with no texts, no answers and no times of steps."""
         unknown = Costs({1: 1.0}, flat=True)  # until steps were measured
         self.drafter = Retrieval(Served(self.vocabulary), None, self.options, unknown)
         self.answers = EarlierAnswers(token_type(self.vocabulary), self.options.shared)
         self.drafter.attach(self.answers)
         self.texts, self.steps = KnownTexts(), StepCosts(self.longest)
-        self._since: Stopwatch | None = None  # when the last drafts were handed over
+        self._since: Stopwatch | None = None  # when the last drafts were returned
 
     def load_model(self, *_: Any, **__: Any) -> None:
-        """vLLM's: there is none to load."""
+        """Called by vLLM. There is no model to load."""
 
     def propose(
         self,
@@ -93,9 +93,9 @@ class Proposer:
         token_ids_cpu: NDArray[Any],
         slot_mappings: Any = None,  # noqa: ARG002  (vLLM's)
     ) -> list[list[int]]:
-        """Drafts after a step, one per row. sampled_token_ids: what the step added to each text, which is nothing
-        where a prompt is still being read. num_tokens_no_spec: (rows,) its length with that. token_ids_cpu: (rows, ·)
-        its tokens."""
+        """Drafts after a step, one per row. sampled_token_ids: the tokens that the step added to each text, none while
+        its prompt is read. num_tokens_no_spec: (rows,) the text's length with these. token_ids_cpu: (rows, ·) its
+        tokens."""
         taken = self._since.seconds() if self._since is not None else 0.0
         self.texts.step += 1
         rows = [i for i, sampled in enumerate(sampled_token_ids) if len(sampled)]
@@ -104,7 +104,7 @@ class Proposer:
             text, known = self._text(token_ids_cpu[i], int(num_tokens_no_spec[i]), len(sampled_token_ids[i]))
             there.append(text)
             steady = steady and known
-        if steady and there:  # the step did nothing but go on with these texts
+        if steady and there:  # the step did nothing but continue these texts
             self._measured([1 + text.drafted for text in there], taken)
         drafts: list[list[int]] = [[] for _ in sampled_token_ids]
         if there:
@@ -117,7 +117,7 @@ class Proposer:
         return drafts
 
     def _text(self, row: NDArray[Any], length: int, sampled: int) -> tuple[KnownText, bool]:
-        """The text of a row, and whether it was known. Its last token is not read yet: it is the draft's root."""
+        """The text of a row, and whether it was known before. Its last token is the draft's root, not observed yet."""
         before = length - sampled
         text = self.texts.take(row, before)
         if text is None:
@@ -152,7 +152,7 @@ class Proposer:
             self.answers.publish(Unnamed.collection, text.answer)
 
     def _rehearse(self) -> None:
-        """On a text that repeats, so that everything is asked and found at least once."""
+        """Draft for a text that repeats, so that every source is asked, and something is found, at least once."""
         period = np.arange(8, dtype=np.int32) % self.vocabulary
         for batch in (1, 2):
             rows = np.tile(period, (batch, 16))

@@ -1,4 +1,4 @@
-"""Which text a row of vLLM's batch is. Rows move and have no names, so a text is known by its tokens."""
+"""Finds the text of a row of vLLM's batch. Rows move and have no ids, so a text is found by its tokens."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-TAIL = 16  # last tokens by which a text is looked up; then all of them are compared
-AWAY = 16  # steps that a text may be missing from: a full step of vLLM leaves out some requests
+TAIL = 16  # a text is looked up by this many last tokens; then all tokens are compared
+AWAY = 16  # steps that a text may miss before it counts as ended: full steps of vLLM leave out some requests
 
 
 @dataclass(eq=False)
 class KnownText:
     """One text that is being written."""
 
-    tokens: NDArray[np.int32]  # room for more than it has
+    tokens: NDArray[np.int32]  # with spare room at the end
     length: int
-    prompt: int  # of these, that were there when it was first seen
+    prompt: int  # its length before the tokens that were new when it was first seen
     session: Any  # its draft session
-    drafted: int = 0  # tokens that its last step had to verify
-    seen: int = 0  # in which step
+    drafted: int = 0  # tokens of its latest draft
+    seen: int = 0  # the latest step that had it
 
     @property
     def answer(self) -> list[int]:
@@ -39,7 +39,7 @@ class KnownText:
 
 @dataclass
 class KnownTexts:
-    """All that are being written."""
+    """All texts that are being written."""
 
     step: int = 0
     _by_end: dict[tuple[int, bytes], list[KnownText]] = field(default_factory=dict)
@@ -51,7 +51,7 @@ class KnownTexts:
         return chain.from_iterable(self._by_end.values())
 
     def take(self, row: NDArray[Any], length: int) -> KnownText | None:
-        """The text that had these tokens, if there is one. It is no longer known until it is put back."""
+        """The text with these tokens, if it is known. It is removed until it is put back."""
         found = self._by_end.get(key := _key(row, length), [])
         for text in found:
             if np.array_equal(text.tokens[:length], row[:length]):
@@ -66,7 +66,7 @@ class KnownTexts:
         self._by_end.setdefault(_key(text.tokens, text.length), []).append(text)
 
     def gone(self) -> Iterator[KnownText]:
-        """Those that were away for long. They are no longer known."""
+        """Remove and return the texts that have ended: they missed more than AWAY steps."""
         for key, texts in list(self._by_end.items()):
             here = [text for text in texts if self.step - text.seen <= AWAY]
             if len(here) < len(texts):

@@ -124,7 +124,7 @@ def test_positions_are_sorted_by_what_precedes_them(dtype, length, vocabulary):
     assert np.array_equal(run.positions, naive_order(run.tokens))
 
 
-@pytest.mark.parametrize("dtype", [np.uint16, np.uint32])
+@pytest.mark.parametrize("dtype", [np.uint16, pytest.param(np.uint32, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["random", "one token", "period", "copies"])
 def test_long_texts_are_sorted_the_same_on_many_threads(dtype, kind):
     rng, length = np.random.default_rng(1), (1 << 17) + 1000
@@ -515,6 +515,7 @@ def test_a_new_folder_is_durable_itself(tmp_path, monkeypatch):
 # ---- collections
 
 
+@pytest.mark.slow
 def test_tenants_never_see_each_others_text(folder):
     rng = np.random.default_rng(0)
     tenants = {"one": (0, 500), "other": (500, 1000)}
@@ -1031,6 +1032,32 @@ def test_after_a_crash_repair_counts_nothing_twice(crashes, folder, lost, reopen
             for collection in ("default", "other"):
                 assert documents(again, collection) == [[1, 2, 3]] * 3 + [[4, 5]]
             assert again.verify() == []
+
+
+def test_a_damaged_copy_of_what_is_whole_elsewhere_is_left_out(folder, tmp_path):
+    """A merged segment beside those it was made from: whoever salvaged it too would have most documents twice."""
+    with Store.create(folder, 1000) as store:
+        for n in range(2):
+            for i in range(20):
+                store.append(np.arange(100) + 20 * n + i, f"s{i}")
+            store.flush()
+        parts = [shutil.copy(path, tmp_path) for path in folder.glob("*.seg")]
+        store.compact()
+        expected = documents(store)
+    (merged,) = folder.glob("*.seg")
+    assert len(parts) == 2
+    assert len(expected) == 40
+    for path in parts:
+        shutil.copy(path, folder)
+    for name in (NAME, COPY):
+        (folder / name).unlink()
+    change(merged, section(merged, "tokens"))
+    report = repair(folder)
+    assert (report.kept, report.lost) == (40, 0)
+    with Store.open(folder) as again:
+        assert documents(again) == expected
+        assert again.verify() == []
+    assert (folder / "damaged" / merged.name).exists()
 
 
 def test_an_interrupted_repair_can_be_repeated(folder, tmp_path, monkeypatch):

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from time import sleep
 
@@ -140,6 +141,7 @@ def load():
 
     import pydantic.main  # noqa: F401
     import rich._emoji_codes  # noqa: F401
+    import typer.main
     from transformers import AutoTokenizer, LlamaForCausalLM  # noqa: F401
 
     import slipstream
@@ -149,6 +151,10 @@ def load():
         if not module.name.endswith("__main__"):
             with suppress(ImportError):  # kernels need triton
                 importlib.import_module(module.name)
+    from slipstream.cli import app
+
+    typer.main.get_command = cache(typer.main.get_command)
+    typer.main.get_command(app)  # made once for all
     assert TokenTree.chain(1, [2]).depth == 1  # numba makes itself ready at the first call
     with suppress(ImportError):  # a thousand patterns, which transformers compiles before its first model
         from transformers.conversion_mapping import get_checkpoint_conversion_mapping

@@ -57,7 +57,7 @@ def test_what_is_left_once_a_child_was_rejected():
     assert residual(torch.tensor([[0.0, 1.0]]), 1)[1].tolist() == [0], "nothing is left"
 
 
-@pytest.mark.parametrize("drawn", [False, True], ids=["certain", "drawn"])
+@pytest.mark.parametrize("drawn", [pytest.param(False, marks=pytest.mark.slow), True], ids=["certain", "drawn"])
 def test_rejection_decides_about_all_nodes_at_once_as_about_each(drawn):
     """Random trees with up to four children a node, whose p is nearly nothing here and there."""
     rng, vocabulary = np.random.default_rng(5), 11

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from qdrant_client import QdrantClient
 
 from slipstream import LLM
 from slipstream.datastores.dense import index, remote
@@ -119,11 +118,18 @@ def test_a_damaged_or_missing_graph_is_made_anew(linked, model):
     assert not (linked.folder / "dense" / "00000077.5.graph").exists()
 
 
-# ---- the database
+# ---- the database: slow, since its client takes a second to import
 
 
-def test_a_database_finds_what_the_files_do(model, tmp_path):
-    client = QdrantClient(":memory:")
+@pytest.fixture
+def client():
+    from qdrant_client import QdrantClient
+
+    return QdrantClient(":memory:")
+
+
+@pytest.mark.slow
+def test_a_database_finds_what_the_files_do(client, model, tmp_path):
     with make(tmp_path, texts([80, 70, 60]), model) as store:
         store.append(texts([50], seed=9)[0])
         embed(store, [lambda: model], SMALL)
@@ -144,8 +150,8 @@ def test_a_database_finds_what_the_files_do(model, tmp_path):
         assert far.near([]) == []
 
 
-def test_an_upload_goes_on_and_follows_the_store(model, tmp_path, monkeypatch):
-    client = QdrantClient(":memory:")
+@pytest.mark.slow
+def test_an_upload_goes_on_and_follows_the_store(client, model, tmp_path, monkeypatch):
     monkeypatch.setattr(remote, "AT_ONCE", 50)
     with make(tmp_path, texts([80, 70, 60]), model) as store:
         upsert, left = client.upsert, [3]
@@ -167,6 +173,7 @@ def test_an_upload_goes_on_and_follows_the_store(model, tmp_path, monkeypatch):
         assert client.count("slipstream-default").count == 204 - 78
 
 
+@pytest.mark.slow
 def test_the_drafter_asks_the_database(model, tmp_path):
     folder = str(tmp_path / "database")
     with Store.open(embedded_answers(model)) as store:
@@ -179,8 +186,8 @@ def test_the_drafter_asks_the_database(model, tmp_path):
     assert a.stats.accepted == b.stats.accepted > 5
 
 
-def test_a_database_of_another_model_or_of_nothing_is_refused(model, tmp_path):
-    client = QdrantClient(":memory:")
+@pytest.mark.slow
+def test_a_database_of_another_model_or_of_nothing_is_refused(client, model, tmp_path):
     with make(tmp_path, texts([40]), model) as store:
         vectors = Vectors(store)
         finder = RemoteFinder(client, vectors.manifest.origin, vectors.transform, 5, 4)

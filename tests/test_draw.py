@@ -104,7 +104,9 @@ def differing(found, expected):
 # ---- what Sampler draws
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize(
+    "options", [pytest.param(o, id=str(o), marks=() if o in OPTIONS[:12:4] else pytest.mark.slow) for o in OPTIONS]
+)
 def test_it_draws_what_the_sampler_draws(options):
     """300 rows each, 4,200 in all. Sums in another order may move the end of a nucleus by a tied token: none here."""
     n, size = 300, 1500

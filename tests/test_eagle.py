@@ -443,7 +443,12 @@ def test_attention_by_path_sees_the_same(kind, monkeypatch):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("width", "depth", "nodes"),
-    [(1, 1, 1), (4, 1, 2), (2, 5, 64), (4, 4, 12), (8, 3, 5), pytest.param(30, 3, 500, marks=pytest.mark.slow)],
+    [
+        (1, 1, 1),
+        (4, 1, 2),
+        (8, 3, 5),
+        *(pytest.param(*shape, marks=pytest.mark.slow) for shape in [(2, 5, 64), (4, 4, 12), (30, 3, 500)]),
+    ],
 )
 def test_the_dynamic_tree_is_eagle_2s(kind, width, depth, nodes):
     drafter = make(kind, width=width, depth=depth, nodes=nodes)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from families import FAMILIES, graphs, tiny_model
+from kinds import of_each_kind
 from slipstream.accept import Match, verify
 from slipstream.budget import Budget
 from slipstream.drafters import make
@@ -42,7 +43,7 @@ def read(target, texts):
     return slots
 
 
-@pytest.mark.parametrize("family", [f for f in FAMILIES if f not in OTHERS])
+@pytest.mark.parametrize("family", of_each_kind(f for f in FAMILIES if f not in OTHERS))
 def test_fixed_steps_say_what_ordinary_forwards_say(family, tiny):
     """Two sequences in a batch padded to two, trees padded to eight rows, scattered paths committed between steps."""
     model = tiny(family)
@@ -345,7 +346,13 @@ def test_a_draft_that_was_started_behind_its_step_is_the_one_made_after_it(kind,
     assert late == [False]
 
 
-@pytest.mark.parametrize("options", [{"depth": 3, "width": 8, "nodes": 16, "dynamic": False}, {"depth": 2, "width": 4}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"depth": 3, "width": 8, "nodes": 16, "dynamic": False},
+        pytest.param({"depth": 2, "width": 4}, marks=pytest.mark.slow),
+    ],
+)
 def test_a_draft_of_no_fixed_width_is_not_taken_for_the_one_behind_its_step(options, tiny):
     """Token 0 looks like the padding of a wider table, which a text of nothing else meets at once."""
     model, sampling = tiny("gemma2"), Sampling(logit_bias={0: 100.0})
@@ -434,7 +441,7 @@ USUAL = {"llama": 3, "qwen2": 3, "qwen2-sliding": 3, "mistral": 3, "smollm3": 2,
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", [f for f in FAMILIES if f not in OTHERS])
+@pytest.mark.parametrize("family", of_each_kind(f for f in FAMILIES if f not in OTHERS))
 def test_layers_of_the_usual_form_are_known_by_what_they_say(family, dtype):
     assert len(graphs(tiny_model(family, dtype=dtype))._fused) == USUAL.get(family, 0)
 
@@ -471,7 +478,7 @@ def test_a_cache_grows_no_further_than_the_model_reads():
     assert pool.bytes == held
 
 
-@pytest.mark.parametrize("family", [f for f in FAMILIES if f not in OTHERS])
+@pytest.mark.parametrize("family", of_each_kind(f for f in FAMILIES if f not in OTHERS))
 def test_all_norms_have_stand_ins(family, tiny):
     """None is left that a step's number of rows could matter to."""
     model = copy.deepcopy(tiny(family))

@@ -9,6 +9,7 @@ import torch
 from transformers import DynamicCache
 
 from families import FAMILIES, graphs, tiny_model
+from kinds import of_each_kind
 from slipstream import LLM
 from slipstream.budget import Budget
 from slipstream.drafters import make
@@ -65,7 +66,9 @@ def brute(model, text, kept, tree):
     ).logits[0]
 
 
-@pytest.mark.parametrize("family", [f for f in FAMILIES if f != "bloom"])  # whose bias follows a key's place
+@pytest.mark.parametrize(
+    "family", of_each_kind(f for f in FAMILIES if f != "bloom")
+)  # whose bias follows a key's place
 def test_a_part_says_what_the_text_says_with_the_rest_hidden(family, tiny):
     model = tiny(family)
     target = open_target(model)
@@ -146,7 +149,7 @@ def root_weights(model, tokens):
     return sum(layer[0, :, -1].sum(0) for layer in layers)
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "bloom", "qwen2-sliding"])
+@pytest.mark.parametrize("family", of_each_kind(["llama", "mistral", "gemma2", "bloom", "qwen2-sliding"]))
 def test_a_verification_tells_what_its_root_attends_to(family, tiny):
     """Of two texts, one of which is longer than a page and was told an accepted branch before; a third does not ask."""
     texts, path = [[1 + (17 + j) * i % 60 for i in range(n)] for j, n in enumerate((190, 40, 70))], [0, 2, 4]

@@ -231,7 +231,7 @@ def test_regret_shrinks_after_a_switch(curve):
 
 
 @pytest.mark.parametrize("curve", CURVES)
-@pytest.mark.parametrize("trust", [0, 20, 200])
+@pytest.mark.parametrize("trust", [20, *(pytest.param(trust, marks=pytest.mark.slow) for trust in (0, 200))])
 def test_an_adversary_costs_less_than_three_percent(curve, trust):
     """Drafts are right until they are trusted, then wrong whenever one is verified."""
     world = World(curve)

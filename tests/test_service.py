@@ -308,6 +308,7 @@ def test_the_next_turn_of_a_chat_reads_what_is_new(llm):
     assert all(slot is None for slot in llm.target._slots)
 
 
+@pytest.mark.slow
 def test_in_an_event_loop(llm):
     async def main():
         expected = [alone(llm, p, max_new_tokens=20) for p in PROMPTS]

@@ -79,7 +79,7 @@ def here():
 
 
 @pytest.mark.parametrize("deduplicate", [False, True])
-@pytest.mark.parametrize("shard_bytes", [1, 2000, 1 << 30])
+@pytest.mark.parametrize("shard_bytes", [2000, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 1 << 30))])
 def test_shards_make_the_segments_of_one_machine(tmp_path, sources, deduplicate, shard_bytes):
     options = {"deduplicate": deduplicate, "collection": "c"}
     one = local(tmp_path / "one", sources, **options)
@@ -137,7 +137,9 @@ def test_an_interrupted_build_does_nothing_twice_that_was_done(tmp_path, sources
     assert encoded == once
 
 
-@pytest.mark.parametrize("step", ["link", "switch", "rmtree"])
+@pytest.mark.parametrize(
+    "step", ["link", *(pytest.param(step, marks=pytest.mark.slow) for step in ("switch", "rmtree"))]
+)
 def test_interrupted_at_its_end_it_goes_on(tmp_path, sources, monkeypatch, step):
     """While segments get their names, before the manifest names them, and before the files on the way are removed."""
     local(tmp_path / "one", sources)

@@ -280,7 +280,7 @@ def test_broken_json_is_refused_with_its_line():
     )
 
 
-@pytest.mark.parametrize("chunk", [5, 16, 1 << 20])
+@pytest.mark.parametrize("chunk", [5, *(pytest.param(chunk, marks=pytest.mark.slow) for chunk in (16, 1 << 20))])
 def test_a_cut_off_array_gives_every_whole_element_and_a_warning(monkeypatch, chunk):
     monkeypatch.setattr(records, "CHUNK", chunk)
     elements = [{"text": 'a\u00e4\\ "]\u2028' * 9, "n": [-1.5e3, None]}, "b", {"text": "日本", "ok": True}]
@@ -296,6 +296,7 @@ def test_a_cut_off_array_gives_every_whole_element_and_a_warning(monkeypatch, ch
             assert documents("a.json", text[:size]) == texts[:whole], text[:size]
 
 
+@pytest.mark.slow
 def test_a_long_array_is_read_in_bounded_memory_and_time():
     import tracemalloc
 
@@ -437,6 +438,7 @@ def test_messages_are_joined_where_there_is_no_template_or_it_refuses(tokenizers
         assert one.tolist() == other.tolist()
 
 
+@pytest.mark.slow
 def test_the_fingerprint_is_the_tokenizers_own_in_every_process(tokenizers, smol_tokenizer, tmp_path):
     prints = [tokenizer_fingerprint(t) for t in tokenizers.values()]
     assert len(set(prints)) == len(prints)

@@ -160,6 +160,7 @@ def test_a_resumed_ingest_has_all_of_long_documents(folder, tmp_path):
     assert after > 3
 
 
+@pytest.mark.slow
 def test_an_ingest_of_a_torn_log_has_no_part_twice(folder, tmp_path):
     texts = [list(range(i, i + 130)) for i in range(3)]
     write_lines(tmp_path / "x.jsonl", texts)
@@ -378,6 +379,7 @@ def in_child(code, *given):
     )
 
 
+@pytest.mark.slow
 def test_a_file_that_is_cut_off_under_a_reader_is_an_error_and_no_crash(folder):
     two_segments(folder)
     done = in_child(
@@ -629,6 +631,7 @@ def test_a_folder_where_a_file_should_be_is_said(folder, name):
         assert any(COPY in sentence for sentence in Store.open(folder).verify())
 
 
+@pytest.mark.slow
 def test_many_small_documents_are_cheap_to_open(folder):
     """Not by the clock: a document must be no object of its own."""
     with Store.create(folder, 1000) as store:
@@ -640,6 +643,7 @@ def test_many_small_documents_are_cheap_to_open(folder):
         assert reader.info()["documents"] == 20_000
 
 
+@pytest.mark.slow
 def test_signals_are_left_as_they_were_for_others():
     """A bus error that is not ours ends the process as it would have."""
     done = in_child(

@@ -124,6 +124,7 @@ def test_a_function_that_asks_within_a_step_gets_its_answer(tiny):
     assert asked == [expected]
 
 
+@pytest.mark.slow
 def test_streams_of_one_thread_interleave(tiny):
     llm = made("eagle3", True, tiny)
     asked = [some_request(random.Random(seed)) for seed in range(6)]

@@ -115,6 +115,7 @@ def test_a_worked_example():
     assert estimate(costs, 1, Given(), 200, small=True).max_new_tokens == 200
 
 
+@pytest.mark.slow
 def test_answers_may_end_early():
     assert expected_length(256, 0.0) == 256
     assert expected_length(256, 1.0) == 1

@@ -53,6 +53,7 @@ def old_head(model, folder, kind="redrafter"):
     return folder
 
 
+@pytest.mark.slow
 def test_what_learn_appends_is_what_is_learnt_from(target, tmp_path):
     llm = LLM(*target, drafter="suffix", store=str(tmp_path / "s"), learn=True)
     said = [

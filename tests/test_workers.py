@@ -39,7 +39,13 @@ def test_results_come_in_order_and_little_is_asked_for_ahead():
     assert left.cancelled()
 
 
-@pytest.mark.parametrize("words", ["store build --out new afile", "store embed new", "collect -p afile --out o"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "collect -p afile --out o",
+        *(pytest.param(w, marks=pytest.mark.slow) for w in ("store build --out new afile", "store embed new")),
+    ],
+)
 def test_without_ray_it_says_what_to_install(words, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     (tmp_path / "afile").write_text('{"prompt": "some text"}')

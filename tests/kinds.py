@@ -2,8 +2,10 @@
 
 import pytest
 
-# What others do, these do too: windows, experts, biases, kinds of positions, parallel blocks, sinks, softcapping.
-KINDS = {"llama", "qwen2-sliding", "gemma2", "gpt2", "gpt_neox", "bloom", "falcon", "mixtral", "smollm3", "gpt_oss"}
+# Windows, biases, experts, kinds of positions, blocks in parallel, normalised queries, scaled residuals, sinks,
+# softcapping: one of each.
+KINDS = {"llama", "qwen2-sliding", "qwen3", "gemma2", "gpt2", "gpt_neox", "bloom", "falcon", "mixtral", "smollm3"}
+KINDS |= {"granite", "gpt_oss"}
 
 
 def of_each_kind(families):

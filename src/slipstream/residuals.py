@@ -6,16 +6,15 @@ are, as one captured function, and one table is copied to the host.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import count, islice
+from itertools import count
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from slipstream.sampling import Sampler, noise_key, uniform
+from slipstream.sampling import Sampler
 from slipstream.targets.base import Scores
 from slipstream.tree import TokenTree
 
@@ -54,24 +53,20 @@ def table(tree: TokenTree, scores: Scores, sampler: Sampler) -> Tensor:
     """(n, GIVEN + 2k) float64, one line per node; n and k are rounded up, so that few shapes are captured. Columns: the
     row of the node's logits; its row of q (-1: none); the uniform number to draw with; the temperature; k tokens of
     children; k flags: 1 for a child, 0 for padding and for a child equal to an earlier one."""
-    children: list[list[int]] = [[] for _ in range(len(tree))]
+    children: dict[int, list[int]] = {}
     for parent, token in zip(tree.parents[1:].tolist(), tree.tokens[1:].tolist(), strict=True):
-        children[parent].append(token)
-    rows, most = _rounded(len(tree)), _rounded(max(map(len, children)) or 1)
+        children.setdefault(parent, []).append(token)
+    rows, most = _rounded(len(tree)), _rounded(max(map(len, children.values()), default=1))
     made = np.zeros((rows, GIVEN + 2 * most))
     made[:, 1], made[:, 3] = -1, sampler.sampling.temperature
+    made[:, GIVEN : GIVEN + most] = range(most)
     made[: len(tree), 0] = scores.rows(range(len(tree)))
+    made[: len(tree), 2] = np.array(sampler.shares(1 + tree.depth))[tree.depths]
     if tree.q_row is not None:
         made[: len(tree), 1] = tree.q_row
-    for node, (depth, mine) in enumerate(zip(tree.depths.tolist(), children, strict=True)):
-        key = noise_key(sampler.seed, sampler.sample_index, sampler.position + depth, "draw")
-        made[node, 2] = uniform(key, 0)
-        first = [token not in mine[:i] for i, token in enumerate(mine)]  # equal ones are rejected together
-        others = _others(mine)
-        tokens = [token if new else next(others) for token, new in zip(mine, first, strict=True)]
-        made[node, GIVEN : GIVEN + most] = [*tokens, *islice(others, most - len(mine))]
-        made[node, GIVEN + most : GIVEN + most + len(mine)] = first
-    made[len(tree) :, GIVEN : GIVEN + most] = range(most)
+    if children:
+        lines = [_line(mine, most) for mine in children.values()]
+        made[list(children), GIVEN:] = lines
     return torch.from_numpy(made)
 
 
@@ -80,9 +75,16 @@ def _rounded(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def _others(tokens: list[int]) -> Iterator[int]:
-    """Ids other than these, for padding: it must not equal a child."""
-    return (i for i in count() if i not in tokens)
+def _line(tokens: list[int], most: int) -> list[int]:
+    """The tokens and flags of a node's children. Of equal ones only the first counts, since they are rejected together.
+    The others, and padding, get ids that no child has."""
+    new = [token not in tokens[:i] for i, token in enumerate(tokens)]
+    free = (i for i in count() if i not in tokens)
+    padding = [0] * (most - len(tokens))
+    return [t if first else next(free) for t, first in zip([*tokens, *padding], [*new, *padding], strict=True)] + [
+        *new,
+        *padding,
+    ]
 
 
 # ---- on the device

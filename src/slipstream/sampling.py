@@ -139,8 +139,13 @@ class Sampler:
         total = weights.cumsum(0)
         # A parallel sum may grow by rounding at a token of weight 0: such a token is never taken.
         reached = torch.where(weights > 0, total, -1.0)
-        token = (reached >= uniform(self.key("draw"), 0) * reached.amax()).byte().argmax()
+        token = (reached >= self.shares(1)[0] * reached.amax()).byte().argmax()
         return torch.stack([token.to(weights.dtype), total[-1]])
+
+    def shares(self, count: int) -> list[float]:
+        """The random shares that `draw` uses at this position and those after it."""
+        positions = range(self.position, self.position + count)
+        return [uniform(noise_key(self.seed, self.sample_index, position, "draw"), 0) for position in positions]
 
     def taken(self, token: float, mass: float) -> int:
         """The token of `drawn`, on the host. Refuses NaN, and weights that are all zero."""

@@ -163,7 +163,8 @@ def test_whoever_was_asked_drafts_ahead(steps, tiny, monkeypatch):
     session = drafter.begin(Request(tokens=[1, 2, 3], max_new_tokens=5))
     for asked, expected in [({"suffix"}, 1), (set(), 0)]:
         called.clear()
-        session.asked = asked
+        for name in asked:
+            session.show(name)
         session.keep()
         drafter.draft_ahead(session, "the step")
         assert called == [("suffix", session.parts["suffix"], "the step")] * expected

@@ -263,11 +263,12 @@ class Engine:
             self.target.commit(sequence.slot, [0])
         return pending
 
-    def _verify_pending(self, pending: deque[tuple[Sequence, PendingResult]]) -> None:
-        """Verify pending results."""
+    def _verify_pending(self, pending: deque[tuple[Sequence, PendingResult]], overtaken: bool = False) -> None:
+        """Verify pending results. overtaken: the next forward has started, so drafters that are idle will observe that
+        one instead."""
         while pending:
             sequence, result = pending.popleft()
-            verdict = self._decide(sequence, result.tree, result.score, committed=True)
+            verdict = self._decide(sequence, result.tree, result.score, committed=True, observed=not overtaken)
             if verdict is not None:
                 self._advance(sequence, Step(result.tree, verdict, 0.0, result.seconds, 0.0))
 
@@ -279,7 +280,7 @@ class Engine:
         clock, taken = perf_counter(), Stopwatch()
         trees = [TokenTree.root(result.score.token(0, sequence.sampler)) for sequence, result in pending]
         can.rest(self.drafter)
-        scores = self._forward(running, trees, readings, lambda _: self._verify_pending(pending))
+        scores = self._forward(running, trees, readings, lambda _: self._verify_pending(pending, overtaken=True))
         if not readings:
             can.measured(self.drafter, [1] * len(running), taken.seconds())
         self._mark_inexact(running)
@@ -293,14 +294,17 @@ class Engine:
             for sequence in running:
                 sequence.stats.exact = False
 
-    def _decide(self, sequence: Sequence, tree: TokenTree, score: Scores, *, committed: bool = False) -> Verdict | None:
+    def _decide(
+        self, sequence: Sequence, tree: TokenTree, score: Scores, *, committed: bool = False, observed: bool = True
+    ) -> Verdict | None:
         """Verify a tree, commit the accepted path and show it to the drafter. An error here, for instance in a user's
         processor, ends this sequence alone; then None."""
         try:
             verdict = verify(sequence.request.accept, tree, score, sequence.sampler, sequence.emit)
             if not committed:
                 self.target.commit(sequence.slot, verdict.path)
-            self._observe(sequence, tree, score, verdict)
+            if observed:
+                self._observe(sequence, tree, score, verdict)
         except Exception as error:
             sequence.error, sequence.finish = error, "failed"
             return None

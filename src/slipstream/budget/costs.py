@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +12,26 @@ from slipstream.budget.calibration import NEWEST
 from slipstream.compiled import compiled
 
 OUTLIER = 1.5  # outliers: a time longer than this multiple of the typical one was interrupted, and is capped there
+TRIAL = 4  # times until a typical one is known: the first ones load code, or start late
+
+
+@dataclass
+class TypicalTime:
+    """A typical duration: the least of the first times, then a running mean in which outliers are capped."""
+
+    times: int = 0
+    seconds: float = 0.0
+
+    @property
+    def known(self) -> bool:
+        return self.times >= TRIAL
+
+    def see(self, seconds: float) -> None:
+        if not self.known:
+            self.seconds = min(seconds, self.seconds) if self.times else seconds
+        else:
+            self.seconds += NEWEST * (min(seconds, OUTLIER * self.seconds) - self.seconds)
+        self.times += 1
 
 
 class Costs:
@@ -26,8 +47,9 @@ class Costs:
         self._curve = np.array([seconds[int(r)] for r in self._rows])
         self._table = np.empty(int(self._rows[-1]))  # the curve for every number of rows
         self._seen = np.zeros(len(self._rows))  # observations of each number of rows, recent ones counting more
-        # Of plain steps, and of those that verify: seconds that each further sequence adds; number of observations.
-        self._more, self._batches = np.zeros((2, 2))
+        # What steps of several sequences take, as a multiple of equally many rows of one: by whether they verify, and
+        # by about how many sequences they have.
+        self._multiples = dict[tuple[bool, int], TypicalTime]()
         _between(self._rows, self._curve, self._table, padded)
 
     def seconds(self, rows: int, batch: int = 1) -> float:
@@ -36,29 +58,40 @@ class Costs:
 
     def upto(self, rows: int, batch: int = 1) -> NDArray[np.float64]:
         """(rows,) seconds of steps that verify 0, 1, … nodes."""
-        every = batch - 1 + rows if self.flat else batch * rows
+        every = self._every(rows, batch)
         if len(self._table) < every:
             self._table = np.empty(every)
             _between(self._rows, self._curve, self._table, self.padded)
         if batch == 1:
             return self._table[:rows]
-        alone = self._table[batch - 1 : every : 1 if self.flat else batch]
-        more = np.where(np.arange(rows) > 0, self._more[1], self._more[0])
-        # `more` may be negative: a batch can be faster than equally many rows of one text were measured to be.
-        return np.maximum(alone + (batch - 1) * more, alone / OUTLIER)
+        every_rows = self._table[batch - 1 : every : 1 if self.flat else batch]
+        found = every_rows * self._multiple(True, batch)
+        found[0] = every_rows[0] * self._multiple(False, batch)
+        return found
+
+    def _multiple(self, verifies: bool, batch: int) -> float:
+        """As seen in batches of about this size, or else of the nearest one, smaller ones first. 1 if in none: so plain
+        steps count as cheap until they are known, and are known soon."""
+        size = batch.bit_length()
+        known = [other for (kind, other), seen in self._multiples.items() if kind == verifies and seen.known]
+        if not known:
+            return 1.0
+        return self._multiples[verifies, min(known, key=lambda other: (other > size, abs(other - size)))].seconds
 
     def observe(self, rows: int, batch: int, seconds: float) -> None:
         """Record the time of a step. A step of one sequence also corrects other numbers of rows, the more the less
         recently these were seen: the machine may have been busy when they were measured."""
-        expected = self.seconds(rows, batch)
-        off = min(OUTLIER, max(1 / OUTLIER, seconds / expected)) - 1
         if batch == 1:
+            off = min(OUTLIER, max(1 / OUTLIER, seconds / self.seconds(rows))) - 1
             _follow(self._rows, self._curve, self._seen, rows, self.padded, off)
             _between(self._rows, self._curve, self._table, self.padded)
             return
-        kind = int(rows > 1)
-        self._more[kind] += max(NEWEST, 1 / (1 + self._batches[kind])) * off * expected / (batch - 1)
-        self._batches[kind] += 1
+        multiple = self._multiples.setdefault((rows > 1, batch.bit_length()), TypicalTime())
+        multiple.see(seconds / self.seconds(self._every(rows, batch)))
+
+    def _every(self, rows: int, batch: int) -> int:
+        """The rows of all sequences together."""
+        return batch - 1 + rows if self.flat else batch * rows
 
 
 @compiled

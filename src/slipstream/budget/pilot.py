@@ -25,34 +25,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.budget.calibration import NEWEST, Calibration
-from slipstream.budget.costs import OUTLIER, Costs
+from slipstream.budget.costs import TRIAL, Costs, TypicalTime
 from slipstream.budget.worth import best_nodes, rank
 from slipstream.tree import TokenTree
 
 Floats = NDArray[np.float64]
 
 LEVELS = 5  # by tokens per sequence that a step is expected to give already: up to 1.4, 2, 2.8, 4, more
-TRIAL = 4  # drafts until a source's drafting time is known: the first ones load code, or start late
 EXPLORING = 0.01  # share of all time that trying sources may lose
 CREDIT = 3.0  # prior of `Text`: tokens that every text starts out with as promised, and as delivered
 # Decay of a text's promised and delivered tokens in each step that verifies none of its drafts: else a text that began
 # badly would never be tried again. With this, a hostile text costs 3% of the time; with NEWEST more than 5%.
 FORGIVEN = 1 / 320
-
-
-@dataclass
-class TypicalTime:
-    """A typical duration: the least of the first times, then a running mean in which outliers are capped."""
-
-    times: int = 0
-    seconds: float = 0.0
-
-    def see(self, seconds: float) -> None:
-        if self.times < TRIAL:
-            self.seconds = min(seconds, self.seconds) if self.times else seconds
-        else:
-            self.seconds += NEWEST * (min(seconds, OUTLIER * self.seconds) - self.seconds)
-        self.times += 1
 
 
 @dataclass(eq=False)
@@ -82,7 +66,7 @@ class Source:
 
     @property
     def known(self) -> bool:
-        return self.drafting.times >= TRIAL
+        return self.drafting.known
 
     @property
     def start_cost(self) -> float:
@@ -126,6 +110,11 @@ class Text:
         self.promised += self.promise - fading * self.promised
         self.delivered += (delivered if self.promise else 0.0) - fading * self.delivered
         self.promise = 0.0
+
+    def rested(self, steps: int) -> None:
+        """So many steps verified none of its drafts."""
+        kept = (1 - FORGIVEN) ** steps
+        self.promised, self.delivered = kept * self.promised, kept * self.delivered
 
     @property
     def share(self) -> float:
@@ -176,6 +165,7 @@ class Pilot:
         self.mean_nodes = 0.0  # running mean of the nodes that a step verifies per sequence
         self.last: Choice | None = None
         self._by_batch = dict[int, dict[str, Source]]()
+        self._plain_due = dict[int, int]()  # by size of the batch: the step from which plain ones are measured again
         self._trial: Source | None = None  # the head on trial
         self._trial_left = 0  # drafts that are left of its trial
         self._levels = np.zeros(LEVELS)  # how often heads were considered at each level, recent steps counting more
@@ -215,6 +205,8 @@ class Pilot:
         self.judge()
         self.steps += 1
         self.mean_nodes += NEWEST * ((self.last.nodes / len(drafts) if self.last else 0) - self.mean_nodes)
+        if self._measures_plain(len(drafts)):
+            return
         there = [s for s in self.sources(len(drafts)).values() if s.drafter in names]
         for source in sorted([s for s in there if not s.head], key=lambda s: s.drafting.seconds):
             if source.returns is None:  # one that invests gains in later steps, at whatever level they have
@@ -294,7 +286,15 @@ class Pilot:
         plain = batch / self.costs.seconds(1, batch)
         self.last = Choice((), False, 0, batch, plain, plain)
         due = [s.due[0] for s in self.sources(batch).values() if s.drafter in names]
-        return max(0, min(due, default=0) - self.steps - 1)
+        left = max(min(due, default=0) - self.steps, TRIAL if self._measures_plain(batch) else 1)
+        self._plain_due[batch.bit_length()] = self.steps + left + round(TRIAL / EXPLORING)
+        return left - 1
+
+    def _measures_plain(self, batch: int) -> bool:
+        """Whether to decode plainly for some steps, after many with drafts, in order to know what drafts must beat. One
+        sequence needs no such steps, since all of its steps correct the curve."""
+        due = self._plain_due.setdefault(batch.bit_length(), self.steps + round(TRIAL / EXPLORING))
+        return batch > 1 and self.steps >= due
 
     def judge(self) -> None:
         """Compute what each source asked for the last step gained, compared with the step without it. This may wait

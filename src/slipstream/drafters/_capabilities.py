@@ -43,8 +43,9 @@ class Rests(Protocol):
 
 
 class Idles(Protocol):
-    """It knows in advance that it will propose nothing. Then it is not asked, and the step may begin before its
-    sessions have observed the latest one."""
+    """It knows in advance that it will propose nothing. Then it is not asked, and the step may begin before the latest
+    one is verified. Of steps that follow each other like this its sessions observe the last one only: if they want the
+    tokens between, these are in their slot (`ReadsKeys`)."""
 
     idle: bool  # whether it will propose nothing for the next step
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from slipstream.request import Request
+    from slipstream.targets.base import Slot
     from slipstream.targets.captured.fixed_step import FixedStep
 
 
@@ -40,7 +41,7 @@ class PilotedDrafter(JointDrafter):
         self._ahead: DraftSession | None = None  # the session whose drafts could be started while the last step ran
 
     def begin(self, request: Request) -> DraftSession:
-        return PilotedSession(self, {name: part.begin(request) for name, part in self.parts.items()})
+        return PilotedSession(self, request, self.parts)
 
     def learn(self, tree: TokenTree, followed: Sequence[int], known: int) -> bool:
         self.pilot.judge()
@@ -88,11 +89,12 @@ class PilotedDrafter(JointDrafter):
             for session, root, budget in zip(mine, roots, budgets, strict=True)
         ]
         able = [  # by sequence: the parts that can propose something
-            {name for name, part in session.parts.items() if budget.nodes and not can.silent(part)}
+            {name for name in session.names if budget.nodes and not session.silent(name)}
             for session, budget in zip(mine, budgets, strict=True)
         ]
         names = set().union(*able)
-        unstarted = {name for name, part in mine[0].parts.items() if ahead and can.unstarted(part)}
+        unstarted = {name for session in mine for name in session.parts if session.lags(name)}
+        unstarted |= {name for name, part in mine[0].parts.items() if ahead and can.unstarted(part)}
         taken: dict[Source, float] = {}
         beside: list[TokenTree | None] = [None] * len(mine)
         for source in self.pilot.asks(names, drafts, unstarted):
@@ -132,27 +134,66 @@ class PilotedSession(JointSession):
 
     drafter: PilotedDrafter
 
-    def __init__(self, drafter: PilotedDrafter, parts: dict[str, DraftSession]) -> None:
-        super().__init__(drafter, parts)
+    def __init__(self, drafter: PilotedDrafter, request: Request, names: Collection[str]) -> None:
+        """names: of the parts that may be asked. Those that read no states of the prompt begin when they are asked for
+        the first time: in large batches that is often never."""
+        reading = [name for name in names if can.layers(drafter.parts[name]) or can.generates(drafter.parts[name])]
+        super().__init__(drafter, {name: drafter.parts[name].begin(request) for name in reading})
+        self.request, self.names = request, names
         self.text = Text()
         self.asked: set[str] = set()  # parts that were asked for the next step
         self.latest: set[str] = set()  # parts that were asked for the step under way
+        self._prompt: list[int] = []
+        self._slot: Slot | None = None
         self._last: Seen | None = None  # the latest step's tokens and states
         self._shown: dict[str, int] = {}  # by part: how many of the tokens since the first root it was shown
 
+    def follow(self, slot: Slot | None) -> None:
+        self._catch_up()
+        self._slot = slot
+        super().follow(slot)
+
     def observe(self, seen: Seen) -> None:
-        """The prompt is shown to every part; the tokens after it wait until a part is asked (`show`)."""
+        """The prompt is shown to the parts that have begun; the tokens after it wait until a part is asked (`show`)."""
         if not self.begun:
             super().observe(seen)
+            self._prompt += seen.tokens
             return
+        self._catch_up(seen.position)
         self.text.see(len(seen.tokens) - 1)
         self._emitted += seen.tokens
         self._last = seen
+
+    def _catch_up(self, position: int | None = None) -> None:
+        """Take the tokens before a position, by default all, from the slot, where no step since was observed."""
+        if self.begun and self._slot is not None:
+            known = len(self._prompt) + len(self._emitted)
+            if missed := self._slot.tokens[known:position]:
+                self._emitted += missed
+                self.text.rested(len(missed))
+
+    def resume(self, other: DraftSession, tokens: list[int]) -> None:
+        super().resume(other, tokens)
+        self._prompt = list(tokens)
+
+    def silent(self, name: str) -> bool:
+        """Whether a part will propose nothing."""
+        return name in self.parts and can.silent(self.parts[name])
+
+    def lags(self, name: str) -> bool:
+        """Whether a part that reads states has not seen all steps before the latest one."""
+        if self._last is None or not can.layers(self.drafter.parts[name]):
+            return False
+        return len(self._emitted) - self._shown.get(name, 0) > len(self._last.tokens)
 
     def show(self, name: str) -> bool:
         """Before a part is asked: show it the tokens that it has not seen. Only the last step's states are still there;
         without the others its drafts are hardly worse. Returns whether it is asked about this text for the first time.
         """
+        if name not in self.parts:
+            self.parts[name] = self.drafter.parts[name].begin(self.request)
+            self.parts[name].observe(Seen(self._prompt, 0))
+            can.follow(self.parts[name], self._slot)
         first, new, last = name not in self._shown, self._emitted[self._shown.get(name, 0) :], self._last
         self._shown[name] = len(self._emitted)
         self.asked.add(name)
@@ -177,6 +218,10 @@ class PilotedSession(JointSession):
         for name in self.latest - self.asked:
             can.skip(self.parts[name])
         self.latest, self.asked = self.asked, set()
+
+    def close(self) -> None:
+        self._catch_up()
+        super().close()
 
     def pause(self) -> None:
         super().pause()

@@ -42,7 +42,7 @@ class AutoDrafter(PilotedDrafter):
         if request.prediction:  # asked whatever `drafters` says
             names.add("prediction")
             self.pilot.renew("prediction")
-        return PilotedSession(self, {name: part.begin(request) for name, part in self.parts.items() if name in names})
+        return PilotedSession(self, request, [name for name in self.parts if name in names])
 
     def ended(self, request: Request, tokens: Sequence[int]) -> None:
         super().ended(request, tokens)

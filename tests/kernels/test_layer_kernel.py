@@ -16,6 +16,7 @@ from slipstream import drafters
 from slipstream.heads import HEADS, base, decoder, keys, redrafter
 from slipstream.heads import layer_kernel as kernel
 from slipstream.kernels import layer_pieces as pieces
+from slipstream.kernels.sizes import PAGE
 from slipstream.targets.captured.modules import StandIns
 
 DTYPE = torch.bfloat16 if CUDA else torch.float16  # numpy has no bfloat16
@@ -56,11 +57,27 @@ def test_what_waits_gets_its_columns_and_padding_goes_behind():
     given = torch.tensor(
         [[7, 10, 3, 0, 0, 4, 5, 6], [2, 0, 1, 0, 0, 0, 0, 9], [5, 40, 5, 1, 2, 3, 4, 5]], device=DEVICE
     )
-    rows, ends, columns = kernel.first_rows(given, 3)
+    places = rows, ends, positions, columns, free = kernel.first_rows(given, 3, None, 0, 0)
     assert rows.tolist() == [7, 2, 5]
     assert ends.tolist() == [[12, 0, 44], [13, 1, 45], [14, 2, 46]]
-    assert columns.tolist() == [[13, 13, 10, 11, 12], [1, 1, 1, 1, 0], [40, 41, 42, 43, 44]]
-    for found, expected in zip((rows, ends, columns), keys.first_places(given.cpu(), 3), strict=True):
+    assert columns.tolist() == positions.tolist() == [[13, 13, 10, 11, 12], [1, 1, 1, 1, 0], [40, 41, 42, 43, 44]]
+    assert free.tolist() == ends[1].tolist()
+    for found, expected in zip(places, keys.first_places(given.cpu(), 3), strict=True):
+        assert torch.equal(found.cpu(), expected)
+        assert found.dtype == torch.int32
+
+
+def test_in_pages_what_waits_goes_where_its_text_lies_and_drafts_behind_all_pages():
+    tables = torch.tensor([[3, 1, 0], [0, 0, 0], [2, 7, 6]], dtype=torch.int32, device=DEVICE)
+    given = torch.tensor([[2, 127, 3, 0, 4, 5, 6], [0, 0, 1, 0, 0, 0, 9], [-1, 0, 1, 0, 0, 0, 0]], device=DEVICE)
+    places = rows, ends, positions, columns, free = kernel.first_rows(given, 2, tables, 1024, 50)
+    assert rows.tolist() == [2, 0, 0]
+    assert ends.tolist() == [[129, 0, 0], [130, 1, 1]]
+    assert positions.tolist() == [[130, 127, 128, 129], [1, 1, 1, 0], [1, 1, 1, 0]]
+    pages = [[1024, 2 * PAGE + 127, 7 * PAGE, 7 * PAGE + 1], [1074, 1074, 1074, 3 * PAGE], [1124, 1124, 1124, 0]]
+    assert columns.tolist() == pages  # the last row is nobody's: page 0 is no text's
+    assert free.tolist() == [1024, 1074, 1124]
+    for found, expected in zip(places, keys.first_places(given.cpu(), 2, tables.cpu(), 1024, 50), strict=True):
         assert torch.equal(found.cpu(), expected)
         assert found.dtype == torch.int32
 
@@ -236,7 +253,7 @@ def test_drafts_are_those_of_the_modules_in_double_precision(name):
         assert carry.features.shape == (3, 3, hidden)
         assert carry.used == 9
         ends = ((1, 4 + 2 + 9), (2, 4 + 1 + 9), (3, 4 + 3 + 9))  # of what is written
-        found += [x[row, :, :end] for x in (drafter.cache.keys, drafter.cache.values) for row, end in ends]
+        found += [x[row, :, :end] for x in drafter.cache.layers[0] for row, end in ends]
         seen.append(found)
     for half, double in zip(*seen, strict=True):
         assert half.dtype == DTYPE

@@ -139,6 +139,8 @@ class PilotedSession(JointSession):
         self.latest: set[str] = set()  # parts that were asked for the step under way
         self._last: Seen | None = None  # the latest step's tokens and states
         self._shown: dict[str, int] = {}  # by part: how many of the tokens since the first root it was shown
+        self._reread = 0  # how many of them were read again, by the parts with keys in the text's pages
+        self._in_pages = [name for name in parts if can.in_pages(drafter.parts[name])]
 
     def observe(self, seen: Seen) -> None:
         """The prompt is shown to every part; the tokens after it wait until a part is asked (`show`)."""
@@ -153,7 +155,8 @@ class PilotedSession(JointSession):
         """Before a part is asked: show it the tokens that it has not seen. Only the last step's states are still there;
         without the others its drafts are hardly worse. Returns whether it is asked about this text for the first time.
         """
-        first, new, last = name not in self._shown, self._emitted[self._shown.get(name, 0) :], self._last
+        known = self._shown.get(name, self._reread if name in self._in_pages else 0)
+        first, new, last = name not in self._shown, self._emitted[known:], self._last
         self._shown[name] = len(self._emitted)
         self.asked.add(name)
         if new and last is not None:
@@ -164,6 +167,12 @@ class PilotedSession(JointSession):
             if layers:
                 part.observe(Seen(last.tokens, last.position, last.hidden.of(layers)))
         return first
+
+    def reread(self, seen: Seen) -> None:
+        super().reread(seen)
+        for name in self._in_pages:
+            self._shown.pop(name, None)
+        self._reread = len(self._emitted)
 
     def choices(self, tree: TokenTree, chosen: Callable[[Sequence[int]], NDArray[Any]]) -> None:
         for name in self.latest:

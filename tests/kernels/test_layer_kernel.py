@@ -17,6 +17,8 @@ from slipstream.heads import HEADS, base, decoder, keys, redrafter
 from slipstream.heads import layer_kernel as kernel
 from slipstream.kernels import layer_pieces as pieces
 from slipstream.kernels.sizes import PAGE
+from slipstream.targets.cache import LayerShape
+from slipstream.targets.captured.arena import Arena
 from slipstream.targets.captured.modules import StandIns
 
 DTYPE = torch.bfloat16 if CUDA else torch.float16  # numpy has no bfloat16
@@ -220,10 +222,24 @@ LAYERS = {
 }
 
 
+def in_pages(drafter):
+    """Let a drafter keep its keys in the pages of texts, those of rows 1, 2 and 3, which lie in another order."""
+    shape = LayerShape(1, 16, 16, drafter.head.dtype, drafter.device)
+    pages = Arena([shape], 4 * PAGE, share=1e-3)
+    target = SimpleNamespace(arena=pages, add_layers=lambda *given: pages.add(*given, lambda: None))
+    config, room = drafter.head.config, drafter.room()[0]
+    drafter.cache = keys.PagedKeys(target, config, drafter.head.dtype, drafter.device, room, 4)
+    texts = [pages.open() for _ in range(4)]
+    for text in (texts[3], texts[1], texts[2]):
+        drafter.cache.reach(text, 0, 7)
+    assert [text.pages for text in texts] == [[], [2], [3], [1]]
+
+
 @torch.inference_mode()
 @pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("pages", [False, True], ids=["rows", "pages"])
 @pytest.mark.parametrize("name", LAYERS)
-def test_drafts_are_those_of_the_modules_in_double_precision(name):
+def test_drafts_are_those_of_the_modules_in_double_precision(name, pages):
     """Three sequences: a text is read, then what waits, of uneven length, then three depths of chains."""
     kind, sizes, model = LAYERS[name]
     hidden = model.get("hidden_size", 32)
@@ -234,12 +250,16 @@ def test_drafts_are_those_of_the_modules_in_double_precision(name):
     seen = []
     for drafter in pair:
         device, dtype = drafter.device, drafter.head.dtype
+        if pages and drafter is pair[0]:
+            in_pages(drafter)
         for _ in range(3):
             drafter.cache.open()
         drafter._make_room(3, 7)
         places = torch.arange(4, dtype=torch.int32, device=device)[None]
         for row in (1, 2, 3):
-            where = drafter.cache.through(torch.tensor([row], dtype=torch.int32, device=device), places)
+            columns = drafter.cache.columns(row, places)
+            where = torch.tensor([row], dtype=torch.int32, device=device)
+            where = drafter.cache.through(where, columns, None, None, places)
             features = drafter.head.read(read[row - 1 :][:1, :4].to(device, dtype))
             nothing, _ = drafter.head.draft(text.to(device), features, None, places, where)
             assert nothing.shape[1] == 0  # nobody looked
@@ -252,8 +272,15 @@ def test_drafts_are_those_of_the_modules_in_double_precision(name):
                 found += [carry.features, drafter.logits(carry, depth)]
         assert carry.features.shape == (3, 3, hidden)
         assert carry.used == 9
-        ends = ((1, 4 + 2 + 9), (2, 4 + 1 + 9), (3, 4 + 3 + 9))  # of what is written
-        found += [x[row, :, :end] for x in drafter.cache.layers[0] for row, end in ends]
+        for sequence, row in sorted(enumerate(given[:, 0].tolist()), key=lambda pair: pair[1]):
+            end, stored, drafted = 4 + int(given[sequence, 2]), row, torch.arange(9, device=device)
+            columns = drafter.cache.columns(row, torch.arange(end, device=device))
+            if drafter.cache.tables is None:
+                drafted += end
+            else:
+                stored, drafted = 0, drafted + drafter.cache.spare + sequence * drafter.cache.room
+            every = torch.cat((columns, drafted))
+            found += [x[stored][:, every] for x in drafter.cache.layers[0]]  # what is written
         seen.append(found)
     for half, double in zip(*seen, strict=True):
         assert half.dtype == DTYPE

@@ -131,7 +131,7 @@ class FeatureDrafter(ChainDrafter):
         session.forget()
 
     def remember(self, session: FeatureSession, tokens: Tensor, states: Tensor, row: Tensor, positions: Tensor) -> None:
-        """Write the keys of tokens (1, n) and the states before them (1, n, ·) to a row (1,) and its positions (1, n)."""
+        """Write the keys of tokens (1, n) and the states before them (1, n, ·) to positions (1, n) of a row (1,)."""
         look = self.cache.through(row, self.cache.columns(session.row, positions), None, None, positions)
         self.head.draft(tokens, self.head.read(states), None, positions, look)
 

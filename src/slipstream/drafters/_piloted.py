@@ -27,11 +27,12 @@ if TYPE_CHECKING:
 class PilotedDrafter(JointDrafter):
     """A drafter of several parts. A `Pilot` decides which to ask, and what of their drafts to verify."""
 
-    def __init__(self, target: Any, tokenizer: Any, options: Any, costs: Costs) -> None:
+    def __init__(self, target: Any, tokenizer: Any, options: Any, costs: Callable[[], Costs]) -> None:
+        """costs: called once the parts are made, since keys of heads may move the target's, and so end captures."""
         super().__init__(target, tokenizer, options)
         heads = {name: can.sizes(part) for name, part in self.parts.items() if can.generates(part)}
         returns = {name: can.returns(part) for name, part in self.parts.items() if can.invests(part)}
-        self.pilot = Pilot(costs, list(self.parts), target.trees, heads, returns)
+        self.pilot = Pilot(costs(), list(self.parts), target.trees, heads, returns)
         # Rows, batch and seconds of steps that `Costs` has not observed yet. After many steps without drafts, the
         # latest ones are enough.
         self._steps = deque[tuple[int, int, float]](maxlen=round(1 / NEWEST))

@@ -13,6 +13,7 @@ from slipstream.drafters._blocks import BlockCarry, BlockDrafter
 from slipstream.drafters._eagle import FeatureOptions, FeatureSession
 from slipstream.heads.falcon import OUTPUT, Falcon
 from slipstream.heads.keys import FIRST_ROWS
+
 if TYPE_CHECKING:
     from slipstream.drafters.base import DraftSession
     from slipstream.request import Request
@@ -78,7 +79,7 @@ class FalconDrafter(BlockDrafter):
     # ---- the text
 
     def remember(self, session: FeatureSession, tokens: Tensor, states: Tensor, row: Tensor, positions: Tensor) -> None:
-        memory = self.memory[session.memory_row]
+        memory = self.memory[session.row - self.cache.nobody]
         before = memory[(positions[0, :1].long() - 1) % self.turn] if session.length else None
         x, after = self.head.along(self.head.pairs(tokens, states), before)
         last = positions[0, -self.turn :].long() % self.turn
@@ -136,7 +137,13 @@ class FalconDrafter(BlockDrafter):
         return self._carry(features, last, memory, paths, at, carry.used + w * k)
 
     def _carry(
-        self, features: Tensor, last: Tensor, memory: Tensor, paths: Tensor, at: tuple[Tensor, ...], used: int
+        self,
+        features: Tensor,
+        last: Tensor,
+        memory: Tensor,
+        paths: Tensor,
+        at: tuple[Tensor, Tensor, Tensor],
+        used: int,
     ) -> PassCarry:
         """The carry at the beginning of n chains' blocks. last (b, n): their last tokens. at: rows, ends and free."""
         block = torch.arange(last.shape[1], device=last.device).expand(len(last), -1)

@@ -106,12 +106,13 @@ class Keys(ABC):
         if self._device.type != "cuda":
             nothing = torch.empty(0)
             return nothing, nothing, torch.full((batch, count), depth - 1, dtype=torch.int32)
-        found, depths = self._scratch.get(batch, (None, None))
-        if depth and depths is not None:
+        if depth:
+            found, depths = self._scratch[batch]
             return found.stats, found.sums, depths[depth - 1, :, :count]
-        if depths is None or count > depths.shape[2]:
-            found = self._new_scratch(batch, count, 1)
         text = torch.full((batch, count), TEXT, dtype=torch.int32, device=self._device)
+        found, depths = self._scratch.get(batch, (None, text[None, :, :0]))
+        if count > depths.shape[2]:
+            found = self._new_scratch(batch, count, 1)
         return found.stats, found.sums, text
 
     def through(
@@ -130,9 +131,9 @@ class Keys(ABC):
 
 
 class PagedKeys(Keys):
-    """In the arena of a target. A text's n-th key is in the column of its n-th token, in layers of the arena that belong
-    to the head alone. So whoever forks, cuts or frees a text does it for its keys too. Drafts are in columns after all
-    pages, since the next draft overwrites them."""
+    """In the arena of a target. A text's n-th key is in the column of its n-th token, in layers that belong to the head
+    alone. So whoever forks, cuts or frees a text does it for its keys too. Drafts are in columns after all pages, since
+    the next draft overwrites them."""
 
     nobody = -1
 

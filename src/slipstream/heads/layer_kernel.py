@@ -62,8 +62,8 @@ def _first(  # type: ignore[no-untyped-def]
     tl.store(positions + sequence * m + i, position, mask=i < m)
     first, column = last + 1, position
     if tables is not None:
-        there = (place >= 0) & (row >= 0)
-        page = tl.load(tables + row * t_row + position // PAGE, mask=there & (i < m), other=0)
+        there = (place >= tl.where(row < 0, PAD_M, 0)) & (i < m)
+        page = tl.load(tables + row.to(tl.int64) * t_row + position // PAGE, mask=there, other=0)
         first = spare + sequence * room
         column = tl.where(place >= 0, tl.where(there, page * PAGE + position % PAGE, 0), first)
         row = tl.maximum(row, 0)

@@ -131,6 +131,8 @@ class Arena:
 
     def remove(self, layers: Sequence[Added]) -> None:
         """Free a head's layers."""
+        for layer in layers:
+            layer.pair = ()
         self._added = [layer for layer in self._added if layer not in layers]
 
     @property
@@ -172,7 +174,7 @@ class Arena:
     def release(self) -> None:
         """Free all memory."""
         self._stores.clear()
-        self._added.clear()
+        self.remove(self._added)
         self._free.clear()
         self.tables = self.tables[:0].clone()
 

@@ -17,6 +17,7 @@ from slipstream.heads.keys import KeyCache, PagedKeys
 from slipstream.kernels.sizes import PAGE
 from slipstream.request import Request
 from slipstream.sampling import Sampling
+from slipstream.sequence import Kept
 from slipstream.targets.base import Want
 from slipstream.targets.captured import arena
 
@@ -246,6 +247,73 @@ def test_more_sequences_than_are_drafted_for_together(model, heads, monkeypatch)
         go_on(engine, *(sequence for sequence, _, _ in begun))
         found.append([trees for _, trees, _ in begun])
         retire(engine, *(sequence for sequence, _, _ in begun))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "dflash"])
+def test_the_next_turn_of_a_chat_drafts_as_after_a_text_read_whole(kind, model, heads):
+    engine, trees, kept = engine_of(kind, model, heads), [], Kept()
+
+    def turn(tokens, kept=None):
+        trees.clear()
+        watch = lambda step: trees.append((step.tree.tokens.tolist(), step.tree.parents.tolist()))  # noqa: E731
+        (*_, last) = engine.run([Request(tokens, 20, max_draft=8, watch=watch)], kept)
+        return last.tokens, list(trees)
+
+    text = LONG[: PAGE - 10]
+    for _ in range(3):
+        said, drafted = turn(text, kept)
+        assert (said, drafted) == turn(text)
+        text = [*text, *said[:-3], *LONG[::-1][:9]]
+    engine.forget(kept)
+    retire(engine)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "dflash"])
+@pytest.mark.parametrize("seed", range(3))
+def test_whatever_happens_to_texts_drafts_are_those_of_rows(kind, seed, model, heads):
+    """Copied, put back, read again, ended, gone on with in changing company."""
+    found = []
+    for pages in (True, False):
+        engine, rng = engine_of(kind, model, heads, pages=pages), random.Random(seed)
+        running, away, seen = [], [], []
+        for _ in range(60):
+            act = rng.choice(["begin", "copy", "copy", "step", "step", "step", "away", "back", "end"])
+            if act == "begin" or (act == "copy" and not running):
+                one, trees, _ = begin(engine, LONG[: rng.randint(1, len(LONG))], 90, seed=len(seen))
+                running.append(one)
+                seen.append((one, trees))
+            elif act == "copy":
+                other = rng.choice(running)
+                whole = [*other.request.tokens, *other.tokens]
+                tokens = [*whole[: rng.randint(1, len(whole))], *rng.choices(range(3, VOCABULARY), k=3)]
+                one, trees, _ = begin(engine, tokens, 90, seed=len(seen), copy_from=other)
+                running.append(one)
+                seen.append((one, trees))
+            elif act == "step" and running:
+                some = rng.sample(running, rng.randint(1, len(running)))
+                go_on(engine, *some, steps=rng.randint(1, 5))
+            elif act == "away" and running:
+                away.append(running.pop(rng.randrange(len(running))))
+                engine.put_back(away[-1])
+            elif act == "back" and away:
+                running.append(away.pop())
+                reading = engine.reread(running[-1])
+                while reading.left:
+                    engine.read_on([reading])
+            elif act == "end" and running:
+                gone = running.pop(rng.randrange(len(running)))
+                gone.finish = "cancelled"
+                engine.retire([gone])
+            ended = [one for one in running if one.finish is not None]
+            engine.retire(list(ended))
+            running = [one for one in running if one not in ended]
+        for one in away:
+            one.finish = "cancelled"
+        engine.retire(away)
+        retire(engine, *running)
+        found.append([(one.tokens, trees) for one, trees in seen])
     assert found[0] == found[1]
 
 

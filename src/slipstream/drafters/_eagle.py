@@ -85,7 +85,7 @@ class FeatureDrafter(ChainDrafter):
 
     def new_cache(self) -> Keys:
         config, dtype = self.head.config, self.head.dtype
-        if not getattr(self.target, "paged", False):  # vLLM has a target of its own
+        if not getattr(self.target, "paged", False) or self.target.device != self.device:
             return KeyCache(config, dtype, self.device)
         return PagedKeys(cast(Any, self.target), config, dtype, self.device, max(1, self.room()[0]), BATCHES[-1])
 
@@ -180,7 +180,7 @@ class FeatureDrafter(ChainDrafter):
     def _make_room(self, batch: int, length: int) -> None:
         columns, most, depth = self.room()
         self.cache.reserve(self.columns_of(length) + columns)
-        self.cache.prepare(batch, most, depth)
+        self.cache.prepare(batch, max(most, self.max_states), depth)  # below a last layer all states are queries
         if self.outdated or self._captured_for != self.cache.generation:  # captures refer to what was there before
             self.outdated, self._captured_for = False, self.cache.generation
             for captured in (self.captured, self.captured_draws, self.captured_ahead):
@@ -379,6 +379,5 @@ class FeatureSession(HeadSession):
 
     def close(self) -> None:
         super().close()
-        if self.row != self.drafter.cache.nobody and self.slot is None:
-            self.drafter.cache.close(self.row)
+        self.drafter.cache.close(self.row)
         self.row, self.slot = self.drafter.cache.nobody, None

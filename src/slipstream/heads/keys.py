@@ -221,7 +221,8 @@ class KeyCache(Keys):
         return self._free.pop()
 
     def close(self, row: int) -> None:
-        self._free.append(row)
+        if row != self.nobody:
+            self._free.append(row)
 
     def release(self) -> None:
         self._layers.clear()

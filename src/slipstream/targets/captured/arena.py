@@ -280,6 +280,7 @@ class Arena:
 
     def _note(self, slot: Slot) -> None:
         self.table[slot.row, : len(slot.pages)] = slot.pages
+        self.table[slot.row, len(slot.pages) :] = 0  # nobody's, should anyone write behind a text
         self._changed.add(slot.row)
 
     @torch.inference_mode()

@@ -43,8 +43,8 @@ import transformers
 import slipstream
 from gpu import known_of, settled, tell
 from slipstream import LLM
-from slipstream.budget.costs import Costs
-from slipstream.budget.pilot import TRIAL, Draft, Pilot, Text, TypicalTime
+from slipstream.budget.costs import TRIAL, Costs, TypicalTime
+from slipstream.budget.pilot import Draft, Pilot, Text
 from slipstream.drafters import _capabilities as can
 from slipstream.drafters._head import own_head
 from slipstream.errors import DrafterError

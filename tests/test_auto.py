@@ -11,8 +11,8 @@ import pytest
 from families import graphs
 from slipstream import LLM, Store, kept
 from slipstream.budget import Budget
-from slipstream.budget.costs import Costs
-from slipstream.budget.pilot import TRIAL, Pilot, Text
+from slipstream.budget.costs import TRIAL, Costs
+from slipstream.budget.pilot import Pilot, Text
 from slipstream.drafters import _capabilities, make
 from slipstream.drafters._head import HeadDrafter
 from slipstream.drafters.base import Seen

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from slipstream.budget.calibration import BINS, DEPTHS, NEWEST, Calibration
-from slipstream.budget.costs import OUTLIER, Costs
-from slipstream.budget.pilot import EXPLORING, FORGIVEN, LEVELS, TRIAL, Draft, Pilot, Text, TypicalTime
+from slipstream.budget.costs import OUTLIER, TRIAL, Costs, TypicalTime
+from slipstream.budget.pilot import EXPLORING, FORGIVEN, LEVELS, Draft, Pilot, Text
 from slipstream.budget.worth import rank
 from slipstream.tree import TokenTree, fuse
 

@@ -368,7 +368,8 @@ class Engine:
         return Reading(Sequence(request, slot, session, sampler, stats), slot, request.tokens)
 
     def put_back(self, sequence: Sequence) -> None:
-        """Preempt a sequence: free its keys until `reread`. Its tokens and its drafter's session are kept."""
+        """Preempt a sequence: free its keys until `reread`, those of heads in the same pages too. Its tokens and its
+        drafter's session are kept."""
         sequence.pending = None  # the forward after `reread` computes it again
         can.pause(sequence.session)
         can.follow(sequence.session, None)
@@ -378,7 +379,9 @@ class Engine:
     def reread(self, sequence: Sequence) -> Reading:
         """Read the text of a preempted sequence again, so that it can go on."""
         text = [*sequence.request.tokens, *sequence.tokens[:-1]]  # the last token is the root, still to be scored
-        return Reading(sequence, self.target.open(), text, again=True)
+        slot = self.target.open()
+        can.follow(sequence.session, slot)
+        return Reading(sequence, slot, text, again=True)
 
     def read_on(self, readings: Collection[Reading]) -> None:
         """Read the next piece of each text in one forward, as far as it has rows. A reading with nothing left is
@@ -403,8 +406,9 @@ class Engine:
         return included, pieces
 
     def _reading_layers(self, readings: Iterable[Reading]) -> tuple[int, ...]:
-        """The layers whose hidden states the drafter needs; none if it has seen all of these texts before."""
-        return () if all(reading.again for reading in readings) else can.layers(self.drafter)
+        """The layers whose hidden states the drafter needs; none if it knows all of these texts."""
+        known = all(reading.again for reading in readings) and not can.in_pages(self.drafter)
+        return () if known else can.layers(self.drafter)
 
     def _record_pieces(
         self, readings: list[Reading], pieces: list[list[int]], scores: list[Scores], seconds: float
@@ -419,13 +423,14 @@ class Engine:
     def _record_piece(self, reading: Reading, piece: list[int], score: Scores) -> None:
         """Record a piece that was read. The drafter observes it; after the last piece the first token is decided."""
         sequence, clock = reading.sequence, perf_counter()
+        seen = Seen(piece, reading.slot.length - len(piece), Hidden(score.hidden))
         if reading.again:
+            if can.in_pages(self.drafter):
+                can.reread(sequence.session, seen)
             if not reading.left:
                 sequence.slot = reading.slot
-                can.follow(sequence.session, reading.slot)
             return
-        start = reading.slot.length - len(piece)
-        sequence.session.observe(Seen(piece, start, Hidden(score.hidden)))
+        sequence.session.observe(seen)
         if reading.left:
             reading.seconds += perf_counter() - clock
             return
@@ -438,7 +443,9 @@ class Engine:
 
     def abandon(self, reading: Reading) -> None:
         """Stop reading a text. A new sequence ends with it; a preempted one can still be read again later."""
-        if not reading.again:
+        if reading.again:
+            can.follow(reading.sequence.session, None)
+        else:
             reading.sequence.session.close()
             self._open = [other for other in self._open if other is not reading.sequence]
         self.target.close(reading.slot)
@@ -466,26 +473,31 @@ class Engine:
             if kept is not None:
                 self.forget(kept)
             return None
+        own: Slot | None = None
         if kept is not None and kept.slot is not None:
-            slot, other = kept.slot, kept.session
+            own, other = kept.slot, kept.session
             kept.slot = kept.session = None
+            source = own
         else:
             original = copy_from or same_prompt(request, running)
             if original is None or original.slot is None:
                 return None
-            slot, other = self.target.fork(original.slot), original.session
+            source, other = original.slot, original.session
+        taken = own is not None
         try:
-            known = max(0, slot.shared(request.tokens[:-1]) - again)
-            self.target.truncate(slot, known)
-            if other is not None and known:
+            known = max(0, source.shared(request.tokens[:-1]) - again)
+            if other is not None and known:  # before pages are shared, since the other session may write keys there
                 can.resume(session, other, request.tokens[:known])
+            own = own or self.target.fork(source)
+            self.target.truncate(own, known)
         except BaseException:
-            self.target.close(slot)
+            if own is not None:
+                self.target.close(own)
             raise
         finally:
-            if kept is not None and other is not None:
+            if taken and other is not None:
                 other.close()
-        return slot
+        return own
 
     def _propose(self, running: list[Sequence]) -> list[TokenTree]:
         budgets = [s.budget(self.target) for s in running]

@@ -75,7 +75,7 @@ class Reading:
     sequence: Sequence
     slot: Slot
     text: list[int]
-    again: bool = False  # of a preempted sequence: its drafter has seen the text, and the token after it is decided
+    again: bool = False  # of a preempted sequence: its drafter knows the text, and the token after it is decided
     seconds: float = 0.0  # that forwards took
     error: Exception | None = None  # what made this reading alone fail
 

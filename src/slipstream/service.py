@@ -41,7 +41,7 @@ log = logging.getLogger("slipstream")
 PACE = 0.02
 IDLE_SECONDS = 5.0  # seconds without work after which the thread ends; the next request starts another
 MAX_KEPT = 4  # kept texts at most, without pages: each holds memory for its whole length
-MAX_KEPT_PAGED = 8  # kept texts at most, with pages. Few, although pages are shared: a head has a cache row for each
+MAX_KEPT_PAGED = 8  # kept texts at most, with pages, each with its drafter's session
 
 
 class Service:

@@ -5,6 +5,7 @@ import copy
 import itertools
 import random
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 
 import pytest
 import torch
@@ -15,13 +16,17 @@ from families import FAMILIES, tiny_model
 from oracle import Oracle
 from slipstream import LLM, drafters
 from slipstream.drafters.magicdec import by_block
+from slipstream.engine import Engine
 from slipstream.errors import ModelError
 from slipstream.heads import HEADS
+from slipstream.kernels.sizes import PAGE
 from slipstream.sampling import Sampler, Sampling
 from slipstream.targets import Want, load_model, open_target
+from slipstream.targets.captured.arena import Arena
 from slipstream.targets.captured.function import Captured
 from slipstream.targets.captured.graph_target import ROWS, GraphTarget
 from slipstream.tree import TokenTree
+from test_head_pages import LONG, SIZES, begin, engine_of, go_on, random_head, retire
 from test_magicdec import root_weights
 from test_threads import answer, some_request
 from trials import trials
@@ -329,6 +334,95 @@ def test_a_cache_that_does_not_fit_says_so():
     with pytest.raises(ModelError, match=r"the cache is full: \d+ more pages .* are in use .* on cuda:0"):
         target.arena.reach(target.open(), target.arena.longest + 1)
     target.score([slot], [TokenTree.root(4)], Want())  # and goes on with what it has
+
+
+@pytest.fixture(scope="module")
+def long():
+    """long(dtype) -> a small model of long texts."""
+    return cache(lambda dtype: tiny_model("llama", max_position_embeddings=4096).to("cuda", dtype))
+
+
+@pytest.mark.parametrize("kind", SIZES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_heads_with_keys_in_pages_draft_as_those_with_rows(dtype, kind, long):
+    """The kernel sums in the order of positions, wherever keys lie. Rows of text are read by another one in rows, if a
+    head has several layers."""
+    if (kind, dtype) == ("two layers", torch.bfloat16):
+        pytest.skip("its two ways to read a text round differently")
+    model, found = long(dtype), []
+    for pages in (True, False):
+        engine = engine_of(kind, model, lambda kind: random_head(kind, model), pages=pages)
+        assert engine.drafter.fixed
+        begun = [begin(engine, LONG[:length], 20, seed=1) for length in (3, PAGE - 4, 2 * PAGE + 50)]
+        go_on(engine, *(sequence for sequence, _, _ in begun))
+        alone, trees, _ = begin(engine, LONG, 40, seed=2)  # drafts are queued behind its steps
+        go_on(engine, alone)
+        begun.append((alone, trees, 0))
+        found.append([(sequence.tokens, trees) for sequence, trees, _ in begun])
+        retire(engine, *(sequence for sequence, _, _ in begun))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "two layers", "dflash"])
+@pytest.mark.parametrize("length", [PAGE, 2 * PAGE + 20])
+def test_after_a_shared_prefix_heads_draft_as_after_a_text_read_whole(length, kind, long):
+    model = long(torch.float32)
+    other = [*LONG[:length], *reversed(LONG[:30])]
+    engine = engine_of(kind, model, lambda kind: random_head(kind, model))
+    alone, expected, _ = begin(engine, other, 30)
+    go_on(engine, alone)
+    retire(engine, alone)
+    first, _, _ = begin(engine, LONG, 40)
+    go_on(engine, first, steps=3)
+    second, found, known = begin(engine, other, 30, copy_from=first)
+    assert known == length - 1
+    go_on(engine, first, steps=2)
+    go_on(engine, first, second)
+    assert found == expected
+    retire(engine, first, second)
+
+
+def test_no_draft_is_captured_again_as_a_text_grows(long, monkeypatch):
+    model, captures = long(torch.bfloat16), []
+    engine = engine_of("eagle3", model, lambda kind: random_head(kind, model))
+    sequence, _, _ = begin(engine, LONG[:20], 3000)
+    go_on(engine, sequence, steps=30)
+    monkeypatch.setattr("slipstream.targets.captured.function.capture", lambda *given: captures.append(given))
+    while sequence.slot.length < 2900:
+        go_on(engine, sequence, steps=1)
+    assert captures == []
+    retire(engine, sequence)
+
+
+def test_heads_share_the_memory_of_texts(long):
+    """They are given to it after steps were captured, which are captured again."""
+    model = long(torch.bfloat16)
+    plain = LLM(model, drafter="none").generate([LONG[:50]], max_new_tokens=30, ignore_eos=True)[0].tokens
+    target = open_target(model, memory=5e-5)
+    pages, had = target.arena.pages, target.arena.bytes
+    assert target._steps
+    drafter = drafters.make("eagle3", target, None, drafter_path=random_head("eagle3", model))
+    assert target._steps == {}
+    assert target.arena.pages < pages
+    assert target.arena.bytes < 1.01 * had
+    engine = Engine(target, drafter)
+    sequence, _, _ = begin(engine, LONG[:50], 30)
+    go_on(engine, sequence)
+    assert sequence.tokens == plain
+    retire(engine, sequence)
+
+
+def test_where_pages_are_scarce_texts_and_their_heads_keys_are_put_back(long, monkeypatch):
+    model, rng = long(torch.bfloat16), random.Random(1)
+    begin_alike = rng.choices(range(3, 64), k=200)
+    asked = [begin_alike[: rng.choice([0, 130, 150])] + rng.choices(range(3, 64), k=30) for _ in range(12)]
+    plain = LLM(model, drafter="none").generate(asked, max_new_tokens=40, ignore_eos=True)
+    monkeypatch.setattr(Arena, "_fitting", lambda *_: 8)
+    llm = LLM(model, drafter="eagle3", drafter_path=random_head("eagle3", model), max_batch=8)
+    found = llm.generate(asked, max_new_tokens=40, ignore_eos=True)
+    assert [result.tokens for result in found] == [result.tokens for result in plain]
+    assert llm.service.counts.put_back > 0
+    assert llm.target.arena.free == llm.target.arena.pages - 1
 
 
 def test_noise_has_the_same_bits_on_every_device():

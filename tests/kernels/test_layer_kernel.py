@@ -16,6 +16,9 @@ from slipstream import drafters
 from slipstream.heads import HEADS, base, decoder, keys, redrafter
 from slipstream.heads import layer_kernel as kernel
 from slipstream.kernels import layer_pieces as pieces
+from slipstream.kernels.sizes import PAGE
+from slipstream.targets.cache import LayerShape
+from slipstream.targets.captured.arena import Arena
 from slipstream.targets.captured.modules import StandIns
 
 DTYPE = torch.bfloat16 if CUDA else torch.float16  # numpy has no bfloat16
@@ -56,11 +59,27 @@ def test_what_waits_gets_its_columns_and_padding_goes_behind():
     given = torch.tensor(
         [[7, 10, 3, 0, 0, 4, 5, 6], [2, 0, 1, 0, 0, 0, 0, 9], [5, 40, 5, 1, 2, 3, 4, 5]], device=DEVICE
     )
-    rows, ends, columns = kernel.first_rows(given, 3)
+    places = rows, ends, positions, columns, free = kernel.first_rows(given, 3, None, 0, 0)
     assert rows.tolist() == [7, 2, 5]
     assert ends.tolist() == [[12, 0, 44], [13, 1, 45], [14, 2, 46]]
-    assert columns.tolist() == [[13, 13, 10, 11, 12], [1, 1, 1, 1, 0], [40, 41, 42, 43, 44]]
-    for found, expected in zip((rows, ends, columns), keys.first_places(given.cpu(), 3), strict=True):
+    assert columns.tolist() == positions.tolist() == [[13, 13, 10, 11, 12], [1, 1, 1, 1, 0], [40, 41, 42, 43, 44]]
+    assert free.tolist() == ends[1].tolist()
+    for found, expected in zip(places, keys.first_places(given.cpu(), 3), strict=True):
+        assert torch.equal(found.cpu(), expected)
+        assert found.dtype == torch.int32
+
+
+def test_in_pages_what_waits_goes_where_its_text_lies_and_drafts_behind_all_pages():
+    tables = torch.tensor([[3, 1, 0], [0, 0, 0], [2, 7, 6]], dtype=torch.int32, device=DEVICE)
+    given = torch.tensor([[2, 127, 3, 0, 4, 5, 6], [0, 0, 1, 0, 0, 0, 9], [-1, 0, 1, 0, 0, 0, 0]], device=DEVICE)
+    places = rows, ends, positions, columns, free = kernel.first_rows(given, 2, tables, 1024, 50)
+    assert rows.tolist() == [2, 0, 0]
+    assert ends.tolist() == [[129, 0, 0], [130, 1, 1]]
+    assert positions.tolist() == [[130, 127, 128, 129], [1, 1, 1, 0], [1, 1, 1, 0]]
+    pages = [[1024, 2 * PAGE + 127, 7 * PAGE, 7 * PAGE + 1], [1074, 1074, 1074, 3 * PAGE], [1124, 1124, 1124, 0]]
+    assert columns.tolist() == pages  # the last row is nobody's: page 0 is no text's
+    assert free.tolist() == [1024, 1074, 1124]
+    for found, expected in zip(places, keys.first_places(given.cpu(), 2, tables.cpu(), 1024, 50), strict=True):
         assert torch.equal(found.cpu(), expected)
         assert found.dtype == torch.int32
 
@@ -203,10 +222,24 @@ LAYERS = {
 }
 
 
+def in_pages(drafter):
+    """Let a drafter keep its keys in the pages of texts, those of rows 1, 2 and 3, which lie in another order."""
+    shape = LayerShape(1, 16, 16, drafter.head.dtype, drafter.device)
+    pages = Arena([shape], 4 * PAGE, share=1e-3)
+    target = SimpleNamespace(arena=pages, add_layers=lambda *given: pages.add(*given, lambda: None))
+    config, room = drafter.head.config, drafter.room()[0]
+    drafter.cache = keys.PagedKeys(target, config, drafter.head.dtype, drafter.device, room, 4)
+    texts = [pages.open() for _ in range(4)]
+    for text in (texts[3], texts[1], texts[2]):
+        drafter.cache.reach(text, 0, 7)
+    assert [text.pages for text in texts] == [[], [2], [3], [1]]
+
+
 @torch.inference_mode()
 @pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("pages", [False, True], ids=["rows", "pages"])
 @pytest.mark.parametrize("name", LAYERS)
-def test_drafts_are_those_of_the_modules_in_double_precision(name):
+def test_drafts_are_those_of_the_modules_in_double_precision(name, pages):
     """Three sequences: a text is read, then what waits, of uneven length, then three depths of chains."""
     kind, sizes, model = LAYERS[name]
     hidden = model.get("hidden_size", 32)
@@ -217,12 +250,16 @@ def test_drafts_are_those_of_the_modules_in_double_precision(name):
     seen = []
     for drafter in pair:
         device, dtype = drafter.device, drafter.head.dtype
+        if pages and drafter is pair[0]:
+            in_pages(drafter)
         for _ in range(3):
             drafter.cache.open()
         drafter._make_room(3, 7)
         places = torch.arange(4, dtype=torch.int32, device=device)[None]
         for row in (1, 2, 3):
-            where = drafter.cache.through(torch.tensor([row], dtype=torch.int32, device=device), places)
+            columns = drafter.cache.columns(row, places)
+            where = torch.tensor([row], dtype=torch.int32, device=device)
+            where = drafter.cache.through(where, columns, None, None, places)
             features = drafter.head.read(read[row - 1 :][:1, :4].to(device, dtype))
             nothing, _ = drafter.head.draft(text.to(device), features, None, places, where)
             assert nothing.shape[1] == 0  # nobody looked
@@ -235,8 +272,15 @@ def test_drafts_are_those_of_the_modules_in_double_precision(name):
                 found += [carry.features, drafter.logits(carry, depth)]
         assert carry.features.shape == (3, 3, hidden)
         assert carry.used == 9
-        ends = ((1, 4 + 2 + 9), (2, 4 + 1 + 9), (3, 4 + 3 + 9))  # of what is written
-        found += [x[row, :, :end] for x in (drafter.cache.keys, drafter.cache.values) for row, end in ends]
+        for sequence, row in sorted(enumerate(given[:, 0].tolist()), key=lambda pair: pair[1]):
+            end, stored, drafted = 4 + int(given[sequence, 2]), row, torch.arange(9, device=device)
+            columns = drafter.cache.columns(row, torch.arange(end, device=device))
+            if drafter.cache.tables is None:
+                drafted += end
+            else:
+                stored, drafted = 0, drafted + drafter.cache.spare + sequence * drafter.cache.room
+            every = torch.cat((columns, drafted))
+            found += [x[stored][:, every] for x in drafter.cache.layers[0]]  # what is written
         seen.append(found)
     for half, double in zip(*seen, strict=True):
         assert half.dtype == DTYPE

@@ -61,6 +61,12 @@ class Generates(Protocol):
     sizes: tuple[int, ...]  # small numbers of nodes that it drafts in notably less time than a full draft
 
 
+class KeepsKeys(Protocol):
+    """Its sessions keep keys of their own in the pages of the text."""
+
+    in_pages: bool  # whether they do, so that both are freed together
+
+
 class TakesWishes(Protocol):
     """It uses fields of a request that are refused with other drafters."""
 
@@ -181,10 +187,17 @@ class Resumes(Protocol):
 
 @runtime_checkable
 class ReadsKeys(Protocol):
-    """It drafts with the target's own keys of its text."""
+    """It drafts with the target's own keys of its text, or has keys in the same pages."""
 
     def follow(self, slot: Slot | None) -> None:
         """The slot that holds the keys from now on. None: they were freed, until the next call."""
+
+
+class Rereads(Protocol):
+    """It has keys in the pages of its text (`KeepsKeys`)."""
+
+    def reread(self, seen: Seen) -> None:
+        """`observe`, once more from the beginning: the pages were freed and are written again."""
 
 
 class KeepsSilent(Protocol):
@@ -227,6 +240,10 @@ def rest(drafter: Any) -> None:
 
 def rereads(drafter: Drafter) -> int | None:
     return getattr(drafter, "rereads", None if layers(drafter) else 0)
+
+
+def in_pages(drafter: Drafter) -> bool:
+    return getattr(drafter, "in_pages", False)
 
 
 def default_draft(drafter: Drafter, target: Target) -> int:
@@ -326,6 +343,10 @@ def pause(session: Any) -> None:
 def follow(session: Any, slot: Slot | None) -> None:
     if _offers(session, ReadsKeys):
         session.follow(slot)
+
+
+def reread(session: Any, seen: Seen) -> None:
+    session.reread(seen)
 
 
 def silent(session: Any) -> bool:

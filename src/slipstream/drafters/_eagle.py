@@ -1,15 +1,22 @@
 """The base of drafters whose heads have a key cache of the text: reading the text, and growing a tree after it.
 
-The head reads pairs of the target's state that read token i, and token i+1. The key of pair i is in column i of the
-session's cache row. The last state's next token is the root, so each draft reads that pair first. It writes the keys
-of drafted tokens after it; the next draft overwrites them.
+The head reads pairs of the target's state that read token i, and token i+1. The key of pair i is the i-th of the
+session, or comes earlier if states of the text before it were missed. The last state's next token is the root, so each
+draft reads that pair first. The keys of drafted tokens are overwritten by the next draft.
+
+    pages of the text     token 0 │ token 1 │ … │ token n-1
+    its keys there        pair 0  │ pair 1  │ … │ (state n-1, root)      the head's; one pair behind the target's
+
+Where the target's keys are in pages, so are the head's, in layers of their own (`heads/keys.py`). A text that shares
+pages then shares the head's keys in them. So a session writes the keys of all pairs that it can before its text is
+copied (`resume`), and reads a text again whose pages were freed (`reread`).
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -18,16 +25,19 @@ from torch import Tensor
 
 from slipstream.drafters._beams import Carry, ChainDrafter
 from slipstream.drafters._head import SMALL, HeadOptions, HeadSession
-from slipstream.drafters.base import DraftSession, Hidden, Seen
-from slipstream.errors import OptionError
+from slipstream.drafters.base import DraftSession, Hidden, Proposal, Seen
+from slipstream.errors import CacheFullError, OptionError
 from slipstream.heads.growth import Growth, new_record
-from slipstream.heads.keys import KeyCache, extend_paths, first_places
+from slipstream.heads.keys import KeyCache, Keys, PagedKeys, extend_paths
 from slipstream.heads.packing import likeliest
 from slipstream.kernels.ops import best_tokens
+from slipstream.targets.captured.graph_target import BATCHES
+from slipstream.tree import TokenTree
 
 if TYPE_CHECKING:
+    from slipstream.budget import Budget
     from slipstream.request import Request
-    from slipstream.targets.base import Target
+    from slipstream.targets.base import Slot, Target
     from slipstream.targets.captured.fixed_step import FixedStep
 
 
@@ -62,8 +72,9 @@ class FeatureDrafter(ChainDrafter):
         guessable = self.head.config.vocab_size if self._ids is None else len(self._ids)
         self.width, self.length = min(options.width, guessable), min(options.depth, self.head.reach or options.depth)
         self.growth = self.grows(guessable)
-        self.cache = self.new_cache()
-        self._captured_for = self.cache.generation
+        self.cache: Keys = self.new_cache()
+        self.in_pages = isinstance(self.cache, PagedKeys)
+        self._captured_for, self.outdated = self.cache.generation, False
         self.max_states = self.length + 2  # a whole accepted path's, and one before it
         if not self.fixed:
             self.sizes = (SMALL,)
@@ -72,8 +83,11 @@ class FeatureDrafter(ChainDrafter):
         ids = self.head.draft_ids
         return [] if self._ids is None or ids is None else [(self._ids, ids)]
 
-    def new_cache(self) -> KeyCache:
-        return KeyCache(self.head.config, self.head.dtype, self.device)
+    def new_cache(self) -> Keys:
+        config, dtype = self.head.config, self.head.dtype
+        if not getattr(self.target, "paged", False) or self.target.device != self.device:
+            return KeyCache(config, dtype, self.device)
+        return PagedKeys(cast(Any, self.target), config, dtype, self.device, max(1, self.room()[0]), BATCHES[-1])
 
     def columns_of(self, length: int) -> int:
         """How many cache columns the keys of a text of this length take."""
@@ -86,6 +100,14 @@ class FeatureDrafter(ChainDrafter):
     def begin(self, request: Request) -> FeatureSession:
         return FeatureSession(self, request)
 
+    def propose(
+        self, sessions: Sequence[DraftSession], roots: Sequence[int], budgets: Sequence[Budget]
+    ) -> list[Proposal]:
+        try:
+            return super().propose(sessions, roots, budgets)
+        except CacheFullError:  # a shared page can't be copied now: the step may still succeed
+            return [Proposal(TokenTree.root(root)) for root in roots]
+
     def release(self) -> None:
         super().release()
         self.cache.release()
@@ -97,16 +119,21 @@ class FeatureDrafter(ChainDrafter):
         """Put the keys of all states whose next token is known into the cache. A key depends on its own pair alone, so
         this needs no attention."""
         count = len(session.following)
-        self.cache.reserve(self.columns_of(session.length + count))
-        columns = torch.arange(session.length, session.length + count, dtype=torch.int32, device=self.device)[None]
+        try:
+            session.reach(count)
+        except CacheFullError:  # a shared page can't be copied now: these states are missed
+            session.following, session.pieces = [], [session.pieces[-1].end(1)]
+            return
+        positions = torch.arange(session.length, session.length + count, dtype=torch.int32, device=self.device)[None]
         row = torch.tensor([session.row], dtype=torch.int32, device=self.device)
         tokens = torch.tensor([session.following], device=self.device)
-        self.remember(session, tokens, self._states([session])[None, :count], row, columns)
+        self.remember(session, tokens, self._states([session])[None, :count], row, positions)
         session.forget()
 
-    def remember(self, session: FeatureSession, tokens: Tensor, states: Tensor, row: Tensor, columns: Tensor) -> None:  # noqa: ARG002
-        """Write the keys of tokens (1, n) and the states before them (1, n, ·) to a row (1,) and its columns (1, n)."""
-        self.head.draft(tokens, self.head.read(states), None, columns, self.cache.through(row, columns))
+    def remember(self, session: FeatureSession, tokens: Tensor, states: Tensor, row: Tensor, positions: Tensor) -> None:
+        """Write the keys of tokens (1, n) and the states before them (1, n, ·) to positions (1, n) of a row (1,)."""
+        look = self.cache.through(row, self.cache.columns(session.row, positions), None, None, positions)
+        self.head.draft(tokens, self.head.read(states), None, positions, look)
 
     def _states(self, sessions: Iterable[FeatureSession]) -> Tensor:
         """(rows, ·) the unread states, one session after the other."""
@@ -131,10 +158,11 @@ class FeatureDrafter(ChainDrafter):
             session.catch_up()
         m = self.max_states if self.fixed else max(1 + len(s.following) for s in mine)
         table = np.zeros((batch, 3 + 2 * m), np.int64)
-        table[:, 2] = 1  # padding reads the first state there is, into row 0, which no session has
+        table[:, 0], table[:, 2] = self.cache.nobody, 1  # padding reads the first state there is
         start = 0
         for line, session, root in zip(table, mine, roots, strict=False):
             count = 1 + len(session.following)
+            session.reach(count, self.max_states)  # and what a draft that is queued after the next step will write
             line[:3] = session.row, session.length, count
             line[3 + m - count : 3 + m] = [*session.following, root]
             places = session.pieces[0].rows if from_step else None
@@ -152,9 +180,9 @@ class FeatureDrafter(ChainDrafter):
     def _make_room(self, batch: int, length: int) -> None:
         columns, most, depth = self.room()
         self.cache.reserve(self.columns_of(length) + columns)
-        self.cache.prepare(batch, most, depth)
-        if self._captured_for != self.cache.generation:  # the cache has moved: captures refer to the old one
-            self._captured_for = self.cache.generation
+        self.cache.prepare(batch, max(most, self.max_states), depth)  # below a last layer all states are queries
+        if self.outdated or self._captured_for != self.cache.generation:  # captures refer to what was there before
+            self.outdated, self._captured_for = False, self.cache.generation
             for captured in (self.captured, self.captured_draws, self.captured_ahead):
                 captured.clear()
 
@@ -169,10 +197,10 @@ class FeatureDrafter(ChainDrafter):
     def start(self, *inputs: Tensor) -> Carry:
         """Read the unread pairs. Only the last one attends; the others just need their keys."""
         given, states = inputs
-        rows, ends, columns = first_places(given, 1 + self.length)
-        look = self.cache.through(rows, columns, ends[0], ends[0][:, None, None])
-        after, normed = self.head.draft(given[:, 3:], self.head.read(states), None, columns, look)
-        return Nodes(after, normed, rows, ends, rows.new_empty(len(rows), 1, 0), 0)
+        rows, ends, positions, columns, free = self.cache.places(given, 1 + self.length)
+        look = self.cache.through(rows, columns, ends[0], columns[:, -1:, None], positions)
+        after, normed = self.head.draft(given[:, 3:], self.head.read(states), None, positions, look)
+        return Nodes(after, normed, rows, ends, free, rows.new_empty(len(rows), 1, 0), 0)
 
     def own_logits(self, carry: Carry, depth: int) -> Tensor:  # noqa: ARG002
         """(b, w, V') logits over the tokens that the head can predict."""
@@ -191,11 +219,11 @@ class FeatureDrafter(ChainDrafter):
 
     def advance(self, carry: Carry, chain: Tensor, tokens: Tensor, depth: int) -> Carry:
         b, w = tokens.shape
-        free = carry.ends[1]
-        paths = extend_paths(carry.paths, chain, free, carry.used)  # (b, w, depth)
-        look = self.cache.through(carry.rows, paths[..., -1], free, paths)
-        after, normed = self.head.draft(tokens, carry.features, chain, carry.ends[depth, :, None].expand(b, w), look)
-        return Nodes(after, normed, carry.rows, carry.ends, paths, carry.used + w)
+        paths = extend_paths(carry.paths, chain, carry.free, carry.used)  # (b, w, depth)
+        positions = carry.ends[depth, :, None].expand(b, w)
+        look = self.cache.through(carry.rows, paths[..., -1], carry.ends[1], paths, positions)
+        after, normed = self.head.draft(tokens, carry.features, chain, positions, look)
+        return replace(carry, features=after, normed=normed, paths=paths, used=carry.used + w)
 
     def best(self, *inputs: Tensor) -> Tensor:
         carry, growth = self.start(*inputs), self.growth.within(self.most)
@@ -219,9 +247,10 @@ class Nodes:
     features: Tensor  # (b, w, H) the predicted states that read them
     normed: Tensor | None  # (b, w, H) the same under the head's last norm, if it has one
     rows: Tensor  # (b,) int32, of the cache
-    ends: Tensor  # (·, b) int32: the column of the text's last pair, whose token is the root, and those after it
+    ends: Tensor  # (·, b) int32: the position of the text's last pair, whose token is the root, and those after it
+    free: Tensor  # (b,) int32, the first column for drafts
     paths: Tensor  # (b, w, depth) int32, the columns of drafted ancestors, their own last
-    used: int  # columns used after the text
+    used: int  # columns used from there on
 
 
 class FeatureSession(HeadSession):
@@ -232,7 +261,8 @@ class FeatureSession(HeadSession):
     def __init__(self, drafter: FeatureDrafter, request: Request) -> None:
         super().__init__(drafter, request)
         self.row = drafter.cache.open()
-        self.pairs: list[int] = []  # by column of the cache: the text position whose key it holds
+        self.slot: Slot | None = None  # the text's, where its pages hold the keys
+        self.pairs: list[int] = []  # by key: the position in the text whose pair it is of
         self.pieces: list[Hidden] = []  # unread states
         self.following: list[int] = []  # the tokens after these states, except after the last one
         self.root: int | None = None  # the root that the last draft read with the last state; that key is written
@@ -244,6 +274,24 @@ class FeatureSession(HeadSession):
     def length(self) -> int:
         """Number of keys in the cache."""
         return len(self.pairs)
+
+    def follow(self, slot: Slot | None) -> None:
+        """Where keys are in pages: those of this text. None: they were freed, and nothing is known of the text."""
+        if not self.drafter.in_pages:
+            return
+        if slot is None:
+            self.pairs, self.pieces, self.following, self.prompt = [], [], [], None
+            self.root, self.begun = None, False
+        self.slot, self.row = slot, self.drafter.cache.nobody if slot is None else slot.row
+
+    def reread(self, seen: Seen) -> None:
+        self.observe(seen)
+
+    def reach(self, count: int, later: int = 0) -> None:
+        """Make room for so many more keys of the text. later: see `Keys.reach`."""
+        cache, end = self.drafter.cache, self.length + count
+        cache.reserve(self.drafter.columns_of(end))
+        cache.reach(self.slot, self.length, end, later)
 
     def observe(self, seen: Seen) -> None:
         if self.root == seen.tokens[0]:
@@ -305,8 +353,8 @@ class FeatureSession(HeadSession):
         self.pieces = [piece.safe() for piece in self.pieces]
 
     def resume(self, other: DraftSession, tokens: list[int]) -> None:
-        """Copy the keys of the pairs whose first token is in the prefix. The second token of the last one is the first
-        to be read; both texts have it in common (`rereads`)."""
+        """Copy the keys of the pairs whose first token is in the prefix; in pages they will be there. The second token
+        of the last one is the first to be read; both texts have it in common (`rereads`)."""
         it = cast(FeatureSession, other)
         it.catch_up(everything=True)
         count = bisect_left(it.pairs, len(tokens))
@@ -331,6 +379,5 @@ class FeatureSession(HeadSession):
 
     def close(self) -> None:
         super().close()
-        if self.row:
-            self.drafter.cache.close(self.row)
-        self.row = 0
+        self.drafter.cache.close(self.row)
+        self.row, self.slot = self.drafter.cache.nobody, None

@@ -121,8 +121,9 @@ class HeadDrafter(Drafter):
         proposals = [Proposal(TokenTree.root(root)) for root in roots]
         able = [i for i, b in enumerate(budgets) if b.nodes > 0 and b.depth > 0 and mine[i].ready]
         for drawn, grow in ((False, self._guessed), (True, self._drawn)):
-            group = [i for i in able if mine[i].draws == drawn]
-            if group:
+            every = [i for i in able if mine[i].draws == drawn]
+            for begin in range(0, len(every), BATCHES[-1]):
+                group = every[begin : begin + BATCHES[-1]]
                 found = grow([mine[i] for i in group], [roots[i] for i in group], [budgets[i] for i in group])
                 for i, proposal in zip(group, found, strict=True):
                     proposals[i] = proposal

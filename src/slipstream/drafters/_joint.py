@@ -29,6 +29,7 @@ class JointDrafter(Drafter):
         super().__init__(target, tokenizer, options)
         self.parts = self.make_parts()
         self.layers = tuple(sorted({layer for part in self.parts.values() for layer in can.layers(part)}))
+        self.in_pages = any(map(can.in_pages, self.parts.values()))
         self.shared = max(can.shared(part) for part in self.parts.values())
 
     @abstractmethod
@@ -83,9 +84,17 @@ class JointSession(DraftSession):
         if self.begun:
             self._emitted += seen.tokens
         for name, part in self.parts.items():
-            layers = can.layers(self.drafter.parts[name])
-            hidden = seen.hidden.of(layers) if layers else Hidden()
-            part.observe(Seen(seen.tokens, seen.position, hidden))
+            part.observe(self._for(name, seen))
+
+    def _for(self, name: str, seen: Seen) -> Seen:
+        """What a part observes, with the states that it reads."""
+        layers = can.layers(self.drafter.parts[name])
+        return Seen(seen.tokens, seen.position, seen.hidden.of(layers) if layers else Hidden())
+
+    def reread(self, seen: Seen) -> None:
+        for name, part in self.parts.items():
+            if can.in_pages(self.drafter.parts[name]):
+                can.reread(part, self._for(name, seen))
 
     def choices(self, tree: TokenTree, chosen: Callable[[Sequence[int]], NDArray[Any]]) -> None:
         for part in self.parts.values():

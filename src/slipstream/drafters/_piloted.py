@@ -28,11 +28,12 @@ if TYPE_CHECKING:
 class PilotedDrafter(JointDrafter):
     """A drafter of several parts. A `Pilot` decides which to ask, and what of their drafts to verify."""
 
-    def __init__(self, target: Any, tokenizer: Any, options: Any, costs: Costs) -> None:
+    def __init__(self, target: Any, tokenizer: Any, options: Any, costs: Callable[[], Costs]) -> None:
+        """costs: called once the parts are made, since keys of heads may move the target's, and so end captures."""
         super().__init__(target, tokenizer, options)
         heads = {name: can.sizes(part) for name, part in self.parts.items() if can.generates(part)}
         returns = {name: can.returns(part) for name, part in self.parts.items() if can.invests(part)}
-        self.pilot = Pilot(costs, list(self.parts), target.trees, heads, returns)
+        self.pilot = Pilot(costs(), list(self.parts), target.trees, heads, returns)
         # Rows, batch and seconds of steps that `Costs` has not observed yet. After many steps without drafts, the
         # latest ones are enough.
         self._steps = deque[tuple[int, int, float]](maxlen=round(1 / NEWEST))
@@ -147,6 +148,8 @@ class PilotedSession(JointSession):
         self._slot: Slot | None = None
         self._last: Seen | None = None  # the latest step's tokens and states
         self._shown: dict[str, int] = {}  # by part: how many of the tokens since the first root it was shown
+        self._reread = 0  # how many of them were read again, by the parts with keys in the text's pages
+        self._in_pages = [name for name in reading if can.in_pages(drafter.parts[name])]
 
     def follow(self, slot: Slot | None) -> None:
         self._catch_up()
@@ -184,7 +187,11 @@ class PilotedSession(JointSession):
         """Whether a part that reads states has not seen all steps before the latest one."""
         if self._last is None or not can.layers(self.drafter.parts[name]):
             return False
-        return len(self._emitted) - self._shown.get(name, 0) > len(self._last.tokens)
+        return len(self._emitted) - self._known(name) > len(self._last.tokens)
+
+    def _known(self, name: str) -> int:
+        """How many of the tokens since the first root a part knows."""
+        return self._shown.get(name, self._reread if name in self._in_pages else 0)
 
     def show(self, name: str) -> bool:
         """Before a part is asked: show it the tokens that it has not seen. Only the last step's states are still there;
@@ -194,7 +201,7 @@ class PilotedSession(JointSession):
             self.parts[name] = self.drafter.parts[name].begin(self.request)
             self.parts[name].observe(Seen(self._prompt, 0))
             can.follow(self.parts[name], self._slot)
-        first, new, last = name not in self._shown, self._emitted[self._shown.get(name, 0) :], self._last
+        first, new, last = name not in self._shown, self._emitted[self._known(name) :], self._last
         self._shown[name] = len(self._emitted)
         self.asked.add(name)
         if new and last is not None:
@@ -205,6 +212,12 @@ class PilotedSession(JointSession):
             if layers:
                 part.observe(Seen(last.tokens, last.position, last.hidden.of(layers)))
         return first
+
+    def reread(self, seen: Seen) -> None:
+        super().reread(seen)
+        for name in self._in_pages:
+            self._shown.pop(name, None)
+        self._reread = len(self._emitted)
 
     def choices(self, tree: TokenTree, chosen: Callable[[Sequence[int]], NDArray[Any]]) -> None:
         for name in self.latest:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from slipstream.budget import Budget
-from slipstream.budget.costs import Costs
-from slipstream.budget.pilot import TRIAL, Draft, Pilot, Source, Text
+from slipstream.budget.costs import TRIAL, Costs
+from slipstream.budget.pilot import Draft, Pilot, Source, Text
 from slipstream.drafters import _capabilities as can
 from slipstream.drafters.base import Drafter, Hidden, Seen
 from slipstream.request import Request
@@ -33,6 +33,9 @@ def rehearse(target: Target, pilot: Pilot, parts: Mapping[str, Drafter], layers:
     request = Request(words, max_new_tokens=len(words), prediction=words)
     sessions = {name: part.begin(request) for name, part in parts.items()}
     slot = target.open()
+    for name, session in sessions.items():
+        if can.in_pages(parts[name]):
+            can.follow(session, slot)
     if target.widths:  # prompts are read by steps of several widths
         other = target.open()
         for _ in target.prefill(other, (words * 4)[: target.context // 2], Want(layers)):

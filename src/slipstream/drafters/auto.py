@@ -22,7 +22,7 @@ class AutoDrafter(PilotedDrafter):
     takes = ("prediction", "drafters")
 
     def __init__(self, target: Any, tokenizer: Any, options: AutoOptions) -> None:
-        super().__init__(target, tokenizer, options, costs_of(target))
+        super().__init__(target, tokenizer, options, lambda: costs_of(target))
         self._answers = 0
         if getattr(target, "model", None) is not None:  # a recording can score its own text alone
             self._key = " | ".join([described(target), *self.parts, *paths(options)])

@@ -14,7 +14,7 @@ from slipstream.drafters._beams import Carry
 from slipstream.drafters._blocks import BlockCarry, BlockDrafter
 from slipstream.drafters._eagle import FeatureOptions
 from slipstream.heads.dflash import DFlash
-from slipstream.heads.keys import Attention, first_places
+from slipstream.heads.keys import Attention
 from slipstream.kernels.ops import best_tokens
 
 if TYPE_CHECKING:
@@ -58,9 +58,9 @@ class DFlashDrafter(BlockDrafter):
 
     # ---- the text
 
-    def remember(self, session: FeatureSession, tokens: Tensor, states: Tensor, row: Tensor, columns: Tensor) -> None:  # noqa: ARG002
-        looks = self._looks(self.cache.through(row, columns))
-        self.head.remember(self.head.read(states), columns, looks)
+    def remember(self, session: FeatureSession, tokens: Tensor, states: Tensor, row: Tensor, positions: Tensor) -> None:  # noqa: ARG002
+        looks = self._looks(self.cache.through(row, self.cache.columns(session.row, positions)))
+        self.head.remember(self.head.read(states), positions, looks)
 
     def _looks(self, look: Attention) -> Sequence[Attention]:
         """The same attention for each layer."""
@@ -71,15 +71,15 @@ class DFlashDrafter(BlockDrafter):
     def start(self, *inputs: Tensor) -> Carry:
         given, states = inputs
         places, depths = self.head.config.block_size, self.length
-        rows, ends, columns = first_places(given, 1 + places)
-        free, roots = ends[1], given[:, -1]
-        own = ends[1:].t()  # (b, places) the block's columns
+        rows, ends, positions, columns, free = self.cache.places(given, 1 + places)
+        roots = given[:, -1]
+        own = free[:, None] + torch.arange(places, dtype=torch.int32, device=free.device)  # (b, places) the block's
         # Padding's columns would overlap with the block's: move them after it.
-        columns = torch.where(columns < free[:, None], columns, free[:, None] + places)
-        every = torch.cat((columns, own), dim=1)
+        columns = torch.where(positions < ends[1][:, None], columns, free[:, None] + places)
         paths = own[:, None].repeat(1, places, 1)  # each place attends to all of them
-        looks = self._looks(self.cache.through(rows, every, free, paths))
-        hidden = self.head.fill(self.head.block_of(roots), self.head.read(states), every, looks)
+        looks = self._looks(self.cache.through(rows, torch.cat((columns, own), dim=1), ends[1], paths))
+        positions = torch.cat((positions, ends[1:].t()), dim=1)
+        hidden = self.head.fill(self.head.block_of(roots), self.head.read(states), positions, looks)
         hidden = self.head.guessing(hidden, depths)
         logits = self.head.logits(hidden)[:, None]  # (b, 1, depths, V')
         root = roots[:, None]

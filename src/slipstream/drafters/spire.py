@@ -17,7 +17,7 @@ from torch import Tensor
 
 from slipstream.drafters._beams import Carry
 from slipstream.drafters._eagle import FeatureDrafter, FeatureOptions
-from slipstream.heads.keys import Attention, KeyCache, extend_paths, first_places
+from slipstream.heads.keys import Attention, KeyCache, extend_paths
 from slipstream.heads.spire import Spire
 
 if TYPE_CHECKING:
@@ -63,10 +63,10 @@ class SpireDrafter(FeatureDrafter):
             self.rereads = self.head.config.recent
 
     def new_cache(self) -> KeyCache:
+        """Not in the pages of the text, which would be longer than what is kept of it."""
         kept = self.head.config.kept
-        if kept is None:
-            return super().new_cache()
-        return KeyCache(self.head.config, self.head.dtype, self.device, kept + self.room()[0] + 1)
+        capacity = 0 if kept is None else kept + self.room()[0] + 1
+        return KeyCache(self.head.config, self.head.dtype, self.device, capacity)
 
     def columns_of(self, length: int) -> int:
         kept = self.head.config.kept
@@ -78,11 +78,11 @@ class SpireDrafter(FeatureDrafter):
 
     # ---- the text
 
-    def remember(self, session: FeatureSession, tokens: Tensor, states: Tensor, row: Tensor, columns: Tensor) -> None:  # noqa: ARG002
+    def remember(self, session: FeatureSession, tokens: Tensor, states: Tensor, row: Tensor, positions: Tensor) -> None:  # noqa: ARG002
         """Write keys; of a long piece only of the tokens that are still attended to at its end."""
-        config, last = self.head.config, session.length + columns.shape[1] - 1
-        some = config.seen(columns[0], last).nonzero()[:, 0]
-        index = columns[:, some]
+        config, last = self.head.config, session.length + positions.shape[1] - 1
+        some = config.seen(positions[0], last).nonzero()[:, 0]
+        index = positions[:, some]
         looks = self._looks(self.cache.through(row, config.column(index)))
         self.head.remember(self.head.read(states[:, some]), index, looks)
 
@@ -96,7 +96,7 @@ class SpireDrafter(FeatureDrafter):
         """Read the unread states, and the root after them."""
         given, states = inputs
         config, padding = self.head.config, self.room()[0] - 1
-        rows, ends, index = first_places(given, 2 + self.length)
+        rows, ends, index, _, _ = self.cache.places(given, 2 + self.length)
         after = ends[1]  # the root's position
         kept = config.kept
         lengths = after if kept is None else after.clamp(max=kept)

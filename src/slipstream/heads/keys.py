@@ -1,11 +1,14 @@
-"""KeyCache: the keys and values of a head's layers, for all sessions, and attention over them.
+"""The keys and values of a head's layers, for all sessions, and attention over them.
 
-A session's text is in the first columns of its row. Drafted tokens come after it, and each attends to the text and to
-its own path. All of this is given by tensors, so a captured CUDA graph can be replayed for other texts and trees.
+PagedKeys are in the pages of the target's own texts, KeyCache has a row for each session. The keys of a text are at its
+first positions. Drafted tokens come after it, and each attends to the text and to its own path. All of this is given by
+tensors, so a captured CUDA graph can be replayed for other texts and trees.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,65 +17,224 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from slipstream.kernels.ops import attend, write_keys
+from slipstream.kernels.sizes import PAGE
+from slipstream.targets.cache import LayerShape
 
 if TYPE_CHECKING:
     from slipstream.heads.layer_config import LayerConfig
+    from slipstream.targets.base import Slot
+    from slipstream.targets.captured.graph_target import GraphTarget
 
 # Graphs are captured anew whenever the cache grows, and unused room costs only memory. Row 0 is for padding, so the
 # first rows are enough for three sequences.
 FIRST_ROWS, FIRST_CAPACITY = 4, 8192
+TEXT = -1  # the "depth" of a row that attends to text alone, its own position included
 
 
-class KeyCache:
-    # By layer, keys and values: (rows, kv heads, capacity, d) each. Padding of a batch writes to row 0.
-    layers: list[tuple[Tensor, Tensor]]
+class Keys(ABC):
+    """What both kinds have in common."""
+
+    nobody: int  # a row that no session has, for padding
+    tables: Tensor | None = None  # (rows, pages) int32 where the pages of each row lie; None: a row is one piece
+    spare: int = 0  # with pages: the first column for drafts
+    room: int = 0  # with pages: how many such columns each sequence of a batch has
+    generation: int  # counts reallocations of the tensors
+
+    def __init__(self, config: LayerConfig, device: torch.device) -> None:
+        self.windows = [config.window(layer) for layer in range(config.num_hidden_layers)]
+        self._heads, self._device = config.num_attention_heads, device
+        self._scratch: dict[int, tuple[Any, Tensor]] = {}  # by batch, with the depths of rows: (depth, batch, most)
+
+    @property
+    @abstractmethod
+    def layers(self) -> Sequence[tuple[Tensor, ...]]:
+        """By layer, keys and values: (rows, kv heads, capacity, d) each."""
+
+    @property
+    @abstractmethod
+    def longest(self) -> int:
+        """Positions of a text at most."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Free all memory."""
+
+    def open(self) -> int:
+        """Reserve a row, if a text does not bring its own."""
+        return self.nobody
+
+    def close(self, row: int) -> None:  # noqa: B027
+        """Free a row that `open` reserved."""
+
+    def copy(self, source: int, to: int, length: int) -> None:  # noqa: B027
+        """Copy the first `length` keys of a text to a session that can't share them."""
+
+    def reserve(self, length: int) -> None:  # noqa: B027
+        """Make rows longer than this."""
+
+    def reach(self, slot: Slot | None, start: int, end: int, later: int = 0) -> None:  # noqa: B027
+        """Make these positions of a text writable, and `later` more as far as the text has pages."""
+
+    def columns(self, row: int, positions: Tensor) -> Tensor:  # noqa: ARG002
+        """The columns of these positions of a row."""
+        return positions
+
+    def stored(self, rows: Tensor) -> Tensor:
+        """(b,) int32: where the keys of these rows are in the tensors."""
+        return rows
+
+    def places(self, given: Tensor, depths: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        return first_places(given, depths, self.tables, self.spare, self.room)
+
+    def prepare(self, batch: int, most: int, depth: int) -> None:
+        """Allocate scratch for attention on a GPU, ahead of a capture since replays need the same addresses. most:
+        tokens at a time per sequence; depth: the deepest path. Both must be the same at each call."""
+        if self._device.type == "cuda" and batch not in self._scratch:
+            depths = torch.arange(depth, dtype=torch.int32, device=self._device)
+            self._scratch[batch] = self._new_scratch(batch, most, depth), depths[:, None, None].repeat(1, batch, most)
+
+    def _new_scratch(self, batch: int, most: int, depth: int) -> Any:
+        from slipstream.kernels.exact_attention import scratch
+
+        keys, values = self.layers[0]
+        size = (batch, most, self._heads, keys.shape[1], self.longest, depth, values.shape[3])
+        return scratch(*size, self._device)
+
+    def scratch(self, batch: int, count: int, depth: int) -> tuple[Tensor, Tensor, Tensor]:
+        """For `count` tokens of each sequence, at the end of paths of this length: the scratch, and their depths. Depth
+        0: of text, which may be more tokens than was prepared for."""
+        if self._device.type != "cuda":
+            nothing = torch.empty(0)
+            return nothing, nothing, torch.full((batch, count), depth - 1, dtype=torch.int32)
+        if depth:
+            found, depths = self._scratch[batch]
+            return found.stats, found.sums, depths[depth - 1, :, :count]
+        text = torch.full((batch, count), TEXT, dtype=torch.int32, device=self._device)
+        found, depths = self._scratch.get(batch, (None, text[None, :, :0]))
+        if count > depths.shape[2]:
+            found = self._new_scratch(batch, count, 1)
+        return found.stats, found.sums, text
+
+    def through(
+        self,
+        rows: Tensor,
+        columns: Tensor,
+        lengths: Tensor | None = None,
+        paths: Tensor | None = None,
+        positions: Tensor | None = None,
+    ) -> Attention:
+        """Attention for one pass: keys of n tokens are written to these rows (b,) and columns (b, n). The last w of the
+        n are queries: they attend to the first `lengths` (b,) positions and to the columns of their paths (b, w,
+        depth), which end with their own. Without paths there are no queries. positions (b, n): of the tokens, for heads
+        of several layers."""
+        return Attention(self, rows, columns, lengths, paths, positions)
+
+
+class PagedKeys(Keys):
+    """In the arena of a target. A text's n-th key is in the column of its n-th token, in layers that belong to the head
+    alone. So whoever forks, cuts or frees a text does it for its keys too. Drafts are in columns after all pages, since
+    the next draft overwrites them."""
+
+    nobody = -1
+
+    def __init__(
+        self, target: GraphTarget, config: LayerConfig, dtype: torch.dtype, device: torch.device, room: int, batch: int
+    ) -> None:
+        """room: columns for the draft of one sequence. batch: sequences that are drafted for together, at most."""
+        super().__init__(config, device)
+        self._arena, self.room = target.arena, room
+        shape = LayerShape(config.num_key_value_heads, config.head_dim, config.head_dim, dtype, device)
+        self._added = target.add_layers([shape] * config.num_hidden_layers, -(-batch * room // PAGE) * PAGE)
+        self._one = torch.zeros(batch, dtype=torch.int32, device=device)
+
+    @property
+    def layers(self) -> Sequence[tuple[Tensor, ...]]:
+        return [layer.pair for layer in self._added]
+
+    @property
+    def generation(self) -> int:  # type: ignore[override]
+        return self._arena.generation
+
+    @property
+    def tables(self) -> Tensor:  # type: ignore[override]
+        return self._arena.tables
+
+    @property
+    def spare(self) -> int:  # type: ignore[override]
+        return self._arena.pages * PAGE
+
+    @property
+    def longest(self) -> int:
+        return self._arena.longest
+
+    def release(self) -> None:
+        self._arena.remove(self._added)
+        self._scratch.clear()
+
+    def stored(self, rows: Tensor) -> Tensor:
+        return self._one[: len(rows)]
+
+    def columns(self, row: int, positions: Tensor) -> Tensor:
+        return self.tables[row][positions // PAGE] * PAGE + positions % PAGE
+
+    def reach(self, slot: Slot | None, start: int, end: int, later: int = 0) -> None:
+        assert slot is not None, "the keys of a text are in its pages"
+        self._arena.reach(slot, max(end, min(end + later, len(slot.pages) * PAGE)), start)
+        self._arena.upload_table()
+
+
+class KeyCache(Keys):
+    """A row for each session."""
+
+    nobody = 0
 
     def __init__(self, config: LayerConfig, dtype: torch.dtype, device: torch.device, capacity: int = 0) -> None:
         """capacity: columns to begin with; 0: FIRST_CAPACITY."""
-        self.generation = 0  # counts reallocations of the tensors
-        self.windows = [config.window(layer) for layer in range(config.num_hidden_layers)]
-        self._heads, self._device = config.num_attention_heads, device
-        self.scratch: dict[int, tuple[Any, Tensor]] = {}  # by batch
+        super().__init__(config, device)
+        self.generation = 0
         self._free: list[int] = []
         with torch.inference_mode():
             empty = torch.zeros(1, config.num_key_value_heads, 0, config.head_dim, dtype=dtype, device=device)
-        self.layers = [(empty, empty)] * config.num_hidden_layers
+        self._layers = [(empty, empty)] * config.num_hidden_layers
         self._resize(FIRST_ROWS, capacity or FIRST_CAPACITY)
+
+    @property
+    def layers(self) -> Sequence[tuple[Tensor, ...]]:
+        return self._layers
 
     @property
     def keys(self) -> Tensor:
         """The first layer's."""
-        return self.layers[0][0]
-
-    @property
-    def values(self) -> Tensor:
-        return self.layers[0][1]
+        return self._layers[0][0]
 
     @property
     def capacity(self) -> int:
         return self.keys.shape[2]
 
+    @property
+    def longest(self) -> int:
+        return self.capacity
+
     def open(self) -> int:
-        """Reserve a row."""
         if not self._free:
             self._resize(2 * len(self.keys), self.capacity)
         return self._free.pop()
 
     def close(self, row: int) -> None:
-        self._free.append(row)
+        if row != self.nobody:
+            self._free.append(row)
 
     def release(self) -> None:
-        self.layers.clear()
-        self.scratch.clear()
+        self._layers.clear()
+        self._scratch.clear()
 
     @torch.inference_mode()
     def copy(self, source: int, to: int, length: int) -> None:
-        """Copy the first `length` columns of a row into another."""
-        for tensor in (part for layer in self.layers for part in layer):
+        for tensor in (part for layer in self._layers for part in layer):
             tensor[to, :, :length] = tensor[source, :, :length]
 
     def reserve(self, length: int) -> None:
-        """Make room for `length` columns and one more, which padding may write to."""
+        """One more column than `length`, since padding may write to it."""
         capacity = self.capacity
         while capacity <= length:
             capacity *= 2
@@ -89,38 +251,21 @@ class KeyCache:
             new[:had, :, :used] = old
             return new
 
-        self.layers = [(larger(keys), larger(values)) for keys, values in self.layers]
-        self.scratch.clear()
+        self._layers = [(larger(keys), larger(values)) for keys, values in self._layers]
+        self._scratch.clear()
         self.generation += 1
-
-    def prepare(self, batch: int, most: int, depth: int) -> None:
-        """Allocate scratch for attention on a GPU, ahead of a capture since replays need the same addresses. most:
-        drafted tokens at a time per sequence; depth: the deepest path. Both must be the same at each call."""
-        if self._device.type == "cuda" and batch not in self.scratch:
-            from slipstream.kernels.exact_attention import scratch
-
-            size = (batch, most, self._heads, self.keys.shape[1], self.capacity, depth, self.values.shape[3])
-            depths = torch.arange(depth, dtype=torch.int32, device=self._device)
-            self.scratch[batch] = scratch(*size, self._device), depths[:, None, None].repeat(1, batch, most)
-
-    def through(
-        self, rows: Tensor, columns: Tensor, lengths: Tensor | None = None, paths: Tensor | None = None
-    ) -> Attention:
-        """Attention for one pass: keys of n tokens are written to these rows (b,) and columns (b, n). The last w of the
-        n are queries: they attend to the first `lengths` (b,) columns and to those of their paths (b, w, depth), which
-        end with their own column. Without paths there are no queries."""
-        return Attention(self, rows, columns, lengths, paths)
 
 
 @dataclass(frozen=True)
 class Attention:
-    """See `KeyCache.through`."""
+    """See `Keys.through`."""
 
-    cache: KeyCache
+    cache: Keys
     rows: Tensor
     columns: Tensor
     lengths: Tensor | None
     paths: Tensor | None
+    positions: Tensor | None = None
     layer: int = 0
     everyone: bool = False  # whether all n tokens are queries and attend to all columns up to their own; for text
 
@@ -134,7 +279,8 @@ class Attention:
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """(b, heads, n, d), (b, kv, n, d), (b, kv, n, d) -> (b, w, heads, d)."""
-        write_keys(*self.cache.layers[self.layer], key, value, self.rows, self.columns.contiguous())
+        keys, values = self.cache.layers[self.layer]
+        write_keys(keys, values, key, value, self.cache.stored(self.rows), self.columns.contiguous())
         return self._mixed(query[:, :, query.shape[2] - self._count :])
 
     def turned(self, qkv: Tensor, positions: Tensor, frequencies: Tensor, scale: float) -> Tensor:
@@ -142,7 +288,8 @@ class Attention:
         from slipstream.kernels.layer_pieces import turn
 
         keys, values = self.cache.layers[self.layer]
-        return self._mixed(turn(qkv, positions, frequencies, scale, keys, values, self.rows, self.columns, self._count))
+        where = self.cache.stored(self.rows), self.columns
+        return self._mixed(turn(qkv, positions, frequencies, scale, keys, values, *where, self._count))
 
     @property
     def _count(self) -> int:
@@ -154,43 +301,58 @@ class Attention:
     def _mixed(self, query: Tensor) -> Tensor:
         """(b, heads, w, d) -> (b, w, heads, d)."""
         (keys, values), window = self.cache.layers[self.layer], self.cache.windows[self.layer]
-        if self.everyone:
-            return causal_attention(query, keys, values, self.rows, self.columns, window)
-        if self.lengths is None or self.paths is None:
+        rows, lengths, paths, tables = self.rows, self.lengths, self.paths, self.cache.tables
+        if self.everyone and tables is None:
+            return causal_attention(query, keys, values, rows, self.columns, window)
+        if self.everyone:  # as rows of text
+            assert self.positions is not None, "heads of several layers know their positions"
+            lengths = self.positions + 1
+            rows, paths = rows[:, None].repeat(1, lengths.shape[1]), lengths[..., None]  # text has no paths
+        elif lengths is None or paths is None:
             return query.transpose(1, 2)  # no rows
-        if not query.is_cuda:
-            return masked_attention(query, keys, values, self.rows, self.lengths, self.paths, window)
-        b, w, depth = self.paths.shape
-        scratch, depths = self.cache.scratch[b]
-        where = (self.rows, self.lengths, depths[depth - 1, :, :w], self.paths, None, None)
-        return attend(query, keys, values, *where, scratch.stats, scratch.sums, query.shape[3] ** -0.5, window, None)
+        elif tables is None and not query.is_cuda:
+            return masked_attention(query, keys, values, rows, lengths, paths, window)
+        b, _, w, d = query.shape
+        *scratch, depths = self.cache.scratch(b, w, 0 if self.everyone else paths.shape[2])
+        where = rows, lengths, depths, paths, tables, None
+        return attend(query, keys, values, *where, *scratch, d**-0.5, window, None)
 
 
 @torch.library.custom_op("slipstream::first_places", mutates_args=())
-def first_places(given: Tensor, depths: int) -> tuple[Tensor, Tensor, Tensor]:
+def first_places(
+    given: Tensor, depths: int, tables: Tensor | None = None, spare: int = 0, room: int = 0
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Where the keys of new states and of drafts go. given (b, 3 + m): its first three columns are a row, the number of
-    keys it has, and how many of the m states are new (the last ones; the others are padding). Returns rows (b,); ends
-    (depths, b): the column of the last state, and those after it; and columns (b, m) of the m states. Padding goes to
-    columns that drafts will overwrite. All int32."""
+    keys it has, and how many of the m states are new (the last ones; the others are padding). A negative row is padding
+    too. tables, spare and room: see `Keys`. Returns rows (b,); ends (depths, b): the position of the last state, and
+    those after it; positions and columns (b, m) of the m states; and the first column for drafts (b,). Padding goes to
+    columns that drafts will overwrite, or to a page that no text has. All int32."""
     if given.device.type == "cuda":
         from slipstream.heads.layer_kernel import first_rows
 
-        return first_rows(given, depths)
+        return first_rows(given, depths, tables, spare, room)
     rows, lengths, counts = given[:, :3].int().t().contiguous()  # (b,) each
     ends = lengths + counts - 1 + torch.arange(depths, dtype=torch.int32, device=given.device)[:, None]
     m = given.shape[1] - 3
     place = torch.arange(m, dtype=torch.int32, device=given.device) + (counts - m)[:, None]  # (b, m)
-    columns = torch.where(place >= 0, lengths[:, None] + place, ends[0][:, None] + 1)
-    return rows, ends, columns
+    free = ends[0] + 1
+    positions = torch.where(place >= 0, lengths[:, None] + place, free[:, None])
+    if tables is None:
+        return rows.clone(), ends, positions, positions.clone(), free
+    free = spare + room * torch.arange(len(rows), dtype=torch.int32, device=given.device)
+    there, rows = rows[:, None] >= 0, rows.clamp(min=0)
+    pages = tables[rows].take_along_dim((positions // PAGE).long().clamp(max=tables.shape[1] - 1), 1)
+    columns = torch.where(there, pages * PAGE + positions % PAGE, 0)
+    return rows, ends, positions, torch.where(place >= 0, columns, free[:, None]), free
 
 
 @first_places.register_fake
-def _place_shapes(given: Tensor, depths: int) -> tuple[Tensor, Tensor, Tensor]:
+def _place_shapes(given: Tensor, depths: int, *_: object) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """For tracing: the shapes alone."""
     b, m = given.shape[0], given.shape[1] - 3
-    shapes = ((b,), (depths, b), (b, m))
-    rows, ends, columns = (given.new_empty(shape, dtype=torch.int32) for shape in shapes)
-    return rows, ends, columns
+    shapes = ((b,), (depths, b), (b, m), (b, m), (b,))
+    rows, ends, positions, columns, free = (given.new_empty(shape, dtype=torch.int32) for shape in shapes)
+    return rows, ends, positions, columns, free
 
 
 @torch.library.custom_op("slipstream::extend_paths", mutates_args=())

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from slipstream.kernels.layer_pieces import BLOCK, silu, steps
 from slipstream.kernels.overlap import overlap, wait_turn
+from slipstream.kernels.sizes import PAGE
 
 
 def _warps(width: int) -> int:
@@ -23,34 +24,52 @@ def _warps(width: int) -> int:
 # ---- where keys lie
 
 
-def first_rows(given: Tensor, depths: int) -> tuple[Tensor, Tensor, Tensor]:
+def first_rows(
+    given: Tensor, depths: int, tables: Tensor | None, spare: int, room: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """See `keys.first_places`."""
     b, m = len(given), given.shape[1] - 3
     ends = torch.empty((depths, b), dtype=torch.int32, device=given.device)
-    rows, columns = ends.new_empty(b), ends.new_empty(b, m)
-    pads = {"PAD_M": triton.next_power_of_2(m), "PAD_D": triton.next_power_of_2(depths)}
-    _first[(b,)](given, rows, ends, columns, given.stride(0), m, depths, b, **pads, num_warps=1, **overlap())
-    return rows, ends, columns
+    rows, positions, columns, free = (ends.new_empty(shape) for shape in ((b,), (b, m), (b, m), (b,)))
+    # fmt: off
+    _first[(b,)](
+        given, tables, rows, ends, positions, columns, free,
+        given.stride(0), 0 if tables is None else tables.stride(0), m, depths, b, spare, room,
+        PAGE=PAGE, PAD_M=triton.next_power_of_2(m), PAD_D=triton.next_power_of_2(depths), num_warps=1, **overlap(),
+    )
+    # fmt: on
+    return rows, ends, positions, columns, free
 
 
 # fmt: off
-@triton.jit
+@triton.jit(do_not_specialize=["spare", "room"])
 def _first(  # type: ignore[no-untyped-def]
-    given, rows, ends, columns, g_sequence, m, depths, b, PAD_M: tl.constexpr, PAD_D: tl.constexpr,
-    EARLY: tl.constexpr,
+    given, tables, rows, ends, positions, columns, free, g_sequence, t_row, m, depths, b, spare, room,
+    PAGE: tl.constexpr, PAD_M: tl.constexpr, PAD_D: tl.constexpr, EARLY: tl.constexpr,
 ):
     # fmt: on
     wait_turn(EARLY)
     sequence = tl.program_id(0)
     given += sequence * g_sequence
+    row = tl.load(given).to(tl.int32)
     length, count = tl.load(given + 1).to(tl.int32), tl.load(given + 2).to(tl.int32)
     last = length + count - 1
-    tl.store(rows + sequence, tl.load(given).to(tl.int32))
     depth = tl.arange(0, PAD_D)
     tl.store(ends + depth * b + sequence, last + depth, mask=depth < depths)
     i = tl.arange(0, PAD_M)
     place = i + count - m
-    tl.store(columns + sequence * m + i, tl.where(place >= 0, length + place, last + 1), mask=i < m)
+    position = tl.where(place >= 0, length + place, last + 1)
+    tl.store(positions + sequence * m + i, position, mask=i < m)
+    first, column = last + 1, position
+    if tables is not None:
+        there = (place >= tl.where(row < 0, PAD_M, 0)) & (i < m)
+        page = tl.load(tables + row.to(tl.int64) * t_row + position // PAGE, mask=there, other=0)
+        first = spare + sequence * room
+        column = tl.where(place >= 0, tl.where(there, page * PAGE + position % PAGE, 0), first)
+        row = tl.maximum(row, 0)
+    tl.store(columns + sequence * m + i, column, mask=i < m)
+    tl.store(free + sequence, first)
+    tl.store(rows + sequence, row)
 
 
 def longer_paths(paths: Tensor, chain: Tensor, free: Tensor, used: int) -> Tensor:

@@ -31,6 +31,11 @@ class LayerShape:
     dtype: torch.dtype
     device: torch.device
 
+    @property
+    def per_token(self) -> int:
+        """Bytes of one token's keys and values."""
+        return self.heads * (self.key_dim + self.value_dim) * self.dtype.itemsize
+
 
 @dataclass(frozen=True)
 class Window:
@@ -137,10 +142,7 @@ class KeyValuePool(Cache):
     @property
     def per_token(self) -> int:
         """Bytes of one token's keys and values in all layers."""
-        return sum(
-            len(members) * s.heads * (s.key_dim + s.value_dim) * s.dtype.itemsize
-            for s, members in self._members.items()
-        )
+        return sum(len(members) * shape.per_token for shape, members in self._members.items())
 
     def _too_large(self, rows: int, capacity: int, device: torch.device) -> str:
         free = f", and {torch.cuda.mem_get_info(device)[0] / 2**30:.2f} GiB are free" if device.type == "cuda" else ""

@@ -77,7 +77,7 @@ class Proposer:
     def _prepare(self) -> None:
         """Begin with no texts, no answers and no times of steps."""
         unknown = Costs({1: 1.0}, flat=True)  # until steps were measured
-        self.drafter = Retrieval(Served(self.vocabulary), None, self.options, unknown)
+        self.drafter = Retrieval(Served(self.vocabulary), None, self.options, lambda: unknown)
         self.answers = EarlierAnswers(token_type(self.vocabulary), self.options.shared)
         self.drafter.attach(self.answers)
         self.texts, self.steps = KnownTexts(), StepCosts(self.longest)

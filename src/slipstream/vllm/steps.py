@@ -5,8 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from slipstream.budget.costs import Costs
-from slipstream.budget.pilot import TRIAL, TypicalTime
+from slipstream.budget.costs import TRIAL, Costs, TypicalTime
 
 # Drafted tokens of a measured step, for all its texts together. Few sizes, since these drafts are wasted: times between
 # them are interpolated, and corrected by those of real drafts later.

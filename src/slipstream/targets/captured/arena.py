@@ -1,13 +1,16 @@
 """Arena: the keys and values of all sequences, in pages of PAGE positions in one piece of memory.
 
-It is allocated once and never moves, so captured steps stay valid as texts grow. Each sequence has a row of the page
-table, which lists where its pages lie. Texts with a common prefix may share pages; a shared page is copied before it is
-written to.
+It does not move as texts grow, so captured steps stay valid. Each sequence has a row of the page table, which lists
+where its pages lie. Texts with a common prefix may share pages; a shared page is copied before it is written to.
+
+Layers of heads can be added. They have the same columns: a head's n-th key of a text lies where the target's n-th does,
+and its page is shared, copied and freed with it. After all pages a head's layers have columns for the keys of drafts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -29,6 +32,15 @@ def _pages(length: int) -> int:
     return -(-length // PAGE)
 
 
+@dataclass(eq=False)
+class Added:
+    """A layer of a head, which has the same pages as the target's. Its tensors change with `Arena.generation`."""
+
+    shape: LayerShape
+    spare: int  # columns after all pages, for drafts
+    pair: tuple[torch.Tensor, ...] = ()  # keys and values, (1, heads, columns, dim)
+
+
 class Arena:
     def __init__(self, shapes: Sequence[LayerShape], longest: int, share: float = MEMORY) -> None:
         """shapes: per layer of the model. longest: positions of a sequence at most. share: of free memory."""
@@ -36,29 +48,43 @@ class Arena:
         for layer, shape in enumerate(shapes):
             self._members.setdefault(shape, []).append(layer)
         self._layers = len(shapes)
-        self.device, self.longest = shapes[0].device, _pages(longest) * PAGE
-        self.pages = self._fitting(share)
-        self.longest = min(self.longest, (self.pages - 1) * PAGE)
-        self._stores = {shape: self._store(shape) for shape in self._members}
+        self.device, self._wanted, self._share = shapes[0].device, _pages(longest) * PAGE, share
+        self._added: list[Added] = []
+        self.generation = -1  # counts allocations
+        self._stores: dict[LayerShape, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._rows: list[Slot | None] = []  # by row of the table
+        self._allocate(self._fitting(0))
+
+    def _allocate(self, pages: int) -> None:
+        """Allocate all layers. No text may be held."""
+        self._stores = {}
+        for layer in self._added:
+            layer.pair = ()  # its memory is free before new memory is taken
+        self.pages, self.longest = pages, min(self._wanted, (pages - 1) * PAGE)
+        self._stores = {shape: self._store(shape, len(members)) for shape, members in self._members.items()}
+        for layer in self._added:
+            self._store_added(layer)
         self._free = list(range(self.pages - 1, 0, -1))  # page 0 belongs to no sequence: padding writes there
         self._held = [0] * self.pages  # how many sequences hold each page
-        self._rows: list[Slot | None] = []  # by row of the table
         self._host = torch.zeros((ROWS, self.longest // PAGE), dtype=torch.int32, pin_memory=self.device.type == "cuda")
         with torch.inference_mode():
             self.tables = self._host.to(self.device, copy=True)  # (rows, pages)
         self._changed: set[int] = set()  # rows of the table that are not copied to the device yet
+        self.generation += 1
 
-    def _fitting(self, share: float) -> int:
-        """How many pages fit."""
-        most = SEQUENCES * self.longest
+    def _fitting(self, held: int) -> int:
+        """How many pages fit. held: bytes that the arena itself holds already."""
+        most = SEQUENCES * self._wanted
+        spare = sum(layer.spare * layer.shape.per_token for layer in self._added)  # bytes
         if self.device.type == "cuda":
-            free = torch.cuda.mem_get_info(self.device)[0]
+            free = torch.cuda.mem_get_info(self.device)[0] + held
             free += torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
-            most = min(most, int(share * free) // self.per_token)
+            most = min(most, (int(self._share * free) - spare) // self.per_token)
         else:
-            most = min(most, max(ELSEWHERE, 2 * self.longest))
-        widest = max(max(s.key_dim, s.value_dim) for s in self._members)
-        pages = min(most, (1 << 31) // widest - PAGE) // PAGE  # kernels index elements with 32 bits
+            most = min(most, max(ELSEWHERE, 2 * self._wanted))
+        widest = max(max(s.key_dim, s.value_dim) for s in self._shapes())
+        beyond = max((layer.spare for layer in self._added), default=0)
+        pages = min(most, (1 << 31) // widest - PAGE - beyond) // PAGE  # kernels index elements with 32 bits
         if pages < 2:
             raise ModelError(
                 f"the cache does not fit on {self.device}: a page of {PAGE} tokens takes "
@@ -66,26 +92,53 @@ class Arena:
             )
         return pages
 
-    def _store(self, shape: LayerShape) -> tuple[torch.Tensor, torch.Tensor]:
+    def _shapes(self) -> Iterator[LayerShape]:
+        """Of all layers, those of heads included."""
+        for shape, members in self._members.items():
+            yield from [shape] * len(members)
+        for layer in self._added:
+            yield layer.shape
+
+    def _store(self, shape: LayerShape, layers: int, spare: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """(layers, 1, heads, columns, dim) keys and values."""
         with torch.inference_mode():
             one, other = (
                 torch.zeros(
-                    (len(self._members[shape]), 1, shape.heads, self.pages * PAGE, dim),
-                    dtype=shape.dtype,
-                    device=shape.device,
+                    (layers, 1, shape.heads, self.pages * PAGE + spare, dim), dtype=shape.dtype, device=shape.device
                 )
                 for dim in (shape.key_dim, shape.value_dim)
             )
         return one, other
 
+    def _store_added(self, layer: Added) -> None:
+        keys, values = self._store(layer.shape, 1, layer.spare)
+        layer.pair = keys[0], values[0]
+
+    def add(self, shapes: Sequence[LayerShape], spare: int, moving: Callable[[], None]) -> list[Added]:
+        """Add layers of a head, with so many columns for drafts. If memory then has room for fewer pages, all layers
+        are allocated anew, but not while texts are held: then the new ones lie in what memory is left. moving: called
+        before the former, to let go of tensors."""
+        held, new = self.bytes, [Added(shape, spare) for shape in shapes]
+        self._added += new
+        fitting = self._fitting(held)
+        if fitting < self.pages and not any(self._rows):
+            moving()
+            self._allocate(fitting)
+        else:
+            for layer in new:
+                self._store_added(layer)
+        return new
+
+    def remove(self, layers: Sequence[Added]) -> None:
+        """Free a head's layers."""
+        for layer in layers:
+            layer.pair = ()
+        self._added = [layer for layer in self._added if layer not in layers]
+
     @property
     def per_token(self) -> int:
         """Bytes of one token's keys and values in all layers."""
-        return sum(
-            len(members) * s.heads * (s.key_dim + s.value_dim) * s.dtype.itemsize
-            for s, members in self._members.items()
-        )
+        return sum(shape.per_token for shape in self._shapes())
 
     @property
     def bytes(self) -> int:
@@ -121,6 +174,7 @@ class Arena:
     def release(self) -> None:
         """Free all memory."""
         self._stores.clear()
+        self.remove(self._added)
         self._free.clear()
         self.tables = self.tables[:0].clone()
 
@@ -164,9 +218,9 @@ class Arena:
             self._held[page] += 1
         self._note(twin)
 
-    def reach(self, slot: Slot, end: int) -> None:
-        """Make the positions from the slot's length to `end` writable: allocate pages, and copy shared ones. Raises
-        CacheFullError before anything is changed."""
+    def reach(self, slot: Slot, end: int, start: int | None = None) -> None:
+        """Make the positions from `start`, by default the slot's length, to `end` writable: allocate pages, and copy
+        shared ones. Raises CacheFullError before anything is changed."""
         if isinstance(slot, Part):
             self.reach(slot.whole, slot.whole.length + end - slot.length)
             pages = slot.whole.pages
@@ -175,12 +229,12 @@ class Arena:
                 slot.pages = pages
                 self._note(slot)
             return
-        first, more = slot.length // PAGE, _pages(end) - len(slot.pages)
-        shared = [i for i in range(first, len(slot.pages)) if self._held[slot.pages[i]] > 1]
+        first, more = (slot.length if start is None else start) // PAGE, _pages(end) - len(slot.pages)
+        shared = [i for i in range(first, len(slot.pages[: _pages(end)])) if self._held[slot.pages[i]] > 1]
         if more <= 0 and not shared:
             return
         if len(shared) + max(0, more) > len(self._free):
-            raise CacheFullError(self._too_full(len(shared) + more))
+            raise CacheFullError(self._too_full(len(shared) + max(0, more)))
         for i in shared:
             slot.pages[i], old = self._take(), slot.pages[i]
             self._copy(old, slot.pages[i])
@@ -226,11 +280,12 @@ class Arena:
 
     def _note(self, slot: Slot) -> None:
         self.table[slot.row, : len(slot.pages)] = slot.pages
+        self.table[slot.row, len(slot.pages) :] = 0  # nobody's, should anyone write behind a text
         self._changed.add(slot.row)
 
     @torch.inference_mode()
     def _copy(self, source: int, to: int) -> None:
-        for pair in self._stores.values():
+        for pair in [*self._stores.values(), *(layer.pair for layer in self._added)]:
             for store in pair:
                 store[..., to * PAGE : (to + 1) * PAGE, :] = store[..., source * PAGE : (source + 1) * PAGE, :]
 

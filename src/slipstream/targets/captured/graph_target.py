@@ -26,7 +26,7 @@ from slipstream.stopwatch import preparing
 from slipstream.targets.base import Part, Scores, Slot, Target, Want
 from slipstream.targets.cache import LayerShape
 from slipstream.targets.captured import fixed_step as steps
-from slipstream.targets.captured.arena import MEMORY, Arena
+from slipstream.targets.captured.arena import MEMORY, Added, Arena
 from slipstream.targets.captured.chain import FixedChain
 from slipstream.targets.captured.fixed_step import BEST, DRAWN, DRAWN_WITH_HISTORY, FixedStep
 from slipstream.targets.captured.function import Captured
@@ -102,11 +102,11 @@ class GraphTarget(Target):
         with self._stand_ins.in_place():
             self._fused = fusable_layers(model)
         self._stand_ins.reach(self.arena.longest, torch.empty(0, dtype=self.dtype, device=self.device))
-        self.memory: Any = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None  # shared by captures
         self._steps: dict[tuple[Any, ...], FixedStep] = {}
         self._functions: dict[Callable[..., Any], Captured] = {}
         self._chains: dict[tuple[Any, ...], FixedChain | None] = {}
         self._scratch: Any = None
+        self._forget_captures()
         self._histories: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
         self._history_states: dict[int, HistoryState] = {}  # by row of the arena's table
         self._may_be_wide = same_bits_in_wide_tiles(self.device, self.dtype)
@@ -141,10 +141,23 @@ class GraphTarget(Target):
     def filled(self) -> float:
         return 1 - self.arena.free / (self.arena.pages - 1)
 
-    def release(self) -> None:
+    def add_layers(self, shapes: Sequence[LayerShape], spare: int) -> list[Added]:
+        """Keep keys of a head in the pages of its texts: see `Arena.add`. If the arena moves, steps are captured
+        again."""
+        added = self.arena.add(shapes, spare, self._forget_captures)
+        self.context = min(self.context, self.arena.longest)
+        return added
+
+    def _forget_captures(self) -> None:
+        """Drop all captures. Their memory pool ends with the last of them."""
         self._steps.clear()
         self._functions.clear()
         self._chains.clear()
+        # Shared by captures.
+        self.memory: Any = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
+
+    def release(self) -> None:
+        self._forget_captures()
         self._history_states.clear()
         self._histories = self._scratch = self._sample = self.memory = None
         self.arena.release()

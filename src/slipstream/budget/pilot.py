@@ -184,6 +184,8 @@ class Pilot:
                     way = name if most == sys.maxsize else f"{name}:{most}"
                     found[way] = Source(way, name, i, most, name in self.heads, returns=self.returns.get(name))
                     before = smaller.get(way)
+                    if before is not None and before.known:
+                        found[way].drafting = TypicalTime(TRIAL - 2, math.inf)  # code is loaded: two drafts tell enough
                     if before is not None and any(before.observations):
                         # A further row costs more in a larger batch. So where it gained nothing, it is not tried at
                         # once, but as if a trial had just been lost.
@@ -257,7 +259,8 @@ class Pilot:
         if due := [s for s in heads if self.steps >= s.due[s.level] and (s is not best or s.gain() <= 0)]:
             chosen = min(due, key=lambda s: s.drafting.times)
             if not chosen.known or chosen.drafter in unstarted:
-                self._trial, self._trial_left = chosen, TRIAL - 1
+                drafts = TRIAL if chosen.known else TRIAL - chosen.drafting.times
+                self._trial, self._trial_left = chosen, drafts - 1
             return [chosen]
         return [best] if best.gain() > 0 else []
 

@@ -1,6 +1,7 @@
 """Steps of fixed shape, as they are captured on a GPU, run here without capture: they say what forwards say."""
 
 import copy
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -12,6 +13,7 @@ from kinds import of_each_kind
 from slipstream.accept import Match, verify
 from slipstream.budget import Budget
 from slipstream.drafters import make
+from slipstream.drafters._piloted import PilotedSession
 from slipstream.drafters.base import Drafter, Proposal
 from slipstream.drafters.none import NoSession
 from slipstream.engine import Engine
@@ -576,6 +578,47 @@ def test_tokens_are_taken_over_while_the_device_works(plain_engine, monkeypatch)
     for sequence in plain_engine.run(requests(9, 9)):
         running += [sequence] if sequence not in running else []
     assert sum(after > before for before, after in told) >= 6, told
+
+
+def test_steps_that_nobody_observed_are_made_up_for(tiny, monkeypatch):
+    """While no part of `auto` is asked, steps are not observed one by one. Whoever is asked next sees each token once,
+    and knows the whole text; others begin when they are asked."""
+    target = graphs(tiny("llama"))
+    drafter = make("auto", target, drafters="suffix,lookahead")
+    engine, told, observed = Engine(target, drafter, "auto", max_batch=3), {}, [0]
+    turns, begin, observe = itertools.count(), drafter.parts["suffix"].begin, PilotedSession.observe
+
+    def begun(request):
+        session = begin(request)
+        seen = told.setdefault(id(request), [])
+        session.observe = lambda step, real=session.observe: (
+            seen.append((step.position, list(step.tokens))),
+            real(step),
+        )
+        return session
+
+    def noted(session, seen):
+        observed[0] += session.begun
+        observe(session, seen)
+
+    drafter.parts["suffix"].begin = begun
+    drafter.parts["lookahead"].begin = None  # never asked, so it never begins
+    monkeypatch.setattr(PilotedSession, "observe", noted)
+    asks = lambda *_: [drafter.pilot.sources()["suffix"]] if next(turns) % 2 else []  # noqa: E731
+    monkeypatch.setattr(drafter.pilot, "asks", asks)
+    monkeypatch.setattr(drafter.pilot, "decline", lambda *_: 6)
+    asked = requests(40, 33, 27)
+    texts = [sequence.tokens for sequence in answers(engine, asked)]
+    plain = Engine(target, make("none", target), "none", max_batch=3)
+    assert texts == [sequence.tokens for sequence in answers(plain, requests(40, 33, 27))]
+    for request, text in zip(asked, texts, strict=True):
+        seen = told[id(request)]
+        places = list(itertools.accumulate((len(tokens) for _, tokens in seen), initial=0))
+        assert [position for position, _ in seen] == places[:-1]
+        whole = [*request.tokens, *text]
+        assert [token for _, tokens in seen for token in tokens] == whole[: places[-1]]
+        assert places[-1] > len(request.tokens) + len(text) // 2
+    assert observed[0] < sum(map(len, texts)) / 2
 
 
 def test_a_text_with_log_probabilities_is_looked_at_at_once(plain_engine, monkeypatch):

@@ -160,14 +160,16 @@ def test_whoever_was_asked_drafts_ahead(steps, tiny, monkeypatch):
     drafter, called = llm.engine.drafter, []
     names = {part: name for name, part in drafter.parts.items()}
     monkeypatch.setattr(_capabilities, "draft_ahead", lambda part, *given: called.append((names[part], *given)))
-    session = drafter.begin(Request(tokens=[1, 2, 3], max_new_tokens=5))
-    for asked, expected in [({"suffix"}, 1), (set(), 0)]:
+    sessions = [drafter.begin(Request(tokens=[1, 2, 3], max_new_tokens=5)) for _ in range(3)]
+    for asked in ([0, 1, 2], [0, 2], [1], []):
         called.clear()
-        for name in asked:
-            session.show(name)
-        session.keep()
-        drafter.draft_ahead(session, "the step")
-        assert called == [("suffix", session.parts["suffix"], "the step")] * expected
+        for number in asked:
+            sessions[number].show("suffix")
+        for session in sessions:
+            session.keep()
+        drafter.draft_ahead(dict(enumerate(sessions)), "the step")
+        parts = {number: sessions[number].parts["suffix"] for number in asked}
+        assert called == ([("suffix", parts, "the step")] if asked else [])
 
 
 @pytest.mark.slow
@@ -340,7 +342,7 @@ def test_requests_of_a_batch_choose_each_for_itself(steps, tiny):
     sessions = [drafter.begin(Request(REPEATING, 20, drafters=(name,))) for name in ("pld", "suffix")]
     for session in sessions:
         session.observe(Seen(REPEATING, 0))
-    drafter._ahead = sessions[0]
+    drafter._ahead = {sessions[0]}
     found = drafter.propose(sessions, [5, 5], [Budget(8, 8)] * 2)
     assert [proposal.tree.sources for proposal in found] == [("pld",), ("suffix",)]
 

@@ -16,9 +16,11 @@ from slipstream.budget.pilot import Pilot, Text
 from slipstream.drafters import _capabilities, make
 from slipstream.drafters._head import HeadDrafter
 from slipstream.drafters.base import Seen
+from slipstream.engine import Engine
 from slipstream.errors import DrafterError, OptionError
 from slipstream.heads import HEADS
 from slipstream.request import Request
+from slipstream.sampling import Sampling
 from slipstream.stopwatch import preparing
 from slipstream.targets import open_target
 from slipstream.targets.timing import ROWS, costs_of, measure
@@ -552,3 +554,43 @@ def test_heads_that_draft_behind_steps_are_known_before_the_first_answer(kind, t
     (source,) = [s for s in drafter.pilot.sources().values() if s.head]
     assert source.known
     assert len(started) >= TRIAL
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "redrafter"])
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.8}], ids=["greedy", "drawn"])
+def test_heads_draft_behind_steps_of_several_requests(kind, options, steps, tiny, monkeypatch):
+    """For all that asked them, also when some have ended: what was started is what would be drafted afterwards."""
+    steps(FREE)
+    model = tiny("llama")
+    target, head = graphs(model), HEADS[kind].fresh(model)
+    make_head, began, batches = HeadDrafter.__init__, HeadDrafter._started, []
+
+    def fixed(self, *given):
+        make_head(self, *given)
+        self.fixed = True  # as on a GPU
+
+    def compared(self, sessions, roots, batch):
+        nodes = began(self, sessions, roots, batch)
+        if nodes is not None:
+            batches.append(len(sessions))
+            table = self.make_table(sessions, roots, batch, False)
+            anew = self.captured.fetch(table, self.joined(sessions, table)).numpy()[: len(sessions)]
+            assert np.array_equal(nodes[:, :2], anew[:, :2])  # tokens and parents
+            np.testing.assert_allclose(nodes[:, 2].view(np.float32), anew[:, 2].view(np.float32), rtol=1e-4)
+        return nodes
+
+    monkeypatch.setattr(HeadDrafter, "__init__", fixed)
+    monkeypatch.setattr(HeadDrafter, "_started", compared)
+
+    def texts(drafter):
+        requests = [
+            Request(REPEATING[i:], length, Sampling(**options), seed=i, max_draft=7)
+            for i, length in enumerate((40, 12, 25))
+        ]
+        ended = {id(s.request): s.tokens for s in Engine(target, drafter, max_batch=3).run(requests)}
+        return [ended[id(request)] for request in requests]
+
+    drafter = make("auto", target, None, heads=[head])
+    began_with = len(batches)
+    assert texts(drafter) == texts(make("none", target, None))
+    assert set(batches[began_with:]) >= {2, 3}

@@ -340,9 +340,7 @@ def test_a_draft_that_was_started_behind_its_step_is_the_one_made_after_it(kind,
             drafter.draft_ahead = lambda *_: None
         trees, late = [], []
         fetch = drafter.captured.fetch
-        monkeypatch.setattr(
-            drafter.captured, "fetch", lambda *a, still: late.append(bool(still)) or fetch(*a, still=still)
-        )
+        monkeypatch.setattr(drafter.captured, "fetch", lambda *a, **k: late.append(bool(k)) or fetch(*a, **k))
         request = Request(
             tokens=[5, 6, 7, 8], max_new_tokens=30, sampling=Sampling(**options), max_draft=7,
             watch=lambda step: trees.append((step.tree.tokens.tolist(), step.tree.parents.tolist())),
@@ -456,14 +454,15 @@ def test_a_draft_of_no_fixed_width_is_not_taken_for_the_one_behind_its_step(opti
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_a_generator_drafts_behind_steps_where_drafting_overlaps(overlap, tiny, monkeypatch):
+@pytest.mark.parametrize("texts", [TEXTS[:1], TEXTS], ids=["one", "several"])
+def test_a_generator_drafts_behind_steps_where_drafting_overlaps(texts, overlap, tiny, monkeypatch):
     model = tiny("llama")
     target, head = graphs(model), HEADS["redrafter"].fresh(model)
     options = {"generator": "redrafter", "drafter_path": head, "retrievers": "pld", "overlap": overlap}
     drafter, late = make("rasd", target, None, **options), []
     fetch = drafter.generator.captured.fetch
     monkeypatch.setattr(drafter.generator.captured, "fetch", lambda *a, **k: late.append(1) or fetch(*a, **k))
-    (*_, last) = Engine(target, drafter).run([Request(tokens=[5, 6, 7, 8], max_new_tokens=20)])
+    (*_, last) = Engine(target, drafter).run([Request(tokens=text, max_new_tokens=20) for text in texts])
     assert last.stats.steps > 3
     assert (len(late) == 1) == overlap
 

@@ -211,8 +211,10 @@ class HeadDrafter(Drafter):
         if nodes is None:
             step_states = sessions[0].step_states() if batch == 1 else ()
             table = self.make_table(sessions, roots, batch, bool(step_states))
-            given = () if step_states else (self.joined(sessions, table),)
-            nodes = self.captured.fetch(table, *given, still=step_states).numpy()
+            if step_states:
+                nodes = self.captured.fetch(table, still=step_states).numpy()
+            else:
+                nodes = self.captured.fetch(table, self.joined(sessions, table)).numpy()
         proposals = []
         for i, (session, root, budget) in enumerate(zip(sessions, roots, budgets, strict=True)):
             session.drafted(root)

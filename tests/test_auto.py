@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from behind import compare_drafts
 from families import graphs
 from slipstream import LLM, Store, kept
 from slipstream.budget import Budget
@@ -563,24 +564,13 @@ def test_heads_draft_behind_steps_of_several_requests(kind, options, steps, tiny
     steps(FREE)
     model = tiny("llama")
     target, head = graphs(model), HEADS[kind].fresh(model)
-    make_head, began, batches = HeadDrafter.__init__, HeadDrafter._started, []
+    make_head, sizes = HeadDrafter.__init__, compare_drafts(monkeypatch)
 
     def fixed(self, *given):
         make_head(self, *given)
         self.fixed = True  # as on a GPU
 
-    def compared(self, sessions, roots, batch):
-        nodes = began(self, sessions, roots, batch)
-        if nodes is not None:
-            batches.append(len(sessions))
-            table = self.make_table(sessions, roots, batch, False)
-            anew = self.captured.fetch(table, self.joined(sessions, table)).numpy()[: len(sessions)]
-            assert np.array_equal(nodes[:, :2], anew[:, :2])  # tokens and parents
-            np.testing.assert_allclose(nodes[:, 2].view(np.float32), anew[:, 2].view(np.float32), rtol=1e-4)
-        return nodes
-
     monkeypatch.setattr(HeadDrafter, "__init__", fixed)
-    monkeypatch.setattr(HeadDrafter, "_started", compared)
 
     def texts(drafter):
         requests = [
@@ -591,6 +581,6 @@ def test_heads_draft_behind_steps_of_several_requests(kind, options, steps, tiny
         return [ended[id(request)] for request in requests]
 
     drafter = make("auto", target, None, heads=[head])
-    began_with = len(batches)
+    rehearsed = len(sizes)
     assert texts(drafter) == texts(make("none", target, None))
-    assert set(batches[began_with:]) >= {2, 3}
+    assert set(sizes[rehearsed:]) >= {2, 3}

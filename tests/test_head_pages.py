@@ -7,6 +7,7 @@ from functools import cache
 import pytest
 import torch
 
+from behind import compare_drafts
 from families import VOCABULARY, graphs, tiny_model
 from slipstream.drafters import make
 from slipstream.drafters._eagle import FeatureSession
@@ -269,33 +270,19 @@ def test_the_next_turn_of_a_chat_drafts_as_after_a_text_read_whole(kind, model, 
     retire(engine)
 
 
-def note_started(drafter, sizes):
-    """Note for how many sequences each draft was that was started behind its step and then taken."""
-    began = drafter._started
-
-    def noted(sessions, *given):
-        nodes = began(sessions, *given)
-        sizes.extend([] if nodes is None else [len(sessions)])
-        return nodes
-
-    drafter._started = noted
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["eagle", "eagle3", "dflash"])
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("fixed", [False, True])
-def test_whatever_happens_to_texts_drafts_are_those_of_rows(fixed, kind, seed, model, heads):
+def test_whatever_happens_to_texts_drafts_are_those_of_rows(fixed, kind, seed, model, heads, monkeypatch):
     """Copied, put back, read again, ended, gone on with in changing company. fixed: as on a GPU, where drafts are
     started behind steps; they are those that are made after them."""
-    found, started = [], []
+    found, started = [], compare_drafts(monkeypatch)
     for pages, ahead in ((True, True), (False, True), (True, False))[: 2 + fixed]:
         engine, rng = engine_of(kind, model, heads, pages=pages), random.Random(seed)
         engine.drafter.fixed = fixed
         if not ahead:
             engine.drafter.draft_ahead = lambda *_: None
-        else:
-            note_started(engine.drafter, started)
         running, away, seen = [], [], []
         for _ in range(60):
             act = rng.choice(["begin", "copy", "copy", "step", "step", "step", "away", "back", "end"])

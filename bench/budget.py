@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
@@ -250,8 +250,8 @@ class RecordedHead(Drafter):
     def begin(self, request: Request) -> DraftSession:  # noqa: ARG002
         return RecordedSession(self)
 
-    def draft_ahead(self, session: DraftSession, step: Any) -> None:  # noqa: ARG002
-        target, mine = cast(Any, self.target), cast(RecordedSession, session)
+    def draft_ahead(self, sessions: Mapping[int, DraftSession], step: Any) -> None:  # noqa: ARG002
+        target, (mine,) = cast(Any, self.target), cast(Mapping[int, RecordedSession], sessions).values()
         target.busy = max(target.busy, target.clock.now) + target.machine.behind[self.name][0]
         mine.ready = target.busy
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from behind import compare_drafts
 from families import graphs
 from slipstream import LLM, Store, kept
 from slipstream.budget import Budget
@@ -16,9 +17,11 @@ from slipstream.budget.pilot import Pilot, Text
 from slipstream.drafters import _capabilities, make
 from slipstream.drafters._head import HeadDrafter
 from slipstream.drafters.base import Seen
+from slipstream.engine import Engine
 from slipstream.errors import DrafterError, OptionError
 from slipstream.heads import HEADS
 from slipstream.request import Request
+from slipstream.sampling import Sampling
 from slipstream.stopwatch import preparing
 from slipstream.targets import open_target
 from slipstream.targets.timing import ROWS, costs_of, measure
@@ -160,14 +163,16 @@ def test_whoever_was_asked_drafts_ahead(steps, tiny, monkeypatch):
     drafter, called = llm.engine.drafter, []
     names = {part: name for name, part in drafter.parts.items()}
     monkeypatch.setattr(_capabilities, "draft_ahead", lambda part, *given: called.append((names[part], *given)))
-    session = drafter.begin(Request(tokens=[1, 2, 3], max_new_tokens=5))
-    for asked, expected in [({"suffix"}, 1), (set(), 0)]:
+    sessions = [drafter.begin(Request(tokens=[1, 2, 3], max_new_tokens=5)) for _ in range(3)]
+    for asked in ([0, 1, 2], [0, 2], [1], []):
         called.clear()
-        for name in asked:
-            session.show(name)
-        session.keep()
-        drafter.draft_ahead(session, "the step")
-        assert called == [("suffix", session.parts["suffix"], "the step")] * expected
+        for number in asked:
+            sessions[number].show("suffix")
+        for session in sessions:
+            session.keep()
+        drafter.draft_ahead(dict(enumerate(sessions)), "the step")
+        parts = {number: sessions[number].parts["suffix"] for number in asked}
+        assert called == ([("suffix", parts, "the step")] if asked else [])
 
 
 @pytest.mark.slow
@@ -340,7 +345,7 @@ def test_requests_of_a_batch_choose_each_for_itself(steps, tiny):
     sessions = [drafter.begin(Request(REPEATING, 20, drafters=(name,))) for name in ("pld", "suffix")]
     for session in sessions:
         session.observe(Seen(REPEATING, 0))
-    drafter._ahead = sessions[0]
+    drafter._ahead = {sessions[0]}
     found = drafter.propose(sessions, [5, 5], [Budget(8, 8)] * 2)
     assert [proposal.tree.sources for proposal in found] == [("pld",), ("suffix",)]
 
@@ -550,3 +555,32 @@ def test_heads_that_draft_behind_steps_are_known_before_the_first_answer(kind, t
     (source,) = [s for s in drafter.pilot.sources().values() if s.head]
     assert source.known
     assert len(started) >= TRIAL
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "redrafter"])
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.8}], ids=["greedy", "drawn"])
+def test_heads_draft_behind_steps_of_several_requests(kind, options, steps, tiny, monkeypatch):
+    """For all that asked them, also when some have ended: what was started is what would be drafted afterwards."""
+    steps(FREE)
+    model = tiny("llama")
+    target, head = graphs(model), HEADS[kind].fresh(model)
+    make_head, sizes = HeadDrafter.__init__, compare_drafts(monkeypatch)
+
+    def fixed(self, *given):
+        make_head(self, *given)
+        self.fixed = True  # as on a GPU
+
+    monkeypatch.setattr(HeadDrafter, "__init__", fixed)
+
+    def texts(drafter):
+        requests = [
+            Request(REPEATING[i:], length, Sampling(**options), seed=i, max_draft=7)
+            for i, length in enumerate((40, 12, 25))
+        ]
+        ended = {id(s.request): s.tokens for s in Engine(target, drafter, max_batch=3).run(requests)}
+        return [ended[id(request)] for request in requests]
+
+    drafter = make("auto", target, None, heads=[head])
+    rehearsed = len(sizes)
+    assert texts(drafter) == texts(make("none", target, None))
+    assert set(sizes[rehearsed:]) >= {2, 3}

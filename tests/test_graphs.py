@@ -2,7 +2,9 @@
 
 import copy
 import itertools
+from collections import deque
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -19,13 +21,13 @@ from slipstream.drafters.none import NoSession
 from slipstream.engine import Engine
 from slipstream.errors import ModelError
 from slipstream.heads import HEADS
-from slipstream.kernels.ops import move_keys
+from slipstream.kernels.ops import move_keys, walk
 from slipstream.request import Request
 from slipstream.sampling import Sampler, Sampling
 from slipstream.targets import Scores, Want
 from slipstream.targets.cache import KeyValuePool, LayerShape
 from slipstream.targets.captured.graph_target import GraphTarget, bucket
-from slipstream.targets.captured.inputs import REACH, Shape, fill
+from slipstream.targets.captured.inputs import REACH, fill
 from slipstream.targets.captured.modules import Angles, JointPart, Norm, StandIns, Whole
 from slipstream.targets.choose import open_target
 from slipstream.targets.trees import TreeTarget
@@ -294,27 +296,35 @@ def random_tree(rng, count):
     return TokenTree.build(rng.integers(0, 2, count), [-1, *(int(rng.integers(0, i)) for i in range(1, count))])
 
 
+@pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("room", [1, 3, 8])
-def test_a_step_knows_how_far_its_tree_will_be_accepted(room, tiny):
+def test_a_step_knows_how_far_its_trees_will_be_accepted(room, count, tiny):
     """The walk on the device and the host's own come to the same."""
     target, rng = graphs(tiny("llama")), np.random.default_rng(room)
-    (slot,) = read(target, [[5, 6, 7]])
-    step, longest = target.step(Shape(1, 8, 8, 8), (), "best"), 0
+    slots = read(target, [[5, 6, 7]] * count)
+    step, longest = target.step(target._shape(count, bucket(8 * count, (8, 32)), 8), (), "best"), 0
+    rows = step.shape.rows
     for _ in range(40):
-        tree = random_tree(rng, int(rng.integers(1, 9)))
-        target.arena.reach(slot, slot.length + 8)
-        fill(step.host, target.arena.table, target.groups, [slot], [tree], [0])
+        trees = [random_tree(rng, int(rng.integers(1, 9))) for _ in slots]
+        for slot in slots:
+            target.arena.reach(slot, slot.length + 8)
+        fill(step.host, target.arena.table, target.groups, slots, trees, [0] * count)
         step._device.copy_(step._host)
-        step.chosen = torch.from_numpy(rng.integers(0, 2, (2, 1, 8)).astype(np.int32))
-        scores = Scores(torch.empty(8, 0), {}, np.zeros(8, np.int64))
-        scores.take(step.chosen[0, 0].tolist(), None)
-        verdict = verify(Match(), tree, scores, GREEDY, lambda _: False)
-        kept = verdict.path[-room:]
-        following = step.chosen[0, 0, kept].tolist()
-        longest = max(longest, len(verdict.path))
-        blank = [0] * (room - len(kept))
-        assert step.walk(room).tolist() == [[len(kept), *blank, *following, *blank, *kept]]
-        assert following[-1] == verdict.bonus
+        step.chosen = torch.from_numpy(rng.integers(0, 2, (2, 1, rows)).astype(np.int32))
+        i, begin = step.inputs, 0
+        found = walk(i.ids, i.depths, i.parents, step.chosen, torch.from_numpy(step.roots), room).tolist()
+        for tree, line in zip(trees, found, strict=True):
+            end = begin + len(tree)
+            scores = Scores(torch.empty(rows, 0), {}, np.zeros(len(tree), np.int64), begin=begin)
+            scores.take(step.chosen[0, 0, begin:end].tolist(), None)
+            verdict = verify(Match(), tree, scores, GREEDY, lambda _: False)
+            kept = scores.rows(verdict.path)[-room:]
+            following = step.chosen[0, 0, kept].tolist()
+            longest = max(longest, len(verdict.path))
+            blank = [0] * (room - len(kept))
+            assert line == [len(kept), *blank, *following, *blank, *kept]
+            assert following[-1] == verdict.bonus
+            begin = end
     assert longest > 3
 
 
@@ -348,6 +358,87 @@ def test_a_draft_that_was_started_behind_its_step_is_the_one_made_after_it(kind,
     assert late == [False]
 
 
+TEXTS = [[5, 6, 7, 8], [9, 3, 9, 3, 4], [40]]
+
+
+def together(target, make_drafter, ahead, monkeypatch, lengths=(30, 30, 30), joins=0, **options):
+    """Texts of a batch. Returns them, their trees, and by draft the size of its batch: of drafts made after their step,
+    and of those started behind it. joins: the step of the first text after which the last one begins."""
+    drafter = make_drafter()
+    heads = [part for part in getattr(drafter, "parts", {"": drafter}).values() if hasattr(part, "captured_ahead")]
+    late, started, trees = [], [], {}
+    for head in heads:
+        head.fixed = True  # as on a GPU
+        if not ahead:
+            head.draft_ahead = lambda *_: None
+        fetch, start = head.captured.fetch, head.captured_ahead.start
+
+        def fetched(table, *given, fetch=fetch, **how):
+            late.append(len(table))
+            return fetch(table, *given, **how)
+
+        def queued(table, *given, start=start, **how):
+            started.append(len(table))
+            return start(table, *given, **how)
+
+        monkeypatch.setattr(head.captured, "fetch", fetched)
+        monkeypatch.setattr(head.captured_ahead, "start", queued)
+
+    requests = list[Request]()
+    waiting = deque[Request]()
+
+    def note(number, step):
+        trees.setdefault(number, []).append((step.tree.tokens.tolist(), step.tree.parents.tolist()))
+        if number == 0 and len(trees[0]) == joins:
+            waiting.append(requests[-1])
+
+    for number, (text, length) in enumerate(zip(TEXTS, lengths, strict=True)):
+        requests.append(Request(text, length, Sampling(**options), max_draft=7, watch=partial(note, number)))
+    waiting += requests[:2] if joins else requests
+    ended = {id(s.request): s.tokens for s in Engine(target, drafter, max_batch=3).run(waiting)}
+    return [ended[id(request)] for request in requests], trees, late, started
+
+
+def head_drafter(kind, target, model):
+    head = HEADS[kind].fresh(model)
+    return lambda: make(kind, target, None, drafter_path=head)
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.8}], ids=["greedy", "drawn"])
+@pytest.mark.parametrize("kind", ["redrafter", "eagle3", pytest.param("dflash", marks=pytest.mark.slow)])
+def test_behind_a_step_of_several_sequences_all_are_drafted_for_together(kind, options, tiny, monkeypatch):
+    """The texts and trees are those of drafts made after the steps."""
+    target = graphs(tiny("llama"))
+    head = head_drafter(kind, target, tiny("llama"))
+    said, trees, late, started = together(target, head, True, monkeypatch, **options)
+    same, again, later, never = together(target, head, False, monkeypatch, **options)
+    assert (said, trees) == (same, again)
+    assert never == []
+    assert len(later) > 3
+    assert late == [4]  # after the prompts; padded to a batch of four
+    assert set(started) <= {1, 2, 4}
+    assert 4 in started
+
+
+@pytest.mark.parametrize("kind", ["redrafter", "eagle3"])
+def test_whoever_stays_is_drafted_for_behind_the_step_in_which_another_ends(kind, tiny, monkeypatch):
+    target = graphs(tiny("llama"))
+    head, how = head_drafter(kind, target, tiny("llama")), {"lengths": (30, 5, 17)}
+    said, trees, late, _ = together(target, head, True, monkeypatch, **how)
+    assert (said, trees) == together(target, head, False, monkeypatch, **how)[:2]
+    assert [len(tokens) for tokens in said] == [30, 5, 17]
+    assert late == [4]
+
+
+@pytest.mark.parametrize("kind", ["redrafter", "eagle3"])
+def test_when_a_sequence_joins_all_are_drafted_for_anew(kind, tiny, monkeypatch):
+    target = graphs(tiny("llama"))
+    head = head_drafter(kind, target, tiny("llama"))
+    said, trees, late, _ = together(target, head, True, monkeypatch, joins=3)
+    assert (said, trees) == together(target, head, False, monkeypatch, joins=3)[:2]
+    assert late == [2, 4]  # after the first two prompts, and after the third
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -365,14 +456,15 @@ def test_a_draft_of_no_fixed_width_is_not_taken_for_the_one_behind_its_step(opti
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_a_generator_drafts_behind_steps_where_drafting_overlaps(overlap, tiny, monkeypatch):
+@pytest.mark.parametrize("texts", [TEXTS[:1], TEXTS], ids=["one", "several"])
+def test_a_generator_drafts_behind_steps_where_drafting_overlaps(texts, overlap, tiny, monkeypatch):
     model = tiny("llama")
     target, head = graphs(model), HEADS["redrafter"].fresh(model)
     options = {"generator": "redrafter", "drafter_path": head, "retrievers": "pld", "overlap": overlap}
     drafter, late = make("rasd", target, None, **options), []
     fetch = drafter.generator.captured.fetch
     monkeypatch.setattr(drafter.generator.captured, "fetch", lambda *a, **k: late.append(1) or fetch(*a, **k))
-    (*_, last) = Engine(target, drafter).run([Request(tokens=[5, 6, 7, 8], max_new_tokens=20)])
+    (*_, last) = Engine(target, drafter).run([Request(tokens=text, max_new_tokens=20) for text in texts])
     assert last.stats.steps > 3
     assert (len(late) == 1) == overlap
 
@@ -396,6 +488,31 @@ def test_a_draft_that_was_started_for_another_token_is_made_again(tiny):
     assert found.tokens.tolist() == fresh.tokens.tolist()
     session.keep()
     assert session.ahead is None
+
+
+@pytest.mark.parametrize("kind", ["redrafter", "eagle3"])
+def test_if_one_sequence_went_another_way_all_are_drafted_for_anew(kind, tiny):
+    target = graphs(tiny("llama"))
+    drafter = head_drafter(kind, target, tiny("llama"))()
+    drafter.fixed = True
+    engine, budgets = Engine(target, drafter, max_batch=3), [Budget(7, 5)] * 3
+    readings = [engine.read(Request(text, 20, max_draft=7)) for text in TEXTS]
+    engine.read_on(readings)
+    running = [reading.sequence for reading in readings]
+    engine.step(running)
+    sessions, roots = [s.session for s in running], [s.root for s in running]
+    assert len({id(session.ahead.pending) for session in sessions}) == 1
+    assert [session.ahead.number for session in sessions] == [0, 1, 2]
+    assert drafter._started(sessions, roots, 4) is not None
+    assert drafter._started(sessions[1:], roots[1:], 2) is not None
+    other = [roots[0], (roots[1] + 1) % target.vocabulary, roots[2]]
+    assert drafter._started(sessions, other, 4) is None
+    found = [proposal.tree.tokens.tolist() for proposal in drafter.propose(sessions, other, budgets)]
+    for session in sessions:
+        session.keep()
+    if kind == "redrafter":  # another kind's keys are written by now
+        assert found == [p.tree.tokens.tolist() for p in drafter.propose(sessions, other, budgets)]
+    assert [tokens[0] for tokens in found] == other
 
 
 def test_layers_that_read_one_input_are_one_product(tiny):

@@ -7,6 +7,7 @@ from functools import cache
 import pytest
 import torch
 
+from behind import compare_drafts
 from families import VOCABULARY, graphs, tiny_model
 from slipstream.drafters import make
 from slipstream.drafters._eagle import FeatureSession
@@ -272,11 +273,16 @@ def test_the_next_turn_of_a_chat_drafts_as_after_a_text_read_whole(kind, model, 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["eagle", "eagle3", "dflash"])
 @pytest.mark.parametrize("seed", range(3))
-def test_whatever_happens_to_texts_drafts_are_those_of_rows(kind, seed, model, heads):
-    """Copied, put back, read again, ended, gone on with in changing company."""
-    found = []
-    for pages in (True, False):
+@pytest.mark.parametrize("fixed", [False, True])
+def test_whatever_happens_to_texts_drafts_are_those_of_rows(fixed, kind, seed, model, heads, monkeypatch):
+    """Copied, put back, read again, ended, gone on with in changing company. fixed: as on a GPU, where drafts are
+    started behind steps; they are those that are made after them."""
+    found, started = [], compare_drafts(monkeypatch)
+    for pages, ahead in ((True, True), (False, True), (True, False))[: 2 + fixed]:
         engine, rng = engine_of(kind, model, heads, pages=pages), random.Random(seed)
+        engine.drafter.fixed = fixed
+        if not ahead:
+            engine.drafter.draft_ahead = lambda *_: None
         running, away, seen = [], [], []
         for _ in range(60):
             act = rng.choice(["begin", "copy", "copy", "step", "step", "step", "away", "back", "end"])
@@ -314,7 +320,8 @@ def test_whatever_happens_to_texts_drafts_are_those_of_rows(kind, seed, model, h
         engine.retire(away)
         retire(engine, *running)
         found.append([(one.tokens, trees) for one, trees in seen])
-    assert found[0] == found[1]
+    assert all(each == found[0] for each in found)
+    assert (max(started, default=0) > 1) == fixed
 
 
 # ---- the arena

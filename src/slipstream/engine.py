@@ -181,8 +181,8 @@ class Engine:
         choice = can.choice(self.drafter)
         drafted, taken = perf_counter(), Stopwatch()
         during = None
-        if len(running) == 1 and not readings:
-            during = partial(can.draft_ahead, self.drafter, running[0].session)
+        if not readings:
+            during = partial(can.draft_ahead, self.drafter, {i: sequence.session for i, sequence in enumerate(running)})
         scores = self._forward(running, trees, readings, during)
         scored, forward = perf_counter(), taken.seconds()
         plain = all(len(tree) == 1 for tree in trees) and self._chosen_on_device(running)

@@ -5,6 +5,7 @@ import copy
 import itertools
 import random
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import slipstream
+from behind import compare_drafts
 from families import FAMILIES, tiny_model
 from oracle import Oracle
 from slipstream import LLM, drafters
@@ -88,6 +90,42 @@ def test_every_drafter_works_there(name, dtype, tiny):
             expected = [texts(plain, [p], **options)[0] for p in PROMPTS]
             assert [texts(llm, [p], **options)[0] for p in PROMPTS] == expected
             assert texts(llm, **options) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["redrafter", "medusa", "eagle3", "falcon", "dflash", "auto", "rasd"])
+def test_heads_draft_behind_steps_of_several_sequences(kind, dtype, long, monkeypatch):
+    """For all together, some of which end before others: what was started is what would be drafted afterwards."""
+    model, sizes = long(dtype), compare_drafts(monkeypatch)
+    head = random_head("eagle3", model) if kind in ("auto", "rasd") else HEADS[kind].fresh(model)
+    llm = LLM(model, drafter=kind, **{"heads" if kind == "auto" else "drafter_path": head})
+    lengths, prompts = [30, 90, 60, 45, 30, 75], [*PROMPTS, LONG[:PAGE], LONG[3 : PAGE + 1]]
+    for options in ({}, SAMPLED):
+        plain = LLM(model, drafter="none").generate(prompts, max_new_tokens=90, ignore_eos=True, **options)
+        sizes.clear()
+        asked = [
+            replace(request, max_new_tokens=count)
+            for request, count in zip(llm.requests(prompts, ignore_eos=True, **options), lengths, strict=True)
+        ]
+        ended = {id(sequence.request): sequence.tokens for sequence in llm.engine.run(asked)}
+        assert [ended[id(one)] for one in asked] == [p.tokens[:n] for p, n in zip(plain, lengths, strict=True)]
+        assert kind == "auto" or {min(sizes), max(sizes)} == {1, 6}  # whom auto asks depends on the machine
+
+
+def test_captures_behind_steps_are_few(long, monkeypatch):
+    """One for each shape of step and size of batch: they are made once, and none is dropped."""
+    model, captures = long(torch.bfloat16), []
+    llm = LLM(model, drafter="eagle3", drafter_path=random_head("eagle3", model), max_batch=8)
+    prompts, options = [LONG[i : 60 + i] for i in range(8)], {"max_new_tokens": 60, "ignore_eos": True}
+
+    def run():
+        return [s.tokens for s in llm.engine.run(llm.requests(prompts, **options)) if s.finish]
+
+    first = run()
+    monkeypatch.setattr("slipstream.targets.captured.function.capture", lambda *given: captures.append(given))
+    assert run() == first
+    assert captures == []
+    assert len(llm.engine.drafter.captured_ahead._fetches) <= 24
 
 
 @pytest.mark.parametrize("drafter", ["none", "suffix", "eagle3", "auto"])

@@ -110,16 +110,18 @@ def test_the_best_token_of_equals_the_first(vocabulary):
 
 @pytest.mark.parametrize(("n", "room"), [(1, 1), (8, 1), (16, 7), (128, 7), (128, 100)])
 def test_a_walk_ends_where_plain_torch_ends_it(n, room):
-    """Random trees of few tokens, equal siblings among them, and one that is all padding."""
+    """Random trees of few tokens one after the other, equal siblings among them, and one whose drafts are padding. Some
+    are walked, in any order."""
     generator = torch.Generator().manual_seed(n)
-    sequences = 5
-    ids, chosen = (torch.randint(0, 2, (2, sequences, n), generator=generator, dtype=torch.int32) for _ in range(2))
+    trees = 5
+    ids, chosen = (torch.randint(0, 2, (2, 1, trees * n), generator=generator, dtype=torch.int32) for _ in range(2))
     ids = ids[0]
     depths, parents = torch.zeros_like(ids), torch.full_like(ids, -1)
-    for s in range(sequences):
-        for j in range(1, n):
-            parents[s, j] = torch.randint(max(0, j - 4), j, (), generator=generator)
-            depths[s, j] = depths[s, parents[s, j]] + 1
-    depths[4, 1:] = -2
-    found = walk_down(*(t.to(DEVICE) for t in (ids, depths, parents, chosen)), room)
-    assert torch.equal(found.cpu(), walk(ids, depths, parents, chosen, room))
+    for root in range(0, trees * n, n):
+        for j in range(root + 1, root + n):
+            parents[0, j] = torch.randint(max(root, j - 4), j, (), generator=generator)
+            depths[0, j] = depths[0, parents[0, j]] + 1
+    depths[0, 4 * n + 1 :] = -2
+    roots = n * torch.tensor([[3, 0], [0, 7], [4, 1], [1, 1], [0, 0]])[:, 0]  # a column of a table
+    found = walk_down(*(t.to(DEVICE) for t in (ids, depths, parents, chosen)), roots.to(DEVICE), room)
+    assert torch.equal(found.cpu(), walk(ids, depths, parents, chosen, roots, room))

@@ -6,7 +6,7 @@ look for capabilities through the functions below and nowhere else. A capability
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -136,8 +136,9 @@ class Decides(Protocol):
 class DraftsAhead(Protocol):
     """On a GPU it can queue the next draft while a step still runs there."""
 
-    def draft_ahead(self, session: Any, step: FixedStep) -> None:
-        """A step of this one sequence runs on the device: queue the draft that reads its results."""
+    def draft_ahead(self, sessions: Mapping[int, Any], step: FixedStep) -> None:
+        """A step runs on the device: queue the draft that reads its results. sessions: of all of its sequences or some,
+        by their numbers in the step."""
 
 
 # ---- of a session
@@ -308,9 +309,9 @@ def release(drafter: Any) -> None:
         drafter.release()
 
 
-def draft_ahead(drafter: Any, session: DraftSession, step: FixedStep) -> None:
+def draft_ahead(drafter: Any, sessions: Mapping[int, DraftSession], step: FixedStep) -> None:
     if _offers(drafter, DraftsAhead):
-        drafter.draft_ahead(session, step)
+        drafter.draft_ahead(sessions, step)
 
 
 def unstarted(session: DraftSession) -> bool:

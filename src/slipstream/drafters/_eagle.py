@@ -15,12 +15,13 @@ copied (`resume`), and reads a text again whose pages were freed (`reread`).
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from slipstream.drafters._beams import Carry, ChainDrafter
@@ -171,11 +172,17 @@ class FeatureDrafter(ChainDrafter):
         self._make_room(batch, int(table[:, 1:3].sum(1).max()))
         return torch.from_numpy(table)
 
-    def draft_ahead(self, session: DraftSession, step: FixedStep) -> None:
+    def draft_ahead(self, sessions: Mapping[int, DraftSession], step: FixedStep) -> None:
         """Only where all tables have the same width: else the host could not compare inputs."""
         if self.fixed:
-            self._make_room(1, cast(FeatureSession, session).length + 1 + self.max_states)
-            super().draft_ahead(session, step)
+            super().draft_ahead(sessions, step)
+
+    def known(self, sessions: Sequence[HeadSession], batch: int) -> NDArray[np.int64]:
+        """Each sequence's row, and its number of keys once the last draft's root is committed."""
+        known = np.array([[self.cache.nobody, 0]] * batch, np.int64)
+        known[: len(sessions)] = [(s.row, s.length + 1) for s in cast(Sequence[FeatureSession], sessions)]
+        self._make_room(batch, int(known[:, 1].max()) + self.max_states)
+        return known
 
     def _make_room(self, batch: int, length: int) -> None:
         columns, most, depth = self.room()
@@ -334,10 +341,10 @@ class FeatureSession(HeadSession):
         one = self.pieces[0]
         return tuple(one.tensors.values()) if len(self.pieces) == 1 and one.lasting else ()
 
-    def known(self) -> list[int] | None:
-        """Its row, and its number of keys once the last draft's root is committed. None if there was no draft, or if
-        the prompt is not read yet."""
-        return None if self.root is None or self.prompt is not None else [self.row, self.length + 1]
+    @property
+    def startable(self) -> bool:
+        """Not if there was no draft for the step, or if the prompt is not read yet."""
+        return super().startable and self.root is not None and self.prompt is None
 
     def drafted(self, root: int) -> None:
         self.forget()

@@ -3,16 +3,16 @@
 A draft is one function of tensors, whose shapes don't depend on the request: from the last states and the roots to
 packed nodes, which are copied to the host once. There the draft is cut to each request's budget.
 
-On a GPU a draft can be queued right after the step whose states it reads. The path that the host will accept, and the
-token after it, are then computed on the device (`ops.walk`). Once the host has verified the step, it compares the
-draft's inputs with the real ones. If they differ, it drafts again.
+On a GPU a draft can be queued right after the step whose states it reads, for all sequences of the step together. The
+paths that the host will accept, and the tokens after them, are then computed on the device (`ops.walk`). Once the host
+has verified the step, it compares the draft's inputs with the real ones. If any sequence's differ, it drafts again.
 """
 
 from __future__ import annotations
 
 import sys
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,13 +130,21 @@ class HeadDrafter(Drafter):
         return proposals
 
     @torch.inference_mode()
-    def draft_ahead(self, session: DraftSession, step: FixedStep) -> None:
-        mine = cast(HeadSession, session)
-        known = None if mine.draws else mine.known()
-        if known is not None:
-            i, layers = step.inputs, dict.fromkeys(self.layers)
-            still = i.ids, i.depths, i.parents, step.chosen, *(step.hidden[layer] for layer in layers)
-            mine.ahead = self.captured_ahead.start(torch.tensor([known], dtype=torch.long), still=still)
+    def draft_ahead(self, sessions: Mapping[int, DraftSession], step: FixedStep) -> None:
+        mine = cast(Mapping[int, HeadSession], sessions)
+        able = {number: session for number, session in mine.items() if session.startable}
+        if not 0 < len(able) <= BATCHES[-1]:
+            return
+        roots = step.roots[list(able)]
+        batch = bucket(len(able), BATCHES)
+        known = self.known(list(able.values()), batch)
+        table = np.full((batch, 1 + known.shape[1]), roots[0], np.int64)  # padding walks as the first sequence does
+        table[: len(able), 0], table[:, 1:] = roots, known
+        i, layers = step.inputs, dict.fromkeys(self.layers)
+        still = i.ids, i.depths, i.parents, step.chosen, *(step.hidden[layer] for layer in layers)
+        pending = self.captured_ahead.start(torch.from_numpy(table), still=still)
+        for line, session in enumerate(able.values()):
+            session.ahead = Ahead(pending, line)
 
     # ---- on the device
 
@@ -146,14 +154,15 @@ class HeadDrafter(Drafter):
         table: see `make_table`. states: joined, (b, m, ·); or all states of a step, (n, H) for each layer."""
         return self._select_states(table[:, 2:], states)[:, 0], table[:, 1]
 
-    def _ahead_of_host(self, known: Tensor, *of_step: Tensor) -> Tensor:
-        """(b, ·) int32: the table that the host will make if it accepts what the step chose, and the draft's nodes."""
+    def _ahead_of_host(self, given: Tensor, *of_step: Tensor) -> Tensor:
+        """(b, ·) int32: the table that the host will make if it accepts what the step chose, and the draft's nodes.
+        given: the row of each sequence's root in the step, and `known`."""
         ids, depths, parents, chosen, *states = of_step
-        table = torch.cat((known, walk(ids, depths, parents, chosen, self.max_states)), 1)
+        table = torch.cat((given[:, 1:], walk(ids, depths, parents, chosen, given[:, 0], self.max_states)), 1)
         return torch.cat((table.int(), self.best(*self.inputs(table, *states)).flatten(1)), 1)
 
     def _select_states(self, rows: Tensor, states: tuple[Tensor, ...]) -> Tensor:
-        """(b, m, ·) the joined states that the head reads. rows (1, m): their rows in the step."""
+        """(b, m, ·) the joined states that the head reads. rows (b, m): their rows in the step."""
         if states[0].dim() == 3:
             return states[0]
         layers = dict.fromkeys(self.layers)  # without repetitions: a head may read one layer twice
@@ -172,6 +181,11 @@ class HeadDrafter(Drafter):
         """
 
     # ---- on the host
+
+    def known(self, sessions: Sequence[HeadSession], batch: int) -> NDArray[np.int64]:  # noqa: ARG002
+        """(b, ·) the beginning of the next draft's table, to which the step under way adds the rest; padded to `batch`
+        sequences."""
+        return np.empty((batch, 0), np.int64)
 
     def make_table(self, sessions: Sequence[HeadSession], roots: Sequence[int], batch: int, from_step: bool) -> Tensor:  # noqa: ARG002
         """(b, 3) int64, padded to `batch` sequences, in the format of `ops.walk`: the number of states (1), the root,
@@ -193,13 +207,14 @@ class HeadDrafter(Drafter):
         batch = bucket(len(sessions), BATCHES)
         if not self.fixed:
             self.most = max(budget.nodes for budget in budgets)
-        step_states = sessions[0].step_states() if batch == 1 else ()
-        table = self.make_table(sessions, roots, batch, bool(step_states))
-        nodes = self._started(sessions[0], table) if step_states else None
-        if nodes is None and step_states:
-            nodes = self.captured.fetch(table, still=step_states).numpy()
-        elif nodes is None:
-            nodes = self.captured.fetch(table, self.joined(sessions, table)).numpy()
+        nodes = self._started(sessions, roots, batch)
+        if nodes is None:
+            step_states = sessions[0].step_states() if batch == 1 else ()
+            table = self.make_table(sessions, roots, batch, bool(step_states))
+            if step_states:
+                nodes = self.captured.fetch(table, still=step_states).numpy()
+            else:
+                nodes = self.captured.fetch(table, self.joined(sessions, table)).numpy()
         proposals = []
         for i, (session, root, budget) in enumerate(zip(sessions, roots, budgets, strict=True)):
             session.drafted(root)
@@ -207,13 +222,16 @@ class HeadDrafter(Drafter):
             proposals.append(Proposal(tree, unpack_first(nodes[i]) if self.first else None))
         return proposals
 
-    def _started(self, session: HeadSession, table: Tensor) -> NDArray[np.int32] | None:
-        """(1, 3, n) the nodes of the draft that was queued after the step, if its inputs were those of this table."""
-        if session.ahead is None:
+    def _started(self, sessions: Sequence[HeadSession], roots: Sequence[int], batch: int) -> NDArray[np.int32] | None:
+        """(b, 3, n) the nodes of the draft that was queued after the step, if it has all of these sequences, and its
+        inputs were those that the host knows now."""
+        lines = [session.ahead.line() for session in sessions if session.ahead is not None and session.step_states()]
+        if len(lines) < len(sessions):
             return None
-        found, width = session.ahead.wait()[0].numpy(), table.shape[1]
-        same = np.array_equal(found[:width], table[0].numpy())
-        return found[width:].reshape(1, 3, -1) if same else None
+        found, table = np.stack(lines), self.make_table(sessions, roots, batch, True)[: len(sessions)].numpy()
+        width = table.shape[1]
+        same = np.array_equal(found[:, :width], table)
+        return found[:, width:].reshape(len(sessions), 3, -1) if same else None
 
     @torch.inference_mode()
     def _drawn(
@@ -255,6 +273,19 @@ class HeadDrafter(Drafter):
         )
 
 
+@dataclass(frozen=True)
+class Ahead:
+    """One sequence's line of the draft that was queued after the last step, for all that took part in it."""
+
+    pending: Pending
+    number: int
+
+    def line(self) -> NDArray[np.int32]:
+        """(·,) see `_ahead_of_host`."""
+        found: NDArray[np.int32] = self.pending.wait()[self.number].numpy()
+        return found
+
+
 class HeadSession(DraftSession):
     """One sequence: the state that chose its root, and its noise."""
 
@@ -264,7 +295,7 @@ class HeadSession(DraftSession):
         self.keeps_q = self.draws and request.accept.needs_q
         self.read = 0  # observed tokens of the text
         self.hidden = Hidden()  # the state that the head reads: the last one observed
-        self.ahead: Pending | None = None  # the draft that was queued after the last step, if any
+        self.ahead: Ahead | None = None  # the draft that was queued after the last step, if any
 
     def observe(self, seen: Seen) -> None:
         self.read = seen.position + len(seen.tokens)
@@ -295,10 +326,10 @@ class HeadSession(DraftSession):
     def unstarted(self) -> bool:
         return self.ahead is None
 
-    def known(self) -> list[int] | None:
-        """The beginning of the next draft's table, to which the step under way adds the rest. None: no draft can be
-        started ahead."""
-        return []
+    @property
+    def startable(self) -> bool:
+        """Whether a draft can be queued behind the step that runs now."""
+        return not self.draws
 
     def keep(self) -> None:
         self.ahead = None
@@ -317,7 +348,7 @@ class HeadSession(DraftSession):
     def close(self) -> None:
         """Drop the queued draft. It must have ended first: its capture may be freed next."""
         if self.ahead is not None:
-            self.ahead.wait()
+            self.ahead.pending.wait()
         self.ahead = None
 
     def keys(self, depths: int) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -39,7 +39,7 @@ class PilotedDrafter(JointDrafter):
         self._steps = deque[tuple[int, int, float]](maxlen=round(1 / NEWEST))
         self.resting = 0  # further plain steps, in which no part is asked
         self._resting = list[DraftSession]()  # the sequences of these steps
-        self._ahead: DraftSession | None = None  # the session whose drafts could be started while the last step ran
+        self._ahead = set[DraftSession]()  # the sessions whose drafts could be started while the last step ran
 
     def begin(self, request: Request) -> DraftSession:
         return PilotedSession(self, request, self.parts)
@@ -65,13 +65,16 @@ class PilotedDrafter(JointDrafter):
         batch = len(rows)
         self._steps.append((sum(rows) - batch + 1 if self.pilot.costs.flat else max(rows), batch, seconds))
 
-    def draft_ahead(self, session: DraftSession, step: FixedStep) -> None:
+    def draft_ahead(self, sessions: Mapping[int, DraftSession], step: FixedStep) -> None:
         """Start drafts of the parts that were asked for this step: they will probably be asked for the next."""
-        self._ahead, mine = session, cast(PilotedSession, session)
-        for name in mine.latest:
-            can.draft_ahead(self.parts[name], mine.parts[name], step)
+        mine = cast(Mapping[int, PilotedSession], sessions)
+        self._ahead = set(mine.values())
+        for name in set().union(*(session.latest for session in mine.values())):
+            asked = {number: session.parts[name] for number, session in mine.items() if name in session.latest}
+            can.draft_ahead(self.parts[name], asked, step)
         self._look_back()  # here, since the device is busy
-        mine.label()
+        for session in mine.values():
+            session.label()
 
     def propose(
         self, sessions: Sequence[DraftSession], roots: Sequence[int], budgets: Sequence[Budget]
@@ -80,7 +83,7 @@ class PilotedDrafter(JointDrafter):
             self.rest()
             return [Proposal(TokenTree.root(root)) for root in roots]
         whole, mine = Stopwatch(), cast(Sequence[PilotedSession], sessions)
-        ahead, self._ahead, self.resting = list(sessions) == [self._ahead], None, 0
+        ahead, self._ahead, self.resting = self._ahead.issuperset(sessions), set(), 0
         if not ahead:  # it was not done while the last step ran
             self._look_back()
             for session, root in zip(mine, roots, strict=True):
@@ -95,7 +98,8 @@ class PilotedDrafter(JointDrafter):
         ]
         names = set().union(*able)
         unstarted = {name for session in mine for name in session.parts if session.lags(name)}
-        unstarted |= {name for name, part in mine[0].parts.items() if ahead and can.unstarted(part)}
+        if ahead:
+            unstarted |= {name for session in mine for name, part in session.parts.items() if can.unstarted(part)}
         taken: dict[Source, float] = {}
         beside: list[TokenTree | None] = [None] * len(mine)
         for source in self.pilot.asks(names, drafts, unstarted):

@@ -68,7 +68,7 @@ def rehearse(target: Target, pilot: Pilot, parts: Mapping[str, Drafter], layers:
 
     def start_all(step: FixedStep) -> None:
         for name in pilot.heads:
-            can.draft_ahead(parts[name], sessions[name], step)
+            can.draft_ahead(parts[name], {0: sessions[name]}, step)
 
     sampler = Sampler(Sampling(), words)
     want = Want(layers, 1 + limit.nodes, (sampler,), start_all)  # as the engine's
@@ -83,7 +83,7 @@ def rehearse(target: Target, pilot: Pilot, parts: Mapping[str, Drafter], layers:
     def started(source: Source, root: int) -> int:
         """Measure a draft that was queued after its step, which takes less than others. Returns the next token."""
         part, session = parts[source.drafter], sessions[source.drafter]
-        during = partial(can.draft_ahead, part, session)
+        during = partial(can.draft_ahead, part, {0: session})
         (score,) = target.score([slot], [TokenTree.root(root)], replace(want, during=during))
         hidden = Hidden(score.hidden, score.rows([0]), score.replayed).of(can.layers(part))
         session.observe(Seen([root], slot.length, hidden))

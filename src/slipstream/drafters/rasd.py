@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
@@ -95,10 +95,11 @@ class RasdDrafter(JointDrafter):
     def learn(self, tree: TokenTree, followed: Sequence[int], known: int) -> bool:
         return self.calibration.learn(tree, followed, known)
 
-    def draft_ahead(self, session: DraftSession, step: FixedStep) -> None:
+    def draft_ahead(self, sessions: Mapping[int, DraftSession], step: FixedStep) -> None:
         """The generator is always asked, so its draft can be started ahead. Retrievers need the host."""
         if self.options.overlap:
-            can.draft_ahead(self.generator, cast(JointSession, session).parts[self.options.generator], step)
+            mine, name = cast(Mapping[int, JointSession], sessions), self.options.generator
+            can.draft_ahead(self.generator, {number: session.parts[name] for number, session in mine.items()}, step)
 
     def propose(
         self, sessions: Sequence[DraftSession], roots: Sequence[int], budgets: Sequence[Budget]

@@ -156,30 +156,31 @@ def best(logits: torch.Tensor) -> torch.Tensor:
 
 
 def walk(
-    ids: torch.Tensor,  # (b, n) int32
-    depths: torch.Tensor,  # (b, n) int32, negative for padding
-    parents: torch.Tensor,  # (b, n) int32
-    chosen: torch.Tensor,  # (2, b, n) int32, as `best` gives it
+    ids: torch.Tensor,  # (1, n) int32, the nodes of all trees
+    depths: torch.Tensor,  # (1, n) int32, negative for what is no node
+    parents: torch.Tensor,  # (1, n) int32
+    chosen: torch.Tensor,  # (2, 1, n) int32, as `best` gives it
+    roots: torch.Tensor,  # (b,) int64
     room: int,
 ) -> torch.Tensor:
-    """The path that greedy verification accepts, from the tokens chosen after each node: (b, 1 + 2·room) int64. Number
-    of nodes on it, at most `room`; the token chosen after each; the nodes. Both lists hold the last `room` nodes, and
-    are aligned to the end of their `room` entries."""
+    """The path that greedy verification accepts below each root, from the tokens chosen after each node:
+    (b, 1 + 2·room) int64. Number of nodes on it, at most `room`; the token chosen after each; the nodes. Both lists
+    hold the last `room` nodes, and are aligned to the end of their `room` entries."""
     if ids.device.type == "cuda":
         from slipstream.kernels.walk import walk_down
 
-        return walk_down(ids, depths, parents, chosen, room)
-    table = torch.zeros((len(ids), 1 + 2 * room), dtype=torch.long)
-    for s, line in enumerate(table):
-        path, depth = [0], 1
+        return walk_down(ids, depths, parents, chosen, roots, room)
+    table = torch.zeros((len(roots), 1 + 2 * room), dtype=torch.long)
+    for line, root in zip(table, roots.tolist(), strict=True):
+        path, depth = [root], 1
         while len(path) == depth:
-            token = chosen[0, s, path[-1]]
-            below = (depths[s] == depth) & (parents[s] == path[-1]) & (ids[s] == token)
+            token = chosen[0, 0, path[-1]]
+            below = (depths[0] == depth) & (parents[0] == path[-1]) & (ids[0] == token)
             path += below.nonzero()[:1, 0].tolist()  # the first, if siblings are equal
             depth += 1
         kept = path[-room:]
         line[0] = len(kept)
-        line[1 + room - len(kept) : 1 + room] = chosen[0, s, kept]
+        line[1 + room - len(kept) : 1 + room] = chosen[0, 0, kept]
         line[1 + 2 * room - len(kept) :] = torch.tensor(kept)
     return table
 

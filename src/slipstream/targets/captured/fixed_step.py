@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from slipstream.kernels.draw import draw
 from slipstream.kernels.draw_inputs import History
-from slipstream.kernels.ops import attend, attend_and_tell, best, move_keys, walk, write_keys
+from slipstream.kernels.ops import attend, attend_and_tell, best, move_keys, write_keys
 from slipstream.kernels.sizes import BLOCK, PAGE
 from slipstream.notices import doing
 from slipstream.stopwatch import preparing
@@ -158,11 +158,10 @@ class FixedStep:
         if self.reports_attention:
             self.attended.copy_(self.page_weights.sum(1), non_blocking=True)
 
-    def walk(self, room: int) -> torch.Tensor:
-        """(1, 1 + 2·room) int64, on the device: see `ops.walk`. For a step of one sequence: the path that the host will
-        accept, if its accept rule is `match`."""
-        i = self.inputs
-        return walk(i.ids, i.depths, i.parents, self.chosen, room)
+    @property
+    def roots(self) -> NDArray[np.int64]:
+        """The row of each tree's root, in a step whose trees have no known nodes."""
+        return np.flatnonzero(self.host.depths[0] == 0)
 
     def _choose(self) -> torch.Tensor:
         """(2, 1, e) int32: the token after each end, and the bits of its logit."""

@@ -16,7 +16,9 @@ from slipstream.targets.captured.recording import capture
 
 log = logging.getLogger("slipstream")
 
-FETCHES = 24  # captures with a copy to the host, at most: there is one for each shape of step whose states are read
+# Captures with a copy to the host, at most: there is one for each shape of step whose states are read, and each size of
+# batch that is drafted for behind it.
+FETCHES = 96
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,7 @@ class Captured:
                 return self.start(table, *inputs, still=still)
             self._fetches[key] = fetch
         fetch = self._fetches[key]
+        fetch.pending.wait()  # whatever nobody waited for: its table may still be read
         fetch.table.copy_(table)
         for mine, given in zip(fetch.own[1:], inputs, strict=True):
             mine.copy_(given, non_blocking=True)

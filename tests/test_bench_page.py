@@ -8,14 +8,10 @@ from random import Random
 
 import pytest
 
-from browser import CHROMIUM
 from slipstream.evaluate.drawing import ticks
 from slipstream.evaluate.glossary import GLOSSARY
 from slipstream.evaluate.metrics import Ratio, Row
 from slipstream.evaluate.page import write_page
-
-if CHROMIUM is None:
-    pytest.skip("NO BROWSER: the benchmark's page is not tested; install chromium", allow_module_level=True)
 
 SCRIPT = "</svg></style><script>document.title='hacked'</script>"
 IMAGE = '"><img src=x onerror="document.title=\'hacked\'">'

@@ -218,8 +218,8 @@ def test_pieces_of_several_texts_share_a_step(count, family, tiny):
         (scores,) = target.read([slot], [text], replace(want, samplers=want.samplers[i : i + 1]))
         logits, states, token = found[i]
         assert slots[i].tokens == slot.tokens
-        torch.testing.assert_close(logits, scores.logits(0), rtol=0, atol=1e-5)
-        torch.testing.assert_close(states, scores.hidden[1], rtol=0, atol=1e-5)
+        torch.testing.assert_close(logits, scores.logits(0), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(states, scores.hidden[1], rtol=1e-5, atol=1e-5)
         assert token == scores.token(0, samplers[i % 2])
 
 
@@ -239,13 +239,13 @@ def test_trees_and_pieces_of_texts_share_a_step(count, family, tiny):
     for i, (slot, tree, scores) in enumerate(zip(alone[: 1 + count], trees, scored, strict=True)):
         (own,) = target.score([slot], [tree], Want((1,), samplers=want.samplers[i : i + 1]))
         nodes, sampler = range(len(tree)), samplers[i % 2]
-        torch.testing.assert_close(scores.every(), own.every(), rtol=0, atol=1e-5)
+        torch.testing.assert_close(scores.every(), own.every(), rtol=1e-5, atol=1e-5)
         states = [s.hidden[1][s.rows(nodes)] for s in (scores, own)]
         torch.testing.assert_close(*states, rtol=1e-5, atol=1e-5)
         assert [scores.token(n, sampler) for n in nodes] == [own.token(n, sampler) for n in nodes]
     for i, (slot, text, scores) in enumerate(zip(alone[1 + count :], texts, read_along, strict=True), 1 + count):
         (own,) = target.read([slot], [text], Want((1,), samplers=want.samplers[i : i + 1]))
-        torch.testing.assert_close(scores.logits(0), own.logits(0), rtol=0, atol=1e-5)
+        torch.testing.assert_close(scores.logits(0), own.logits(0), rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(scores.hidden[1], own.hidden[1], rtol=1e-5, atol=1e-5)
         assert scores.token(0, samplers[i % 2]) == own.token(0, samplers[i % 2])
         assert together[i].tokens == slot.tokens
@@ -255,7 +255,7 @@ def test_trees_and_pieces_of_texts_share_a_step(count, family, tiny):
             target.commit(slot, best_path(tree))
         going.append([s.logits(0).clone() for s in target.score(slots, [TokenTree.root(8)] * len(slots), Want())])
     for one, other in zip(*going, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
 def read_at_once(target, texts):
@@ -528,7 +528,7 @@ def test_layers_that_read_one_input_are_one_product(tiny):
         for layer in model.modules():
             if isinstance(layer, Whole):
                 layer.register_forward_hook(lambda *_: calls.append(1))
-        torch.testing.assert_close(model(torch.tensor([[1, 2, 3]])).logits, before, rtol=0, atol=1e-5)
+        torch.testing.assert_close(model(torch.tensor([[1, 2, 3]])).logits, before, rtol=1e-5, atol=1e-5)
     assert type(attention.q_proj) is torch.nn.Linear
     assert len(calls) == 5 * model.config.num_hidden_layers  # asked five times, and computed twice
     wholes = {layer.whole for *_, layer in stand_ins._places if isinstance(layer, JointPart)}

@@ -14,7 +14,6 @@ import pydantic
 import pytest
 import uvicorn
 
-from browser import CHROMIUM, Browser
 from patience import PATIENCE
 from slipstream import LLM
 from slipstream.server.app import Server
@@ -494,22 +493,18 @@ def test_who_leaves_ends_the_answer(running, stream):
 # ---- the page
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="NO BROWSER: the server's page is not tested; install chromium")
-def test_the_page_shows_an_answer_and_no_hostile_text_acts(running, tmp_path):
-    browser = Browser(tmp_path)
-    try:
-        browser.open(f"{running.url}/")
-        hostile = "<img src=x onerror=alert(1)> Say hi."
-        browser.run(f"document.getElementById('prompt').value = {json.dumps(hostile)}")
-        browser.run("document.getElementById('max-tokens').value = 12")
-        browser.run("document.getElementById('send').click()")
-        end = monotonic() + PATIENCE
-        while "per step" not in browser.run("document.getElementById('outcome').textContent"):
-            assert monotonic() < end, browser.run("document.body.innerText")
-            sleep(0.1)
-        assert browser.run("document.querySelectorAll('#answer .token').length") >= 8
-        assert browser.run("document.querySelectorAll('img').length") == 0
-        assert browser.run("document.getElementById('model').textContent") == NAME
-        assert not [c for c in browser.complaints if "favicon" not in str(c) and "Password" not in str(c)]
-    finally:
-        browser.close()
+def test_the_page_shows_an_answer_and_no_hostile_text_acts(running, browser):
+    browser.complaints.clear()
+    browser.open(f"{running.url}/")
+    hostile = "<img src=x onerror=alert(1)> Say hi."
+    browser.run(f"document.getElementById('prompt').value = {json.dumps(hostile)}")
+    browser.run("document.getElementById('max-tokens').value = 12")
+    browser.run("document.getElementById('send').click()")
+    end = monotonic() + PATIENCE
+    while "per step" not in browser.run("document.getElementById('outcome').textContent"):
+        assert monotonic() < end, browser.run("document.body.innerText")
+        sleep(0.1)
+    assert browser.run("document.querySelectorAll('#answer .token').length") >= 8
+    assert browser.run("document.querySelectorAll('img').length") == 0
+    assert browser.run("document.getElementById('model').textContent") == NAME
+    assert not [c for c in browser.complaints if "favicon" not in str(c) and "Password" not in str(c)]

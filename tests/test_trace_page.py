@@ -9,15 +9,11 @@ from random import Random
 
 import pytest
 
-from browser import CHROMIUM
 from slipstream.colours import COLOURS, colour
 from slipstream.errors import OptionError
 from slipstream.evaluate.page import write_page as write_report
 from slipstream.trace.page import read, write_page
 from test_bench_page import make_document
-
-if CHROMIUM is None:
-    pytest.skip("NO BROWSER: the trace page is not tested; install chromium", allow_module_level=True)
 
 SCRIPT = '</script><script>document.title="hacked"</script><!-- <script>'
 IMAGE = "<img src=x onerror=\"document.title='hacked'\">"

@@ -515,12 +515,19 @@ def test_if_one_sequence_went_another_way_all_are_drafted_for_anew(kind, tiny):
     assert [tokens[0] for tokens in found] == other
 
 
+def whole_of(stand_ins, layer):
+    return next(other.whole for *_, own, other in stand_ins._places if own is layer)
+
+
 def test_layers_that_read_one_input_are_one_product(tiny):
-    """Weights lie side by side, no larger than before, and the model says the same by itself."""
+    """Weights lie side by side, no larger than before, whoever else uses them, and the model says the same by itself."""
     model = tiny("qwen2")
     before = model(torch.tensor([[1, 2, 3]])).logits
-    stand_ins = StandIns(model)
+    others, stand_ins = StandIns(model), StandIns(model)
     attention = model.model.layers[0].self_attn
+    for part in ("weight", "bias"):
+        memory = {whole_of(each, attention.q_proj).get_buffer(part).data_ptr() for each in (others, stand_ins)}
+        assert memory == {attention.q_proj.get_parameter(part).data_ptr()}
     assert attention.k_proj.weight.data_ptr() - attention.q_proj.weight.data_ptr() == attention.q_proj.weight.nbytes
     assert torch.equal(model(torch.tensor([[1, 2, 3]])).logits, before)
     calls = []

@@ -7,7 +7,7 @@ import itertools
 import socket
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from slipstream.server.backend import About, Answers, Question
 from slipstream.server.link import Ask, Cancel, Find, News, Ready, Reply, Stop, Unpacking, packed
@@ -76,8 +76,7 @@ class Remote(asyncio.Protocol):
     # ---- of asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's are not instances of it
 
     def data_received(self, data: bytes) -> None:
         for entries in self._unpacking.feed(data):

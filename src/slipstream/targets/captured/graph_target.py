@@ -160,6 +160,7 @@ class GraphTarget(Target):
         self._forget_captures()
         self._history_states.clear()
         self._histories = self._scratch = self._sample = self.memory = None
+        self._stand_ins.release()
         self.arena.release()
 
     def fork(self, slot: Slot) -> Slot:

@@ -44,6 +44,10 @@ class StandIns:
     def in_place(self) -> AbstractContextManager[None]:
         return standing_in(self._places)
 
+    def release(self) -> None:
+        """Free all memory."""
+        self._places.clear()
+
 
 def can_join(layers: list[Any]) -> bool:
     if not all(map(is_plain, layers)):
@@ -54,18 +58,25 @@ def can_join(layers: list[Any]) -> bool:
 
 @torch.no_grad()
 def join(layers: list[nn.Linear]) -> list[JointPart]:
-    """Put the layers' weights next to each other in memory. Each layer keeps a view of its own part, so that none is
-    held twice."""
+    """The layers as parts of one product, for which their weights are put next to each other in memory."""
     sizes = [layer.out_features for layer in layers]
-    weight = torch.cat([layer.weight for layer in layers])
-    bias = torch.cat([layer.bias for layer in layers]) if layers[0].bias is not None else None
-    for layer, own in zip(layers, weight.split(sizes), strict=True):
-        layer.weight.data = own
-    if bias is not None:
-        for layer, own in zip(layers, bias.split(sizes), strict=True):
-            layer.bias.data = own
-    whole, ends = Whole(weight, bias), torch.tensor(sizes).cumsum(0).tolist()
+    bias = together([layer.bias for layer in layers]) if layers[0].bias is not None else None
+    whole, ends = Whole(together([layer.weight for layer in layers]), bias), torch.tensor(sizes).cumsum(0).tolist()
     return [JointPart(whole, end - size, end, end == ends[-1]) for size, end in zip(sizes, ends, strict=True)]
+
+
+def together(parts: list[Any]) -> torch.Tensor:
+    """These parameters as one tensor. Each becomes a view of its own part, so that none is held twice, neither by
+    several targets of one model: where they are next to each other already, they stay where they are."""
+    first, shape = parts[0].detach(), (sum(map(len, parts)), *parts[0].shape[1:])
+    ends = [part.data_ptr() + part.nbytes for part in parts]
+    memory = {part.untyped_storage().data_ptr() for part in parts}
+    if len(memory) == 1 and ends[:-1] == [p.data_ptr() for p in parts[1:]] and all(p.is_contiguous() for p in parts):
+        return first.as_strided(shape, first.stride())
+    whole = torch.cat([part.detach() for part in parts])
+    for part, own in zip(parts, whole.split([len(part) for part in parts]), strict=True):
+        part.data = own
+    return whole
 
 
 class Product(nn.Module):

@@ -520,7 +520,7 @@ def whole_of(stand_ins, layer):
 
 
 def test_layers_that_read_one_input_are_one_product(tiny):
-    """Weights lie side by side, no larger than before, whoever else uses them, and the model says the same by itself."""
+    """Weights lie side by side, once for all targets of a model, and the model says the same by itself."""
     model = tiny("qwen2")
     before = model(torch.tensor([[1, 2, 3]])).logits
     others, stand_ins = StandIns(model), StandIns(model)

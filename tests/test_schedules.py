@@ -197,9 +197,9 @@ def one_schedule(rng, monkeypatch):
         clock[0] += 1.0
         rounds += 1
         assert rounds < 10_000, "it never ends"
-    service._forget(0)
+    service.kept.shrink(0)
     assert not engine.open  # no slot is lost
-    assert len(service._kept) <= (MAX_KEPT if engine.room is None else MAX_KEPT_PAGED)
+    assert len(service.kept) <= (MAX_KEPT if engine.room is None else MAX_KEPT_PAGED)
     for number, updates in heard.items():
         ends = [update for update in updates if update.finish is not None]
         assert len(ends) == 1
@@ -231,7 +231,7 @@ def test_who_waits_for_a_forward_does_not_look_for_known_texts_in_every_round():
         ask(text)
         while service.busy:
             service._round()
-    kept = [text.slot for _, text in service._kept]
+    kept = [text.slot for text in service.kept]
     looked, search = [], service._longest_prefix
     service._longest_prefix = lambda request: looked.append(request) or search(request)
     ask([3] * 60)  # six forwards
@@ -241,6 +241,6 @@ def test_who_waits_for_a_forward_does_not_look_for_known_texts_in_every_round():
     assert len(looked) == 1
     service.cancel(late)
     service._round()
-    assert [text.slot for _, text in service._kept][:2] == kept  # and what it would have used is as old as it was
-    service._forget(0)
+    assert [text.slot for text in service.kept][:2] == kept  # and what it would have used is as old as it was
+    service.kept.shrink(0)
     assert not engine.open

@@ -71,7 +71,7 @@ def settled(server, *others):
         assert not server.service.waiting()
         assert not server.llm.engine._open
         held = [slot for slot in server.llm.target._slots if slot is not None]
-        assert len(held) == sum(len(each.service._kept) for each in (server, *others))
+        assert len(held) == sum(len(each.service.kept) for each in (server, *others))
 
 
 CALL = {"id": "x", "function": {"name": "f", "arguments": "[" * 100_000}}

@@ -458,11 +458,11 @@ def test_texts_that_stayed_read_make_room_for_whoever_asks_the_engine_itself(tin
     for first in range(3):
         Listener(service, Request([first + 1] * (PAGE + 1), 2)).wait()
     long = [Request([first, 6, 7] * (target.context // 3 - 1), 3) for first in range(10, 14)]
-    assert len(service._kept) == 3
+    assert len(service.kept) == 3
     assert target.arena.free * PAGE < sum(len(request.tokens) for request in long)
     ended = [sequence for sequence in engine.run(long) if sequence.finish is not None]
     assert [len(sequence.tokens) for sequence in ended] == [3] * 4
-    assert len(service._kept) < 3
+    assert len(service.kept) < 3
     service.close()
 
 
@@ -493,7 +493,7 @@ def test_a_list_that_does_not_fit_at_once_is_answered_in_turn(tiny, plainly, mon
 
 def test_a_list_is_read_before_its_steps(llm):
     """So that they are of as many sequences as may be, and a long list does not wait in the service."""
-    batches, waiting, step, kept = [], [], llm.engine.step, len(llm.service._kept)
+    batches, waiting, step, kept = [], [], llm.engine.step, len(llm.service.kept)
 
     def watched(running):
         batches.append(len(running))
@@ -508,4 +508,4 @@ def test_a_list_is_read_before_its_steps(llm):
     assert [result.tokens for result in found[:2]] == [alone(llm, [5, 6, i], max_new_tokens=5) for i in (3, 4)]
     assert batches[0] == llm.engine.max_batch
     assert max(waiting) <= 2 * llm.engine.max_batch
-    assert len(llm.service._kept) == kept
+    assert len(llm.service.kept) == kept

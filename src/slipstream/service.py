@@ -31,6 +31,7 @@ from slipstream.counts import Counts
 from slipstream.engine import MIN_SHARED, Engine
 from slipstream.errors import BusyError, CacheFullError, ModelError
 from slipstream.jobs import Job, Mailbox, Update, Wakes
+from slipstream.kept_texts import KeptTexts
 from slipstream.request import Request
 from slipstream.sequence import Kept, Reading, Sequence, check_drafting, check_prompt
 
@@ -41,7 +42,9 @@ log = logging.getLogger("slipstream")
 PACE = 0.02
 IDLE_SECONDS = 5.0  # seconds without work after which the thread ends; the next request starts another
 MAX_KEPT = 4  # kept texts at most, without pages: each holds memory for its whole length
-MAX_KEPT_PAGED = 8  # kept texts at most, with pages, each with its drafter's session
+# Kept texts at most, with pages: these are freed when others need them. Each text has its drafter's session and a row
+# of the table of pages, which has 1,024.
+MAX_KEPT_PAGED = 256
 
 
 class Service:
@@ -53,7 +56,7 @@ class Service:
         self.reading: list[Job] = []
         self._waiting: list[tuple[int, int, Job]] = []  # a heap: priority, number, request
         self._numbers = itertools.count()
-        self._kept: list[tuple[str, Kept]] = []  # collection and text, the most recently used last
+        self.kept = KeptTexts(engine)
         self._mailboxes = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Mailbox]()
         self._to_wake: set[Wakes] = set()  # receivers with new updates
         self._pages_short = False  # after a preemption: no request begins before another has ended
@@ -120,7 +123,7 @@ class Service:
             thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join()
-        self._forget(0)
+        self.kept.shrink(0)
 
     # ---- the thread
 
@@ -179,7 +182,8 @@ class Service:
         found, known = self._longest_prefix(job.request)
         if not self.engine.should_read_with(job.request, readings, known):
             return False
-        self._kept.sort(key=lambda each: each[1] is found)  # a kept text that is used moves to the end
+        if isinstance(found, Kept):
+            self.kept.use(found)
         with self._changed:
             self._waiting.remove((job.priority, job.number, job))
             heapq.heapify(self._waiting)
@@ -197,7 +201,8 @@ class Service:
             return self.engine.reread(job.sequence)
         if self.engine.target.paged:
             return self.engine.read(job.request, copy_from=found)
-        self._kept = [each for each in self._kept if each[1] is not found]  # without pages its slot is taken over
+        if isinstance(found, Kept):
+            self.kept.take(found)  # without pages its slot is taken over
         running = [other.sequence for other in self.running if other.sequence is not None]
         return self.engine.read(job.request, running, cast(Kept | None, found))
 
@@ -310,25 +315,26 @@ class Service:
 
     def _evict(self) -> bool:
         """Free the least recently used kept text. Returns whether there was one."""
-        if self._kept:
-            self._forget(len(self._kept) - 1)
-            return True
-        return False
+        if not len(self.kept):
+            return False
+        self.kept.shrink(len(self.kept) - 1)
+        return True
 
     def _step(self) -> None:
-        sequences = [job.sequence for job in self.running if job.sequence is not None]
-        try:
-            self.engine.step(sequences)
-        except CacheFullError as error:
-            if self._make_room():
-                self._step()
-                return
-            sequences[0].error, sequences[0].finish = error, "failed"
-        except Exception as error:
-            if len(sequences) == 1:
+        while True:
+            sequences = [job.sequence for job in self.running if job.sequence is not None]
+            try:
+                self.engine.step(sequences)
+            except CacheFullError as error:
+                if self._make_room():
+                    continue
                 sequences[0].error, sequences[0].finish = error, "failed"
-            else:
-                self._step_one_by_one(sequences)
+            except Exception as error:
+                if len(sequences) == 1:
+                    sequences[0].error, sequences[0].finish = error, "failed"
+                else:
+                    self._step_one_by_one(sequences)
+            break
         self._report_progress(list(self.running))
 
     def _step_one_by_one(self, sequences: list[Sequence]) -> None:
@@ -367,8 +373,8 @@ class Service:
             kept = Kept()
         self.engine.retire([sequence], kept)
         if kept is not None:
-            self._kept.append((job.request.collection, kept))
-            self._forget(MAX_KEPT_PAGED if paged else MAX_KEPT)
+            self.kept.keep(job.request.collection, kept)
+            self.kept.shrink(MAX_KEPT_PAGED if paged else MAX_KEPT)
         if sequence.stats.new_tokens > 1:
             later = sequence.stats.seconds - sequence.stats.first_token_seconds
             self.counts.per_token.see(later / (sequence.stats.new_tokens - 1), sequence.stats.new_tokens - 1)
@@ -451,25 +457,17 @@ class Service:
             if not job.over:
                 self._end(job, "failed", error)
 
-    # ---- kept texts
+    # ---- prefixes
 
     def _longest_prefix(self, request: Request) -> tuple[Kept | Sequence | None, int]:
         """The text of this collection that shares the longest prefix with a request, and the prefix's length. With
         pages, running texts count too."""
-        best: Kept | Sequence | None = None
-        most, paged = MIN_SHARED - 1, self.engine.target.paged
-        texts = list[tuple[str, Kept | Sequence]](self._kept)
-        if paged:
-            texts += [(job.request.collection, job.sequence) for job in self.running if job.sequence is not None]
-        for collection, text in texts:
-            if collection == request.collection and text.slot is not None:
-                shared = text.slot.shared(request.tokens[:-1])
-                if shared > most:
-                    best, most = text, shared
-        return best, most if best is not None else 0
-
-    def _forget(self, at_most: int) -> None:
-        with self.engine.turn():  # `close` may be called from several threads
-            while len(self._kept) > at_most:
-                _, kept = self._kept.pop(0)
-                self.engine.forget(kept)
+        best: Kept | Sequence | None
+        best, most = self.kept.find(request)
+        if self.engine.target.paged:
+            for job in self.running:
+                if job.sequence is not None and job.request.collection == request.collection:
+                    known = job.sequence.slot.shared(request.tokens[:-1])
+                    if known >= max(MIN_SHARED, most + 1):
+                        best, most = job.sequence, known
+        return best, most

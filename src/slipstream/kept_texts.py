@@ -1,0 +1,84 @@
+"""KeptTexts: texts of ended answers whose keys stay in the cache, found again by how they begin.
+
+A text is known by a chain of hashes: one for each block of its tokens, which depends on all blocks before it too. So
+what begins like a prompt is found in the time that the prompt is long, however many texts there are. A chain starts
+with the name of its collection: nobody finds what other collections asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from slipstream.engine import MIN_SHARED, Engine
+from slipstream.request import Request
+from slipstream.sequence import Kept
+
+
+class KeptTexts:
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._chains: dict[Kept, list[int]] = {}  # the most recently used last
+        self._by_hash: dict[int, dict[Kept, None]] = {}  # those that begin so; the latest last
+
+    def __len__(self) -> int:
+        return len(self._chains)
+
+    def __iter__(self) -> Iterator[Kept]:
+        return iter(self._chains)
+
+    def keep(self, collection: str, text: Kept) -> None:
+        """Keep a text. One that it begins with, such as an earlier turn of a conversation, is not needed any more."""
+        assert text.slot is not None
+        tokens = text.slot.tokens
+        earlier, known = self._find(collection, tokens)
+        if earlier is not None and earlier.slot is not None and known == earlier.slot.length:
+            self.forget(earlier)
+        chain = self._chains[text] = list(hashes(collection, tokens))
+        for each in chain:
+            self._by_hash.setdefault(each, {})[text] = None
+
+    def find(self, request: Request) -> tuple[Kept | None, int]:
+        """The text that shares the longest prefix with a request's prompt, to within a block, and the prefix's length.
+        The prompt's last token is always read."""
+        return self._find(request.collection, request.tokens[:-1])
+
+    def _find(self, collection: str, tokens: Sequence[int]) -> tuple[Kept | None, int]:
+        alike: dict[Kept, None] = {}
+        for each in hashes(collection, tokens):
+            if each not in self._by_hash:
+                break
+            alike = self._by_hash[each]
+        for text in reversed(alike):
+            known = 0 if text.slot is None else text.slot.shared(tokens)
+            return (text, known) if known >= MIN_SHARED else (None, 0)  # equal hashes of other tokens
+        return None, 0
+
+    def use(self, text: Kept) -> None:
+        """It counts as the most recently used one."""
+        self._chains[text] = self._chains.pop(text)
+
+    def take(self, text: Kept) -> None:
+        """Whoever takes it frees its keys."""
+        for each in self._chains.pop(text):
+            texts = self._by_hash[each]
+            del texts[text]
+            if not texts:
+                del self._by_hash[each]
+
+    def forget(self, text: Kept) -> None:
+        self.take(text)
+        self._engine.forget(text)
+
+    def shrink(self, at_most: int) -> None:
+        """Forget the least recently used ones."""
+        with self._engine.turn():  # several threads may close a service
+            while len(self._chains) > at_most:
+                self.forget(next(iter(self._chains)))
+
+
+def hashes(collection: str, tokens: Sequence[int]) -> Iterator[int]:
+    """One for each whole block of a text."""
+    before = hash(collection)
+    for end in range(MIN_SHARED, len(tokens) + 1, MIN_SHARED):
+        before = hash((before, *tokens[end - MIN_SHARED : end]))
+        yield before

@@ -13,6 +13,7 @@ from slipstream.kept_texts import KeptTexts
 from slipstream.request import Request
 from slipstream.sequence import Kept
 from slipstream.service import Service
+from slipstream.targets import open_target
 from slipstream.targets.base import Slot, shared
 from test_service import Listener
 
@@ -97,3 +98,19 @@ def test_conversations_of_many_callers_stay_read(tiny):
     assert len(service.kept) == 24
     service.close()
     assert target.arena.free == target.arena.pages - 1
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_callers_at_the_same_time_share_what_their_prompts_begin_with(tiny, paged):
+    """Also without pages, where it is copied; and every text is the one that its prompt has alone."""
+    target, rng = (graphs if paged else open_target)(tiny("llama")), random.Random(3)
+    engine = Engine(target, make("suffix", target), "suffix", max_batch=8)
+    system = [rng.randrange(1, 60) for _ in range(200)]
+    prompts = [[*system, 5, i] for i in range(6)]
+    alone = {tuple(s.request.tokens): s.tokens for p in prompts for s in engine.run([Request(p, 8)])}
+    service = Service(engine)
+    asked = [Listener(service, Request(prompt, 8)) for prompt in prompts]
+    assert {each.wait().finish for each in asked} == {"length"}
+    assert service.counts.found_tokens >= 5 * len(system)
+    assert [each.tokens for each in asked] == [alone[tuple(prompt)] for prompt in prompts]
+    service.close()

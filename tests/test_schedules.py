@@ -42,7 +42,14 @@ class FakeEngine:
         self.log, self.max_batch, self.room = log, max_batch, room
         paged = room is not None
         self.target = SimpleNamespace(
-            dtype=torch.float32, context=10_000, vocabulary=100, paged=paged, flat=paged, mixes=mixes, chunk=10
+            dtype=torch.float32,
+            context=10_000,
+            vocabulary=100,
+            paged=paged,
+            flat=paged,
+            mixes=mixes,
+            chunk=10,
+            trees=True,
         )
         self.drafter = SimpleNamespace(takes=())
         self.open = set()  # slots

@@ -23,7 +23,6 @@ import weakref
 from contextlib import nullcontext, suppress
 from copy import deepcopy
 from time import monotonic
-from typing import cast
 
 import torch
 
@@ -188,7 +187,7 @@ class Service:
             self._waiting.remove((job.priority, job.number, job))
             heapq.heapify(self._waiting)
         try:
-            job.reading = self._reading(job, found)
+            job.reading = self._reading(job, found, known)
         except Exception as error:
             self._drop(job, "failed", error)
             return True
@@ -196,15 +195,17 @@ class Service:
         self.counts.found_tokens += job.reading.slot.length
         return True
 
-    def _reading(self, job: Job, found: Kept | Sequence | None) -> Reading:
+    def _reading(self, job: Job, found: Kept | Sequence | None, known: int) -> Reading:
+        """found: the text that shares the longest prefix, `known` tokens."""
         if job.sequence is not None:
             return self.engine.reread(job.sequence)
-        if self.engine.target.paged:
-            return self.engine.read(job.request, copy_from=found)
-        if isinstance(found, Kept):
-            self.kept.take(found)  # without pages its slot is taken over
         running = [other.sequence for other in self.running if other.sequence is not None]
-        return self.engine.read(job.request, running, cast(Kept | None, found))
+        # Without pages a copy is as large as what it is a copy of. So whoever goes on with a text takes its slot.
+        whole = not self._copies or (found is not None and found.slot is not None and known == found.slot.length)
+        if isinstance(found, Kept) and whole and not self.engine.target.paged:
+            self.kept.take(found)
+            return self.engine.read(job.request, kept=found)
+        return self.engine.read(job.request, running, copy_from=found)
 
     def _step_and_read(self) -> bool:
         """Take a step and read prompts in one forward. Returns whether that was done. If it fails, both are done one
@@ -365,16 +366,12 @@ class Service:
     def _retire(self, job: Job, sequence: Sequence) -> None:
         kept = None
         self._pages_short = False
-        target = self.engine.target
-        paged = target.paged
-        # Without pages, in lower precision, bits depend on the pieces in which a prompt was read.
-        exact = paged or target.dtype == torch.float32
-        if sequence.finish not in ("cancelled", "failed") and exact and not job.offline:
+        if sequence.finish not in ("cancelled", "failed") and self._keeps and not job.offline:
             kept = Kept()
         self.engine.retire([sequence], kept)
         if kept is not None:
             self.kept.keep(job.request.collection, kept)
-            self.kept.shrink(MAX_KEPT_PAGED if paged else MAX_KEPT)
+            self.kept.shrink(MAX_KEPT_PAGED if self.engine.target.paged else MAX_KEPT)
         if sequence.stats.new_tokens > 1:
             later = sequence.stats.seconds - sequence.stats.first_token_seconds
             self.counts.per_token.see(later / (sequence.stats.new_tokens - 1), sequence.stats.new_tokens - 1)
@@ -459,12 +456,22 @@ class Service:
 
     # ---- prefixes
 
+    @property
+    def _keeps(self) -> bool:
+        """Whether a text may begin with another's keys. Without pages, in lower precision, bits depend on the pieces in
+        which a prompt was read."""
+        return self.engine.target.paged or self.engine.target.dtype == torch.float32
+
+    @property
+    def _copies(self) -> bool:
+        """Whether it may begin with a copy of them. States that can't branch can't be cut to the prefix."""
+        return self._keeps and self.engine.target.trees
+
     def _longest_prefix(self, request: Request) -> tuple[Kept | Sequence | None, int]:
-        """The text of this collection that shares the longest prefix with a request, and the prefix's length. With
-        pages, running texts count too."""
+        """The text of this collection that shares the longest prefix with a request, and the prefix's length."""
         best: Kept | Sequence | None
         best, most = self.kept.find(request)
-        if self.engine.target.paged:
+        if self._copies:
             for job in self.running:
                 if job.sequence is not None and job.request.collection == request.collection:
                     known = job.sequence.slot.shared(request.tokens[:-1])

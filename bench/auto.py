@@ -13,8 +13,9 @@ fresh     like use on the command line: for each prompt and repeat a new process
           `none` and the first single drafter. For comparison, for each repeat a process that answers all of them after
           eight other prompts, so that `auto` is warm
 
-batches   what `auto` decides with 1, 4, 16 and 64 sequences, next to plain decoding: which drafters it asked, whether
-          it verified anything, expected and actual tokens per sequence, the time of proposing and of steps
+batches   `auto` with 1, 4, 16 and 64 sequences next to plain decoding, and what it decides: which drafters it asked,
+          whether it verified anything, expected and actual tokens per sequence, the time of proposing and of steps.
+          There are --fill times as many prompts as sequences: when a text ends, the next one takes its place
 
 A single drafter is a name, or NAME:NODES for at most so many nodes a step. After `settings`, `live` takes the two that
 were best there. Tables go to stderr, one JSON line last.
@@ -297,7 +298,7 @@ def batches(given: argparse.Namespace) -> dict[str, Any]:
     prompts = [p.turns[0] for p in prompts_of(given)]
     told: dict[str, Any] = {}
     for size in (1, 4, 16, 64):
-        asked = (prompts * (1 + size // len(prompts)))[:size]
+        asked = (prompts * (1 + given.fill * size // len(prompts)))[: given.fill * size]
         llms = {name: LLM(model, tokenizer, name, max_batch=size, compile=given.compile) for name in ("none", "auto")}
         log = watched(llms["auto"])
         taken = np.zeros((2, 1 + given.repeats))
@@ -425,6 +426,7 @@ def main() -> None:
     parser.add_argument("--device", default=None)
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--fill", type=int, default=4, help="of `batches`: prompts for each sequence")
     parser.add_argument("--piece", type=int, help="tokens that each says in its turn; default: a whole answer")
     parser.add_argument(
         "--warm", type=int, default=1, help="prompts that everybody answers beforehand, and the longest"

@@ -1,11 +1,15 @@
 """slipstream's proposer inside vLLM, against none and vLLM's own: python bench/vllm_plugin.py --prompts FILE…
 
-Greedy answers, in batches of each size. Every drafter has its own process, and all answer each batch of prompts in
-turns, so that noise affects all alike. Each repetition and batch size has new processes, so that no drafter has seen an
-answer to the same prompt. Reported: how many texts equal those of vLLM without speculation, tokens per step and text,
-tokens per second, and its ratio to none, with a bootstrapped 95% interval over batches. `store` also drafts from a
-store of the model's own answers to other prompts of the same files, which vLLM writes first, or which are read from
---answers.
+Greedy answers, so many at a time as --batches says. All prompts are asked at once, and the next takes the place of a
+text that ends, as in a server under load. The first ones are cut short, each elsewhere, so that from then on texts end
+one by one. Every drafter has its own process, and they take turns: one goes on until as
+many texts have ended as are answered at a time, then the next one does, so that noise affects all alike. What is
+measured ends when the first place stays empty; the rest is answered without a clock. Each repetition and size has new
+processes, so that no drafter has seen an answer to the same prompt.
+
+Reported: how many texts equal those of vLLM without speculation, tokens per step and text, tokens per second, and its
+ratio to none, with a bootstrapped 95% interval over turns. `store` also drafts from a store of the model's own answers
+to other prompts of the same files, which vLLM writes first, or which are read from --answers.
 
 --head FOLDER: an EAGLE-3 head that `slipstream export --layout speculators` wrote; its chains there and here.
 
@@ -38,7 +42,9 @@ SUFFIX = {"method": "suffix", "num_speculative_tokens": 12}
 OURS = {"method": "custom_class", "model": "slipstream.vllm.Proposer", "num_speculative_tokens": 12}
 WAYS: dict[str, Any] = {"none": None, "ngram": NGRAM, "suffix": SUFFIX, "slipstream": OURS, "store": OURS}
 DRAWS = 10_000  # of the bootstrap
-Told = dict[str, Any]  # of one batch of prompts: seconds, cpu, steps, drafted, answers
+Told = dict[str, Any]  # of one turn: seconds, cpu, tokens, steps, drafted; after the last one also the answers
+GoOn = Callable[[int], Told]  # until so many texts have ended
+Asked = list[tuple[str, int]]  # prompts, each with how many tokens its answer may have
 
 
 def tell(text: str) -> None:
@@ -57,18 +63,24 @@ def prompts_of(files: list[str], longest: int, count: int) -> list[str]:
 
 
 def child(job: dict[str, Any]) -> None:
-    """Answers a batch of prompts for every line of the input."""
-    answer = answers_here(job) if "chain" in job else answers_of_vllm(job)
+    """Begins answers to prompts, or goes on with them, as each line of the input says."""
+    begin = answers_here(job) if "chain" in job else answers_of_vllm(job)
     with os.fdopen(job["out"], "w") as out:
         print("{}", file=out, flush=True)  # ready
         for line in sys.stdin:
-            clock, cpu = perf_counter(), process_time()
-            told = answer(json.loads(line))
-            told |= {"seconds": perf_counter() - clock, "cpu": process_time() - cpu}
+            asked = json.loads(line)
+            if isinstance(asked, list):
+                go_on, told = begin(asked), Told()
+            else:
+                clock, cpu = perf_counter(), process_time()
+                told = go_on(asked)
+                told |= {"seconds": perf_counter() - clock, "cpu": process_time() - cpu}
             print(json.dumps(told), file=out, flush=True)
 
 
-def answers_of_vllm(job: dict[str, Any]) -> Callable[[list[str]], Told]:
+def answers_of_vllm(job: dict[str, Any]) -> Callable[[Asked], GoOn]:
+    from vllm.sampling_params import RequestOutputKind
+
     from vllm import LLM, SamplingParams
 
     llm = LLM(
@@ -82,43 +94,67 @@ def answers_of_vllm(job: dict[str, Any]) -> Callable[[list[str]], Told]:
         disable_log_stats=False,
         **({"max_num_batched_tokens": job["piece"]} if job["piece"] else {}),
     )
-    sampling = SamplingParams(temperature=0, max_tokens=job["tokens"])
-    steps = [0]
-    core = llm.llm_engine.engine_core
-    step = core.get_output
+    engine, tokenizer = llm.llm_engine, llm.get_tokenizer()
+    step, given = engine.engine_core.get_output, {"tokens": 0, "steps": 0}
 
     def counted() -> Any:
-        given = step()
-        steps[0] += sum(1 for each in given.outputs if each.new_token_ids)
-        return given
+        found = step()
+        for each in found.outputs:
+            given["tokens"] += len(each.new_token_ids)
+            given["steps"] += bool(each.new_token_ids)
+        return found
 
-    core.get_output = counted
+    engine.engine_core.get_output = counted
 
     def drafted() -> int:
         return sum(m.value for m in llm.get_metrics() if m.name == "vllm:spec_decode_num_draft_tokens")
 
-    def answer(prompts: list[str]) -> Told:
-        asked = [[{"role": "user", "content": prompt}] for prompt in prompts]
-        before, steps[0] = drafted(), 0
-        found = [list(each.outputs[0].token_ids) for each in llm.chat(asked, sampling, use_tqdm=False)]
-        return {"answers": found, "steps": steps[0], "drafted": drafted() - before}
+    def begin(prompts: Asked) -> GoOn:
+        answers: dict[str, list[int]] = {}
+        for i, (prompt, most) in enumerate(prompts):
+            asked = [{"role": "user", "content": prompt}]
+            text = tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=False)
+            tokens = tokenizer.encode(text, add_special_tokens=False)
+            sampling = SamplingParams(temperature=0, max_tokens=most, output_kind=RequestOutputKind.FINAL_ONLY)
+            engine.add_request(str(i), {"prompt_token_ids": tokens}, sampling)
 
-    return answer
+        def go_on(until: int) -> Told:
+            before = drafted()
+            given.update(tokens=0, steps=0)
+            while len(answers) < until:
+                answers.update({e.request_id: list(e.outputs[0].token_ids) for e in engine.step() if e.finished})
+            told = {**given, "drafted": drafted() - before, "ended": len(answers)}
+            if len(answers) == len(prompts):
+                told["answers"] = [answers[str(i)] for i in range(len(prompts))]
+            return told
+
+        return go_on
+
+    return begin
 
 
-def answers_here(job: dict[str, Any]) -> Callable[[list[str]], Told]:
+def answers_here(job: dict[str, Any]) -> Callable[[Asked], GoOn]:
     """The same head in slipstream, which verifies chains as vLLM does: its tokens per step are compared."""
     import slipstream
 
     chain = {"width": 1, "depth": job["chain"], "nodes": job["chain"]}
     llm = slipstream.load(job["model"], drafter_path=job["head"], drafter="eagle3", dtype=job["dtype"], **chain)
 
-    def answer(prompts: list[str]) -> Told:
-        found = [llm.generate(p, max_new_tokens=job["tokens"], max_draft=job["chain"]) for p in prompts]
-        steps, drafted = (sum(getattr(each.stats, name) for each in found) for name in ("steps", "nodes_verified"))
-        return {"answers": [list(each.tokens) for each in found], "steps": steps, "drafted": drafted}
+    def begin(prompts: Asked) -> GoOn:
+        answers: list[list[int]] = []
 
-    return answer
+        def go_on(until: int) -> Told:
+            asked = prompts[len(answers) : until]
+            found = [llm.generate(p, max_new_tokens=most, max_draft=job["chain"]) for p, most in asked]
+            answers.extend([list(each.tokens) for each in found])
+            steps, drafted = (sum(getattr(each.stats, name) for each in found) for name in ("steps", "nodes_verified"))
+            tokens = sum(len(each.tokens) for each in found)
+            told = {"tokens": tokens, "steps": steps, "drafted": drafted, "ended": len(answers)}
+            return told | ({"answers": answers} if len(answers) == len(prompts) else {})
+
+        return go_on
+
+    return begin
 
 
 class Way:
@@ -150,7 +186,8 @@ class Way:
             raise SystemExit(f"{self.file.stem} failed:\n{self.log.read_text()[-3000:]}")
         return json.loads(line)
 
-    def ask(self, prompts: list[str]) -> Told:
+    def ask(self, prompts: Asked | int) -> Told:
+        """Begin answers to these prompts, or go on until so many texts have ended."""
         print(json.dumps(prompts), file=self.process.stdin, flush=True)
         return self.heard()
 
@@ -175,43 +212,52 @@ def started(jobs: dict[str, dict[str, Any]]) -> Iterator[dict[str, Way]]:
 
 
 def measure(
-    jobs: dict[str, dict[str, Any]], warm: list[str], prompts: list[str], size: int, most: float
-) -> dict[str, list[Told]]:
-    """What each way told of each batch of prompts. most: seconds after which no further batch is begun."""
+    jobs: dict[str, dict[str, Any]], warm: list[str], prompts: list[str], size: int, tokens: int
+) -> dict[str, tuple[list[Told], list[list[int]]]]:
+    """What each way told of each turn, and its answers."""
+    full = len(prompts) - size + 1  # when so many texts have ended, a place stays empty
+    turns = [*range(size, full, size), full]
+    asked = [(prompt, tokens * min(size, 1 + i) // size) for i, prompt in enumerate(prompts)]
     told: dict[str, list[Told]] = {name: [] for name in jobs}
     with started(jobs) as ways:
         for way in ways.values():
-            for i in range(0, len(warm), size):
-                way.ask(warm[i : i + size])
-        order, began = list(ways), perf_counter()
-        for i in range(0, len(prompts), size):
-            if perf_counter() - began > most:
-                tell(f"{len(prompts) - i} prompts are left out: the time is over")
-                break
+            way.ask([(prompt, tokens) for prompt in warm])
+            way.ask(len(warm))
+            way.ask(asked)
+        order = list(ways)
+        for until in turns:
             for name in order:
-                told[name].append(ways[name].ask(prompts[i : i + size]))
+                told[name].append(ways[name].ask(until))
             order = order[1:] + order[:1]  # nobody always follows the same one
-    return told
+        answers = {}
+        for name, way in ways.items():
+            last = told[name][-1]
+            answers[name] = (last if "answers" in last else way.ask(len(prompts)))["answers"]
+    return {name: (told[name], answers[name]) for name in jobs}
 
 
-def summary(told: list[Told], plain: list[Told]) -> dict[str, Any]:
-    """Of all batches, against the same batches without drafts."""
-    tokens = [sum(map(len, each["answers"])) for each in told]
-    found = {name: np.array([each[name] for each in told], float) for name in ("seconds", "cpu")}
-    base = {name: np.array([each[name] for each in plain], float) for name in found}
+def summary(told: list[Told], plain: list[Told], same: list[bool]) -> dict[str, Any]:
+    """Of all turns, against the same turns without drafts. In a turn, the ways may be at different texts: so rates are
+    compared, not seconds."""
+
+    def column(some: list[Told], name: str) -> Any:
+        return np.array([each[name] for each in some], float)
+
+    def rate(some: list[Told], clock: str, picks: Any = slice(None)) -> Any:
+        return column(some, "tokens")[picks].sum(-1) / column(some, clock)[picks].sum(-1)
+
     picks = np.random.default_rng(0).integers(0, len(told), (DRAWS, len(told)))
-    drawn = base["seconds"][picks].sum(1) / found["seconds"][picks].sum(1)
-    mine, theirs = ([answer for each in some for answer in each["answers"]] for some in (told, plain))
     return {
-        "texts": len(theirs),
-        "same": sum(a == b for a, b in zip(mine, theirs, strict=True)),
-        "tokens": sum(tokens),
-        "drafted": sum(each["drafted"] for each in told),
-        "tokens_per_step": sum(tokens) / sum(each["steps"] for each in told),
-        "tokens_per_second": sum(tokens) / found["seconds"].sum(),
-        "against_none": base["seconds"].sum() / found["seconds"].sum(),
-        "interval": np.quantile(drawn, (0.025, 0.975)).tolist(),
-        "against_none_cpu": base["cpu"].sum() / found["cpu"].sum(),
+        "texts": len(same),
+        "same": sum(same),
+        "turns": len(told),
+        "tokens": int(column(told, "tokens").sum()),
+        "drafted": int(column(told, "drafted").sum()),
+        "tokens_per_step": rate(told, "steps"),
+        "tokens_per_second": rate(told, "seconds"),
+        "against_none": rate(told, "seconds") / rate(plain, "seconds"),
+        "interval": np.quantile(rate(told, "seconds", picks) / rate(plain, "seconds", picks), (0.025, 0.975)).tolist(),
+        "against_none_cpu": rate(told, "cpu") / rate(plain, "cpu"),
     }
 
 
@@ -245,7 +291,6 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="of an answer")
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 16], help="none: only write --answers")
     parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="of a repetition: then no batch is begun")
     parser.add_argument("--piece", type=int, help="tokens of a vLLM step, so that it reads prompts in pieces")
     parser.add_argument("--ways", nargs="+", default=list(WAYS))
     parser.add_argument("--head", help="the folder of an exported EAGLE-3 head")
@@ -281,12 +326,15 @@ def main() -> None:
         for size in given.batches:
             jobs = {way: {**each, "size": size} for way, each in ways.items()}
             told: dict[str, list[Told]] = {way: [] for way in ways}
-            for turn in range(given.repeats):
-                for way, batches in measure(jobs, warm[size], prompts, size, given.seconds).items():
-                    told[way] += batches
-                for way in ways if turn == given.repeats - 1 else ():
-                    result[f"{way}, {size}"] = found = summary(told[way], told[given.ways[0]])
-                    report(size, way, found)
+            same: dict[str, list[bool]] = {way: [] for way in ways}
+            for _ in range(given.repeats):
+                found = measure(jobs, warm[size], prompts, size, given.tokens)
+                for way, (turns, answers) in found.items():
+                    told[way] += turns
+                    same[way] += [a == b for a, b in zip(answers, found[given.ways[0]][1], strict=True)]
+            for way in ways:
+                result[f"{way}, {size}"] = summary(told[way], told[given.ways[0]], same[way])
+                report(size, way, result[f"{way}, {size}"])
     about = {"prompts": len(prompts), "tokens": given.tokens, "repeats": given.repeats, "longest": given.longest}
     about |= {"model": Path(model).name, "dtype": given.dtype, "piece": given.piece}
     about |= {"machine": platform.machine(), "cores": len(os.sched_getaffinity(0))}
@@ -301,7 +349,8 @@ def written(job: dict[str, Any], prompts: list[str], kept: Path | None) -> list[
             raise SystemExit(f"{kept} has answers to other prompts than these: name another file, or delete it")
         return known["answers"]
     with started({"others": job}) as ways:
-        answers: list[list[int]] = ways["others"].ask(prompts)["answers"]
+        ways["others"].ask([(prompt, job["tokens"]) for prompt in prompts])
+        answers: list[list[int]] = ways["others"].ask(len(prompts))["answers"]
     if kept is not None:
         kept.write_text(json.dumps({"prompts": prompts, "answers": answers}))
     return answers

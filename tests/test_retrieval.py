@@ -98,6 +98,19 @@ def test_scores_are_conditional_frequencies():
     )
 
 
+def test_a_text_is_searched_with_the_latest_answers_and_its_own_runs_are_kept():
+    """Under load an answer ends every few steps, and all texts that are being written are joined with it."""
+    live, answers = LiveText(), EarlierAnswers(np.uint16, 1000)
+    live.extend([1, 2, 3])
+    before = live.runs(answers.runs("default"))
+    answers.publish("default", [2, 3, 9])
+    after = live.runs(answers.runs("default"))
+    assert after.runs[-2:] == before.runs[-2:]
+    live.extend([4, 2, 3])
+    found = draft(live.runs(answers.runs("default")), np.array([2, 3], np.int32), SearchShape(length=1))
+    assert {path[0] for path in paths(found.tree)} == {4, 9}
+
+
 # ---- drafters
 
 

@@ -35,6 +35,7 @@ class LiveText:
         self.end = DEPTH
         self.long = np.empty(0, np.uint32)
         self.short, self.count = np.empty(SHORT, np.uint32), 0
+        self._own = list[Run]()  # its runs, while neither the array nor the positions are others
         self._below: Runs | None = None
         self._runs: Runs | None = None
 
@@ -42,7 +43,7 @@ class LiveText:
         start, end = self.end, self.end + len(tokens)
         if end + 1 > len(self.tokens):
             self.tokens = np.resize(self.tokens, 2 * end)
-            self._runs = None
+            self._own = []
         self.tokens[start:end] = tokens
         self.tokens[end] = self._separator
         self.end = end
@@ -58,13 +59,14 @@ class LiveText:
                 self._lay(_merge(self.tokens, self.long, self.short))
 
     def _lay(self, positions: Positions) -> None:
-        self.long, self.count, self._runs = positions, 0, None
+        self.long, self.count, self._own = positions, 0, []
 
     def runs(self, below: Runs) -> Runs:
         """This text and the given runs, to be searched until the text grows."""
+        if not self._own:
+            self._own, self._runs = [Run(self.tokens, p, "the text so far") for p in (self.long, self.short)], None
         if self._runs is None or below is not self._below:
-            own = (Run(self.tokens, p, "the text so far") for p in (self.long, self.short))
-            self._below, self._runs = below, Runs((*below.runs, *own), self.dtype)
+            self._below, self._runs = below, Runs((*below.runs, *self._own), self.dtype)
         self._runs.table[-2:, LENGTH], self._runs.table[-1, COUNT] = self.end + 1, self.count
         return self._runs
 

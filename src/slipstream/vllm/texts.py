@@ -54,7 +54,7 @@ class KnownTexts:
         """The text with these tokens, if it is known. It is removed until it is put back."""
         found = self._by_end.get(key := _key(row, length), [])
         for text in found:
-            if np.array_equal(text.tokens[:length], row[:length]):
+            if (text.tokens[:length] == row[:length]).all():
                 found.remove(text)
                 if not found:
                     del self._by_end[key]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -55,6 +56,22 @@ class Run:
     def __len__(self) -> int:
         return len(self.tokens)
 
+    @cached_property
+    def row(self) -> NDArray[np.int64]:
+        """(COLUMNS,) how compiled code finds it. Kept, since the same earlier answers are joined with many texts."""
+        row = np.zeros(COLUMNS, np.int64)
+        sections = {"tokens": self.tokens, "positions": self.positions, "keys": self.keys}
+        for column, (name, section) in zip((TOKENS, POSITIONS, KEYS), sections.items(), strict=True):
+            if section is not None:
+                row[column] = section.ctypes.data
+            if name in self.checks:
+                row[column + 1] = self.checks[name].sums.ctypes.data
+                row[column + 2] = self.checks[name].seen.ctypes.data
+        row[LENGTH], row[COUNT] = len(self.tokens), len(self.positions)
+        row[DEAD], row[DEADS] = self.dead.ctypes.data, len(self.dead)
+        row[LIMIT] = min(self.vocabulary or separator(self.tokens), separator(self.tokens))
+        return row
+
 
 def token_type(vocabulary: int) -> np.dtype[Any]:
     """The narrowest type for a vocabulary. Its largest value is the separator of documents, not a token."""
@@ -86,21 +103,11 @@ class Runs:
     def __init__(self, runs: Sequence[Run], dtype: Any = np.uint16) -> None:
         self.runs = tuple(runs)
         self.dtype = np.dtype(dtype)
-        self.table = np.zeros((len(self.runs), COLUMNS), np.int64)
+        self.table = np.array([run.row for run in self.runs], np.int64).reshape(-1, COLUMNS)
         self.width = np.empty(0, self.dtype)  # tells compiled code the tokens' type
-        for row, run in zip(self.table, self.runs, strict=True):
+        for run in self.runs:
             if run.tokens.dtype != self.dtype:
                 raise TypeError(f"a run of {run.tokens.dtype} tokens among runs of {self.dtype}")
-            sections = {"tokens": run.tokens, "positions": run.positions, "keys": run.keys}
-            for column, (name, section) in zip((TOKENS, POSITIONS, KEYS), sections.items(), strict=True):
-                if section is not None:
-                    row[column] = section.ctypes.data
-                if name in run.checks:
-                    row[column + 1] = run.checks[name].sums.ctypes.data
-                    row[column + 2] = run.checks[name].seen.ctypes.data
-            row[LENGTH], row[COUNT] = len(run.tokens), len(run.positions)
-            row[DEAD], row[DEADS] = run.dead.ctypes.data, len(run.dead)
-            row[LIMIT] = min(run.vocabulary or separator(run.tokens), separator(run.tokens))
 
     def __len__(self) -> int:
         return sum(len(run) for run in self.runs)

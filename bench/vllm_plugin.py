@@ -2,10 +2,10 @@
 
 Greedy answers, so many at a time as --batches says. All prompts are asked at once, and the next takes the place of a
 text that ends, as in a server under load. The first ones are cut short, each elsewhere, so that from then on texts end
-one by one. Every drafter has its own process, and they take turns: one goes on until as
-many texts have ended as are answered at a time, then the next one does, so that noise affects all alike. What is
-measured ends when the first place stays empty; the rest is answered without a clock. Each repetition and size has new
-processes, so that no drafter has seen an answer to the same prompt.
+one by one. Every drafter has its own process, and they take turns: one goes on until as many texts have ended as are
+answered at a time, then the next one does, so that noise affects all alike. What is measured ends when the first place
+stays empty; the rest is answered without a clock. Each repetition and size has new processes, so that no drafter has
+seen an answer to the same prompt.
 
 Reported: how many texts equal those of vLLM without speculation, tokens per step and text, tokens per second, and its
 ratio to none, with a bootstrapped 95% interval over turns. `store` also drafts from a store of the model's own answers

@@ -8,13 +8,15 @@ import math
 
 import numpy as np
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from slipstream.budget.chains import expected_tokens
 from slipstream.errors import OptionError
 from slipstream.plan import advice, theory
 from slipstream.plan.forecast import forecast, outcome, why
 from slipstream.plan.roofline import CHIPS, LAUNCH, REACHED, Shape, chip, drafting_on_part, shape_of, step_cost
-from slipstream.plan.survival import Survival, Tally, counted, fade, from_traces, guessed, parse_alpha
+from slipstream.plan.survival import Survival, Tally, after_forward, counted, fade, from_traces, guessed, parse_alpha
 from slipstream.plan.theory import Interval
 from slipstream.plan.words import advice as words
 from slipstream.plan.words import bar, table
@@ -381,6 +383,24 @@ def test_a_forecast_that_was_far_off_says_why(seconds, alpha, said):
     reasons = why(expected, found)
     assert len(reasons) == 1
     assert said in reasons[0]
+
+
+def test_a_replay_reads_all_weights_after_a_step_as_decoding_does():
+    layers, read = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 4)), []
+    layers.device = torch.device("cpu")
+    weights = {each.data_ptr(): name for name, each in layers.named_parameters()}
+
+    class Reading(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if function is torch.ops.aten.sum.default:
+                read.append(weights[args[0].data_ptr()])
+            return function(*args, **(kwargs or {}))
+
+    steps = []
+    with Reading():
+        after_forward(steps.append, layers)("a step")
+    assert (steps, read) == (["a step"], list(weights.values()))
+    assert after_forward(steps.append, None) == steps.append
 
 
 # ---- the plan

@@ -429,6 +429,24 @@ def test_nothing_pays_below_c_and_the_words_say_so():
     assert table(document).row_count == 1
 
 
+@pytest.mark.parametrize(
+    ("speedups", "said"),
+    [
+        ([1.5, 1.2, 1.1], ["eagle3 still pays with 4 sequences"]),
+        ([1.5, 1.2, 0.9], ["From 4 sequences at a time on, eagle3 no longer pays"]),
+        ([0.8, 1.2, 1.1], ["eagle3 pays from 2 sequences"]),
+        ([0.8, 1.2, 0.9], ["eagle3 pays from 2 sequences", "From 4 sequences at a time on, eagle3 no longer pays"]),
+        ([0.8, 0.9, 0.9], ["eagle3 pays with no number"]),
+    ],
+)
+def test_a_plan_says_with_how_many_sequences_a_drafter_pays(speedups, said):
+    row = advice.consider(guessed("eagle3", Interval(0.7, 0.6, 0.8), 8), place(rows=0.1))
+    batches = [{"batch": n, "speedup": {"eagle3": each}} for n, each in zip((1, 2, 4), speedups, strict=True)]
+    document = {"drafters": [row], "plain": advice.plain_step(place(), None, None), "batches": batches}
+    found = [each for each in words(document) if "at a time" in each]
+    assert [each.startswith(begins) for each, begins in zip(found, said, strict=True)] == [True] * len(said)
+
+
 def test_what_was_never_drafted_does_not_pay():
     empty = Survival("pld", ((), (), ()), (), tuple(steps_of(0.5, 1, 1)), "steps")
     assert advice.consider(empty, place())["verdict"] == "does not pay"

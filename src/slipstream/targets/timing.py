@@ -92,6 +92,7 @@ def described(target: Target) -> str:
     cuda = target.device.type == "cuda"
     where = torch.cuda.get_device_name(target.device) if cuda else f"{cpu_name()} × {torch.get_num_threads()}"
     way = type(target).__name__ + (" compiled" if getattr(target, "compile", "") else "")
+    way += f" packed from {rows} rows" if (rows := getattr(target, "packed_from", 0)) else ""
     versions = f"slipstream {__version__}, torch {torch.__version__}, transformers {transformers.__version__}"
     return " | ".join(map(str, (type(model).__name__, sizes_hash, target.dtype, where, way, versions)))
 

@@ -40,7 +40,8 @@ def measure(target: Target, text: Sequence[int], at_most: float = AT_MOST) -> di
     trees = {n: _trial(n, target, rng) for n in sizes}
     measuring, times = Stopwatch(), dict[int, float]()
     for repeat in range(1 + REPEATS):
-        for n in sizes:
+        # In turn forth and back, so that a step also follows one of its own size, as in decoding.
+        for n in sizes if repeat < 2 or repeat % 2 else sizes[::-1]:
             if len(times) > 1 and measuring.seconds() > at_most:
                 break
             taken = _seconds(target, slot, trees[n])

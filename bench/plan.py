@@ -11,12 +11,12 @@ anywhere.
 
 `model` drafts with the target's own layers, without those that matter least for its answers. `rest` needs --store.
 
-For two idle CPU cores, about ten minutes each; on a GPU with --device cuda, and better without --nodes:
+For two idle CPU cores, five minutes and three; on a GPU with --device cuda, and better without --nodes:
 
     python bench/plan.py --prompts HUMANEVAL --store STORE --drafters suffix,rest,eagle3,redrafter,model \
-        --limit 20 --nodes 2 --tokens 32
+        --limit 32 --nodes 2 --tokens 32
     python bench/plan.py --prompts SPECBENCH --categories rag --drafters magicdec --keys 256 \
-        --limit 14 --nodes 2 --tokens 32
+        --limit 18 --nodes 2 --tokens 32
 
 Prints a table to stderr and one JSON line.
 """

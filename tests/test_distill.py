@@ -23,7 +23,7 @@ from slipstream.training.distill import Distillation, DraftSource, distill
 from slipstream.training.distill_loop import DistillLoop, OwnTexts
 from slipstream.training.log import read as read_log
 from slipstream.training.loop import TrainingPlan
-from slipstream.training.payoff import Pair
+from slipstream.training.payoff import Pair, measure_pair
 from slipstream.training.processes import Processes
 from slipstream.training.teacher import Speaker
 from test_collect import letters
@@ -299,6 +299,14 @@ def test_a_pair_that_can_t_pay_is_refused_with_the_reason(target, data, tmp_path
         distill(target, None, [data], tmp_path / "d", plan=PLAN, **{**half(), "pair": dear})
     assert not (tmp_path / "d").exists()
     Pair(Costs({1: 0.010, 16: 0.010}), Costs({1: 0.0089})).check()  # (1 + 0.9) / (1 + 0.89) is more than 1
+
+
+def test_a_pair_is_measured_now_whatever_is_remembered(tiny, monkeypatch):
+    """What was remembered on a busy machine refused pairs that pay."""
+    monkeypatch.setattr("slipstream.targets.timing.recall", lambda *_: {"1": 60.0})
+    pair = measure_pair(tiny("llama"), tiny("llama"))
+    assert pair.target.seconds(1) < 60
+    assert pair.draft.seconds(1) < 60
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from slipstream.targets import Want, open_target, packed
-from slipstream.targets.packed import FEWEST, MOST, Packed, PackedLayers
+from slipstream.targets.packed import MOST, Packed, PackedLayers
 from slipstream.tree import TokenTree
 
 
@@ -41,12 +41,18 @@ def logits(target, count):
     return found
 
 
-@pytest.mark.parametrize("count", [1, FEWEST - 1, FEWEST, 9, MOST, MOST + 1])
-def test_a_step_says_what_the_model_says(count, model, monkeypatch):
+@pytest.mark.parametrize("fewest", [1, 3, 4])
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 9, MOST, MOST + 1])
+def test_a_step_says_what_the_model_says(count, fewest, model, monkeypatch):
+    def seconds(layers, x):  # in the trial
+        return 1.0 if isinstance(layers[0], Packed) == (len(x) >= fewest) else 2.0
+
+    monkeypatch.setattr(packed, "LESS", 0.85)
+    monkeypatch.setattr(packed, "seconds", seconds)
     target, rows, product = open_target(model), [], torch.ops.mkldnn._linear_pointwise
     monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", lambda x, *y: rows.append(x.shape[1]) or product(x, *y))
     found = logits(target, count)
-    assert (count in rows) == (FEWEST <= count <= MOST)
+    assert (count in rows) == (fewest <= count <= MOST)
     torch.testing.assert_close(found, expected(model, count), rtol=0, atol=1e-5)
 
 
@@ -126,14 +132,14 @@ def test_a_shape_is_tried_once_on_a_machine(model, monkeypatch):
     monkeypatch.setattr(packed, "pays", lambda layers: tried.append(layers[0].weight.shape) or pays(layers))
     first = packed.worth_packing(model)
     assert len(tried) == len(set(tried)) > 2
-    assert {layer.weight.shape for *_, layer in first} == set(tried)
+    assert {layer.weight.shape for *_, layer, _ in first} == set(tried)
     tried.clear()
     assert packed.worth_packing(model) == first
     assert not tried
     monkeypatch.setattr(torch, "get_num_threads", lambda: 99)  # another machine, as it were
     assert packed.worth_packing(model) == first
     assert tried
-    kept.update(dict.fromkeys(kept, False))
+    kept.update(dict.fromkeys(kept, 0))
     assert not packed.worth_packing(model)
-    kept.update(dict.fromkeys(kept, "damaged"))
+    kept.update(dict.fromkeys(kept, True))
     assert packed.worth_packing(model) == first

@@ -8,13 +8,15 @@ import math
 
 import numpy as np
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from slipstream.budget.chains import expected_tokens
 from slipstream.errors import OptionError
 from slipstream.plan import advice, theory
 from slipstream.plan.forecast import forecast, outcome, why
 from slipstream.plan.roofline import CHIPS, LAUNCH, REACHED, Shape, chip, drafting_on_part, shape_of, step_cost
-from slipstream.plan.survival import Survival, Tally, counted, fade, from_traces, guessed, parse_alpha
+from slipstream.plan.survival import Survival, Tally, after_forward, counted, fade, from_traces, guessed, parse_alpha
 from slipstream.plan.theory import Interval
 from slipstream.plan.words import advice as words
 from slipstream.plan.words import bar, table
@@ -383,6 +385,24 @@ def test_a_forecast_that_was_far_off_says_why(seconds, alpha, said):
     assert said in reasons[0]
 
 
+def test_a_replay_reads_all_weights_after_a_step_as_decoding_does():
+    layers, read = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 4)), []
+    layers.device = torch.device("cpu")
+    weights = {each.data_ptr(): name for name, each in layers.named_parameters()}
+
+    class Reading(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if function is torch.ops.aten.sum.default:
+                read.append(weights[args[0].data_ptr()])
+            return function(*args, **(kwargs or {}))
+
+    steps = []
+    with Reading():
+        after_forward(steps.append, layers)("a step")
+    assert (steps, read) == (["a step"], list(weights.values()))
+    assert after_forward(steps.append, None) == steps.append
+
+
 # ---- the plan
 
 
@@ -407,6 +427,24 @@ def test_nothing_pays_below_c_and_the_words_say_so():
     assert "Nothing pays" in said
     assert "α = 0.20" in said
     assert table(document).row_count == 1
+
+
+@pytest.mark.parametrize(
+    ("speedups", "said"),
+    [
+        ([1.5, 1.2, 1.1], ["eagle3 still pays with 4 sequences"]),
+        ([1.5, 1.2, 0.9], ["From 4 sequences at a time on, eagle3 no longer pays"]),
+        ([0.8, 1.2, 1.1], ["eagle3 pays from 2 sequences"]),
+        ([0.8, 1.2, 0.9], ["eagle3 pays from 2 sequences", "From 4 sequences at a time on, eagle3 no longer pays"]),
+        ([0.8, 0.9, 0.9], ["eagle3 pays with no number"]),
+    ],
+)
+def test_a_plan_says_with_how_many_sequences_a_drafter_pays(speedups, said):
+    row = advice.consider(guessed("eagle3", Interval(0.7, 0.6, 0.8), 8), place(rows=0.1))
+    batches = [{"batch": n, "speedup": {"eagle3": each}} for n, each in zip((1, 2, 4), speedups, strict=True)]
+    document = {"drafters": [row], "plain": advice.plain_step(place(), None, None), "batches": batches}
+    found = [each for each in words(document) if "at a time" in each]
+    assert [each.startswith(begins) for each, begins in zip(found, said, strict=True)] == [True] * len(said)
 
 
 def test_what_was_never_drafted_does_not_pay():

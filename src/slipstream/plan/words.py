@@ -79,14 +79,21 @@ def _why(row: dict[str, Any], alpha: float, c: float) -> str:
 
 
 def _when(document: Document, best: dict[str, Any]) -> list[str]:
-    """From which batch size on the drafter no longer pays."""
+    """From which batch size on the drafter pays, and from which on it no longer does."""
     batches, name = document.get("batches") or [], best["drafter"]
     if not batches:
         return []
-    losing = [each["batch"] for each in batches if each["speedup"].get(name, 1) <= 1]
-    if not losing:
-        return [f"{name} still pays with {batches[-1]['batch']} sequences at a time."]
-    return [f"From {losing[0]} sequences at a time on, {name} no longer pays: rows are not free any more."]
+    sizes = [each["batch"] for each in batches]
+    paying = [each["batch"] for each in batches if each["speedup"].get(name, 1) > 1]
+    if not paying:
+        return [f"{name} pays with no number of sequences at a time."]
+    sentences = []
+    if paying[0] > sizes[0]:
+        sentences.append(f"{name} pays from {paying[0]} sequences at a time on.")
+    losing = [size for size in sizes if size > paying[-1]]
+    if losing:
+        sentences.append(f"From {losing[0]} sequences at a time on, {name} no longer pays: rows are not free any more.")
+    return sentences or [f"{name} still pays with {sizes[-1]} sequences at a time."]
 
 
 def _caveats(document: Document) -> list[str]:

@@ -23,11 +23,14 @@ from slipstream.targets.timing import cpu_name
 
 log = logging.getLogger("slipstream")
 
-FEWEST, MOST = 4, 32  # rows for packed weights: with fewer, BLAS is limited by memory; with more, reordering is cheap
+MOST = 32  # rows for packed weights: with more, reordering is cheap
+# Rows that are tried, and from how many rows on packing is taken to pay if it does with these. On most CPUs it does not
+# with less than four, where BLAS is limited by memory; on some it halves their time.
+TRIALS = ((8, 4), (3, 3), (2, 2), (1, 1))
 SMALL = 32 << 20  # bytes of weights that fit a core's cache, where reordering takes next to no time
 SHARE = 4  # the copy may take 1/SHARE of the free memory
 SEEN = 32  # weights per layer that are compared to notice a change, which changes all of them or nearly all
-SAMPLE, TRIED = 8, 4  # rows, and layers of each shape, in the trial: the first start with a model waits for it
+TRIED = 4  # layers of each shape in the trial: the first start with a model waits for it
 LESS = 0.85  # packed products must take at most this share of BLAS' time: clocks err by a tenth on a busy machine
 
 _known = WeakValueDictionary[int, "PackedLayers"]()  # by the model's id: several targets may share it
@@ -36,10 +39,12 @@ _known = WeakValueDictionary[int, "PackedLayers"]()  # by the model's id: severa
 class PackedLayers:
     """A model's linear layers with packed weights, put in place during a forward."""
 
-    def __init__(self, model: nn.Module, layers: list[tuple[nn.Module, str, nn.Linear]]) -> None:
-        """layers: of the model, each with the module that it is part of, and its name there."""
+    def __init__(self, model: nn.Module, layers: list[tuple[nn.Module, str, nn.Linear, int]]) -> None:
+        """layers: of the model, each with the module that it is part of, its name there, and from how many rows on
+        packing pays."""
         self.model = model  # a reference, so that its id is not reused while this exists
-        self._places = [(parent, name, layer, Packed(layer)) for parent, name, layer in layers]
+        self._places = [(parent, name, layer, Packed(layer, fewest)) for parent, name, layer, fewest in layers]
+        self.fewest = min((fewest for *_, fewest in layers), default=0)  # rows that any layer is packed for
 
     @classmethod
     def of(cls, model: nn.Module) -> PackedLayers:
@@ -61,14 +66,14 @@ class PackedLayers:
 class Packed(nn.Module):
     """One layer. With fewer or more rows than packing pays for, it uses the ordinary weights."""
 
-    def __init__(self, layer: nn.Linear) -> None:
+    def __init__(self, layer: nn.Linear, fewest: int) -> None:
         super().__init__()
-        self.layer = layer
+        self.layer, self.fewest = layer, fewest
         self._pack()
 
     @torch.no_grad()
     def _pack(self) -> None:
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(self.layer.weight.detach(), SAMPLE)
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(self.layer.weight.detach(), TRIALS[0][0])
         self._seen = self._some().clone()
 
     def _some(self) -> torch.Tensor:
@@ -82,7 +87,7 @@ class Packed(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = x.numel() // x.shape[-1]
-        if not FEWEST <= rows <= MOST:
+        if not self.fewest <= rows <= MOST:
             return linear(x, self.layer.weight, self.layer.bias)
         found: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.layer.bias, "none", [], "")
         return found
@@ -110,9 +115,9 @@ def is_plain(layer: Any) -> bool:
     )
 
 
-def worth_packing(model: nn.Module) -> list[tuple[nn.Module, str, nn.Linear]]:
-    """The layers for which packing pays, each with the module that it is part of and its name there. Only float32:
-    lower precision gains nothing on CPUs without instructions for it."""
+def worth_packing(model: nn.Module) -> list[tuple[nn.Module, str, nn.Linear, int]]:
+    """The layers for which packing pays, each with the module that it is part of, its name there, and from how many
+    rows on it pays. Only float32: lower precision gains nothing on CPUs without instructions for it."""
     layers = [
         (parent, name, layer)
         for parent in model.modules()
@@ -125,39 +130,45 @@ def worth_packing(model: nn.Module) -> list[tuple[nn.Module, str, nn.Linear]]:
     alike: dict[torch.Size, list[nn.Linear]] = {}
     for *_, layer in layers:
         alike.setdefault(layer.weight.shape, []).append(layer)
-    paying = {shape for shape, some in alike.items() if known_to_pay(some[:TRIED])}
-    return [each for each in layers if each[2].weight.shape in paying]
+    fewest = {shape: known_to_pay(some[:TRIED]) for shape, some in alike.items()}
+    return [(*each, rows) for each in layers if (rows := fewest[each[2].weight.shape])]
 
 
-def known_to_pay(layers: list[nn.Linear]) -> bool:
-    """Whether packing layers of this shape pays. Tried once on a machine and remembered: the last bits of logits depend
-    on it, and must be the same at every start."""
+def known_to_pay(layers: list[nn.Linear]) -> int:
+    """From how many rows on packing layers of this shape pays; 0: never. Tried once on a machine and remembered: the
+    last bits of logits depend on it, and must be the same at every start."""
     shape = "×".join(map(str, layers[0].weight.shape))
     where = f"{cpu_name()} × {torch.get_num_threads()}, torch {torch.__version__}"
     key = f"{len(layers)} layers {shape} | {where}"
     known = recall("packed", key)
-    if not isinstance(known, bool):
+    if type(known) is not int:  # earlier versions remembered a bool
         known = pays(layers)
         remember("packed", key, known)
     return known
 
 
 @torch.inference_mode()
-def pays(layers: list[nn.Linear]) -> bool:
-    """Try whether a few rows are faster with packed weights, with the same result. layers: of one shape; several, so
-    that weights come from memory as they do in a step."""
+def pays(layers: list[nn.Linear]) -> int:
+    """Try from how many rows on packed weights are faster, with the same result; 0: never. layers: of one shape;
+    several, so that weights come from memory as they do in a step."""
     if not torch.backends.mkldnn.is_available():
-        return False
-    x = torch.randn(SAMPLE, layers[0].in_features)
+        return 0
+    found = 0
     try:
-        packed = [Packed(layer) for layer in layers]
-        same = torch.allclose(packed[0](x), layers[0](x), rtol=1e-3, atol=1e-3)
+        packed = [Packed(layer, 1) for layer in layers]
+        for rows, fewest in TRIALS:
+            x = torch.randn(rows, layers[0].in_features)
+            same = torch.allclose(packed[0](x), layers[0](x), rtol=1e-3, atol=1e-3)
+            times = [[seconds(each, x) for each in (packed, layers)] for _ in range(3)]
+            least, unpacked = (min(each) for each in zip(*times, strict=True))
+            most = unpacked if found else LESS * unpacked  # for fewer rows the copy is there already
+            if not same or least >= most:
+                break
+            found = fewest
     except (AttributeError, NotImplementedError, RuntimeError) as error:  # a torch that has no such product
         log.debug("weights can't be packed: %s", error)
-        return False
-    times = [[seconds(each, x) for each in (packed, layers)] for _ in range(3)]
-    least, unpacked = (min(each) for each in zip(*times, strict=True))
-    return same and least < LESS * unpacked
+        return 0
+    return found
 
 
 def seconds(layers: Sequence[nn.Module], x: torch.Tensor) -> float:

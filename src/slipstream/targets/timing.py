@@ -40,7 +40,8 @@ def measure(target: Target, text: Sequence[int], at_most: float = AT_MOST) -> di
     trees = {n: _trial(n, target, rng) for n in sizes}
     measuring, times = Stopwatch(), dict[int, float]()
     for repeat in range(1 + REPEATS):
-        for n in sizes:
+        # In turn forth and back, so that a step also follows one of its own size, as in decoding.
+        for n in sizes if repeat < 2 or repeat % 2 else sizes[::-1]:
             if len(times) > 1 and measuring.seconds() > at_most:
                 break
             taken = _seconds(target, slot, trees[n])
@@ -92,6 +93,7 @@ def described(target: Target) -> str:
     cuda = target.device.type == "cuda"
     where = torch.cuda.get_device_name(target.device) if cuda else f"{cpu_name()} × {torch.get_num_threads()}"
     way = type(target).__name__ + (" compiled" if getattr(target, "compile", "") else "")
+    way += f" packed from {rows} rows" if (rows := getattr(target, "packed_from", 0)) else ""
     versions = f"slipstream {__version__}, torch {torch.__version__}, transformers {transformers.__version__}"
     return " | ".join(map(str, (type(model).__name__, sizes_hash, target.dtype, where, way, versions)))
 

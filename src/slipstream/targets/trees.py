@@ -48,6 +48,7 @@ class TreeTarget(Target):
         self._takes_positions = "position_ids" in accepted
         self._keeps_logits = "logits_to_keep" in accepted
         self._packed = PackedLayers.of(model)
+        self.packed_from = self._packed.fewest
 
     # ---- slots
 

@@ -13,7 +13,7 @@ from slipstream.budget.chains import expected_tokens
 from slipstream.budget.costs import Costs
 from slipstream.errors import OptionError
 from slipstream.targets import open_target
-from slipstream.targets.timing import costs_of
+from slipstream.targets.timing import measure, nonsense
 
 # An optimistic acceptance: what draft models of a hundredth of their target's size reach on the easiest texts.
 BEST_ACCEPTANCE = 0.9
@@ -53,10 +53,10 @@ class Pair:
 
 
 def measure_pair(model: Any, draft: Any) -> Pair:
-    """Costs are measured once per machine and cached."""
+    """Both are measured now: costs remembered from another time, when the machine was busy, may refuse a good pair."""
     found = []
     for each in (model, draft):
         target = open_target(each)
-        found.append(costs_of(target))
+        found.append(Costs(measure(target, nonsense(target)), bool(target.widths), target.flat))
         target.release()
     return Pair(*found)

@@ -21,7 +21,7 @@ from slipstream.sampling import Sampler, Sampling
 from slipstream.stopwatch import Stopwatch, preparing
 from slipstream.targets.base import Target, Want
 from slipstream.targets.timing import nonsense
-from slipstream.tree import TokenTree, fuse
+from slipstream.tree import TokenTree, fuse, places
 
 if TYPE_CHECKING:
     from slipstream.targets.captured.fixed_step import FixedStep
@@ -65,6 +65,8 @@ def rehearse(target: Target, pilot: Pilot, parts: Mapping[str, Drafter], layers:
         trial.choose([Draft(Text(), whole, limit.nodes)], trial.sources().values())
         trial.judge()
         trial.calibration.learn(whole, words)
+    whole.top_k(1)  # as a draft that is too large, and
+    places(whole, whole)  # as whoever looks for nodes of its own: what compiles in a first answer delays it
 
     def start_all(step: FixedStep) -> None:
         for name in pilot.heads:

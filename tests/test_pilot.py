@@ -868,6 +868,26 @@ def test_what_gained_nothing_in_a_small_batch_is_not_tried_at_once_in_a_larger_o
     assert "bad" in [source.name for source in pilot.asks(["bad"], four * 2)]
 
 
+def test_a_head_whose_draft_takes_longer_than_a_step_is_not_tried_at_once():
+    pilot = Pilot(Costs({1: 1.0, 64: 1.1}), ["suffix", "head"], heads={"head": (2,)})
+    for source, seconds in zip(pilot.sources().values(), (1.5, 0.5, 1.5), strict=True):
+        for _ in range(TRIAL):
+            source.took(seconds)
+    pilot.rehearsed()
+    assert {name for name, source in pilot.sources().items() if max(source.due) == 0} == {"suffix", "head:2"}
+    assert pilot.sources()["head"].due == [round(TRIAL * 1.5 * 3 / EXPLORING)] * LEVELS  # three share the budget
+
+
+def test_a_head_that_lost_is_not_tried_at_once_where_more_is_expected():
+    pilot = Pilot(Costs({1: 1.0, 64: 1.1}), ["a"], heads={"a": ()})
+    (source,) = known(pilot, {"a": 20.0})
+    source.level = 1
+    step(pilot, Text(), chain([1]), [source], [2])
+    assert source.gain(1) < 0
+    assert source.due[0] == 0
+    assert min(source.due[1:]) > 0
+
+
 def test_who_is_renewed_is_asked_again():
     pilot = Pilot(Costs({1: 1.0, 64: 1.1}), ["a"])
     state = Text()

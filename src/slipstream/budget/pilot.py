@@ -330,6 +330,18 @@ class Pilot:
                 deficit = max(0.0, source.deficit + lost)
                 lost, source.deficit = (deficit, 0.0) if deficit > TRIAL * step else (0.0, deficit)
             source.due[source.level] = self.steps + self._wait(lost / step)
+            if source.head and gain <= 0:  # the more tokens are expected already, the less a head adds
+                for level in range(source.level + 1, LEVELS):
+                    if not source.observations[level]:
+                        source.due[level] = max(source.due[level], source.due[source.level])
+
+    def rehearsed(self) -> None:
+        """Before the first answer, once drafting times are known: a head's draft that takes longer than a plain step
+        must give more than a token besides. So it is not tried at once, but as if a trial had just been lost."""
+        step = self.costs.seconds(1)
+        for source in self.sources().values():
+            if source.head and source.drafting.seconds > step and not any(source.observations):
+                source.due = [self._wait(TRIAL * source.drafting.seconds / step)] * LEVELS
 
     # ---- from one process to the next
 

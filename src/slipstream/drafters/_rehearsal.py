@@ -100,6 +100,7 @@ def rehearse(target: Target, pilot: Pilot, parts: Mapping[str, Drafter], layers:
             for _ in range(TRIAL):
                 token = started(source, token)
     target.score([slot], [TokenTree.root(root)], Want((), 1 + limit.nodes, want.samplers))  # a step without drafts
+    pilot.rehearsed()
     for session in sessions.values():
         session.close()
     target.close(slot)

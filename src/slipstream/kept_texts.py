@@ -1,7 +1,7 @@
 """KeptTexts: texts of ended answers whose keys stay in the cache, found again by how they begin.
 
 A text is known by a chain of hashes: one for each block of its tokens, which depends on all blocks before it too. So
-what begins like a prompt is found in the time that the prompt is long, however many texts there are. A chain starts
+what begins like a prompt is found in the time that the prompt is long, however many texts there are. Each hash goes
 with the name of its collection: nobody finds what other collections asked.
 """
 
@@ -13,12 +13,14 @@ from slipstream.engine import MIN_SHARED, Engine
 from slipstream.request import Request
 from slipstream.sequence import Kept
 
+Block = tuple[str, int]  # collection, hash
+
 
 class KeptTexts:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._chains: dict[Kept, list[int]] = {}  # the most recently used last
-        self._by_hash: dict[int, dict[Kept, None]] = {}  # those that begin so; the latest last
+        self._chains: dict[Kept, list[Block]] = {}  # the most recently used last
+        self._by_hash: dict[Block, dict[Kept, None]] = {}  # those that begin so; the latest last
 
     def __len__(self) -> int:
         return len(self._chains)
@@ -76,9 +78,9 @@ class KeptTexts:
                 self.forget(next(iter(self._chains)))
 
 
-def hashes(collection: str, tokens: Sequence[int]) -> Iterator[int]:
+def hashes(collection: str, tokens: Sequence[int]) -> Iterator[Block]:
     """One for each whole block of a text."""
-    before = hash(collection)
+    before = 0
     for end in range(MIN_SHARED, len(tokens) + 1, MIN_SHARED):
         before = hash((before, *tokens[end - MIN_SHARED : end]))
-        yield before
+        yield collection, before

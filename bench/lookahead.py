@@ -92,25 +92,26 @@ class Contestant:
 
 
 def contestants(given: argparse.Namespace, model: Any, tokenizer: Any) -> dict[str, Contestant]:
-    found = {name: Contestant(LLM(model, tokenizer, name)) for name in ("none", "pld", "suffix")}
+    how = {"memory": given.memory}  # each has a cache of its own
+    found = {name: Contestant(LLM(model, tokenizer, name, **how)) for name in ("none", "pld", "suffix")}
     for shape in dict.fromkeys([*given.shapes, *given.fused]):
         ngram, window, guesses = map(int, shape.split(","))
-        llm = LLM(model, tokenizer, "lookahead", ngram=ngram, window=window, guesses=guesses)
+        llm = LLM(model, tokenizer, "lookahead", ngram=ngram, window=window, guesses=guesses, **how)
         if shape in given.shapes:
             found[f"lookahead ({shape})"] = Contestant(llm)
         if shape in given.fused:
-            found[f"with suffix ({shape})"] = fused(model, tokenizer, llm)
+            found[f"with suffix ({shape})"] = fused(model, tokenizer, llm, given.memory)
     if given.auto:
         for name in ("auto", "auto less it"):
-            llm = LLM(model, tokenizer, "auto")
+            llm = LLM(model, tokenizer, "auto", **how)
             others = [part for part in llm.engine.drafter.parts if part not in ("lookahead", "prediction")]
             found[name] = Contestant(llm, {} if name == "auto" else {"drafters": others})
     return found
 
 
-def fused(model: Any, tokenizer: Any, alone: LLM) -> Contestant:
+def fused(model: Any, tokenizer: Any, alone: LLM, memory: float) -> Contestant:
     """Both are asked at every step, and everything they say is verified."""
-    llm, own = LLM(model, tokenizer, "auto", drafters="suffix,lookahead"), alone.engine.drafter
+    llm, own = LLM(model, tokenizer, "auto", drafters="suffix,lookahead", memory=memory), alone.engine.drafter
     drafter = llm.engine.drafter
     drafter.parts["lookahead"] = own
     drafter.pilot = Pilot(Costs(FREE), list(drafter.parts), returns={"lookahead": own.returns})
@@ -153,7 +154,7 @@ def clock_of(given: argparse.Namespace) -> Costs | None:
         return Costs({int(rows): float(ms) / 1e3 for rows, ms in pairs}, padded=True)
     device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
     model = llama_7b(device, dtype, **(SMALL if given.clock == "small" else {}))
-    target = open_target(model)
+    target = open_target(model, memory=given.memory)
     seconds, padded = measure(target, nonsense(target), at_most=60.0), bool(target.widths)
     target.release()
     del model, target
@@ -201,7 +202,7 @@ def clocked(
     told = dict[str, Any]()
     for name in ("suffix", "suffix,lookahead"):
         with by_the_clock(costs) as hand_over:
-            one = Contestant(LLM(model, tokenizer, "auto", drafters=name))
+            one = Contestant(LLM(model, tokenizer, "auto", drafters=name, memory=given.memory))
             hand_over(one.llm)
             for prompt in prompts:
                 one.answer(prompt, given.tokens, None)
@@ -230,6 +231,7 @@ def main() -> None:
     parser.add_argument("--model", help="default: the embedded one")
     parser.add_argument("--dtype", help="default: the model's on a GPU, float32 elsewhere")
     parser.add_argument("--device")
+    parser.add_argument("--memory", type=float, default=0.1, help="share of a GPU's free memory for each contestant")
     parser.add_argument("--shapes", nargs="*", default=["5,7,7", "5,15,15"], metavar="N,W,G")
     parser.add_argument("--clock", default="", help="7b, small, or ROWS:MS,…")
     parser.add_argument("--no-auto", dest="auto", action="store_false")

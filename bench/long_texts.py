@@ -296,7 +296,7 @@ NOBODY: Any = Nobody()
 @dataclass
 class Run:
     steps: int = 0  # of all sequences together
-    tokens: int = 0  # per sequence
+    tokens: float = 0.0  # per sequence
     seconds: float = 0.0
     draft: float = 0.0  # seconds
     verify: float = 0.0
@@ -484,7 +484,7 @@ def shape_rows(
         plain = plain or one.ms(one.seconds)
         if name == "plain":
             continue
-        depth = engine.drafter.options.depth  # type: ignore[attr-defined]
+        depth = engine.drafter.options.depth
         rows[-1] |= {"depth": depth, "pays from": one.ms(one.seconds) / plain}
         rows[-1] |= {f"× at {tau:g}": tau * plain / one.ms(one.seconds) for tau in TAUS if tau <= 1 + depth}
     return rows

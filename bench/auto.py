@@ -10,8 +10,8 @@ live      `none`, `auto` and single drafters answer the same prompts in turns, w
           are repeated. After an interruption it reports what it has
 
 fresh     like use on the command line: for each prompt and repeat a new process, in which `auto` answers first, then
-          `none` and the first single drafter. For comparison, for each repeat a process that answers all of them after
-          eight other prompts, so that `auto` is warm
+          `none` and the single drafters. For comparison, for each repeat a process that answers all of them after eight
+          other prompts, so that `auto` is warm
 
 batches   `auto` with 1, 4, 16 and 64 sequences next to plain decoding, and what it decides: which drafters it asked,
           whether it verified anything, expected and actual tokens per sequence, the time of proposing and of steps.
@@ -29,7 +29,7 @@ import statistics
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -226,65 +226,76 @@ def live(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def fresh(given: argparse.Namespace) -> dict[str, Any]:
-    asked, single = prompts_of(given), given.singles.split(",")[0]
-    names = ("auto", "none", single)
+    asked, singles = prompts_of(given), given.singles.split(",")
+    names = ("auto", "none", *singles)
     taken = {f"{name}{when}": np.zeros((len(asked), given.repeats)) for name in names for when in ("", " warmed")}
-    same = 0
+    same, said = 0, in_processes(given, [*(([prompt], 0) for prompt in asked), (asked, WARMING)] * given.repeats)
     for repeat in range(given.repeats):
         for i, prompt in enumerate(asked):
-            (found,) = in_process(given, single, [prompt], 0)
+            (found,) = next(said)
             same += found["same"]
             for name in names:
                 taken[name][i, repeat] = found[name]
-            tell(f"{prompt.category:20} " + "  ".join(f"{n} {found['none'] / found[n]:.2f}" for n in ("auto", single)))
-        for i, found in enumerate(in_process(given, single, asked, WARMING)):
+            shown = "  ".join(f"{n} {found['none'] / found[n]:.2f}" for n in ("auto", *singles))
+            tell(f"{prompt.category:20} {shown}")
+        for i, found in enumerate(next(said)):
             same += found["same"]
             for name in names:
                 taken[f"{name} warmed"][i, repeat] = found[name]
         tell(f"repeat {repeat + 1}: " + ratios({n: t for n, t in taken.items() if n in names}, repeat + 1))
-    told = {name: interval(taken["none"], taken[name]) for name in ("auto", single)}
+    told = {name: interval(taken["none"], taken[name]) for name in ("auto", *singles)}
     told["auto warmed"] = interval(taken["none warmed"], taken["auto warmed"])
     told["auto / warmed"] = interval(taken["auto warmed"] / taken["none warmed"], taken["auto"] / taken["none"])
     for name, (ratio, low, high) in told.items():
         tell(f"{name:20} {ratio:.3f} ({low:.3f}-{high:.3f})")
-    answered = 2 * len(asked) * given.repeats
-    return {"times_plain": told, "same_text_as_plain": f"{same}/{answered}", "tokens": given.tokens}
+    return {
+        "times_plain": told,
+        "ms_per_token": {name: (1e3 * spent).round(3).tolist() for name, spent in taken.items()},
+        "same_text_as_plain": f"{same}/{2 * len(asked) * given.repeats}",
+        "tokens": given.tokens,
+    }
 
 
 WARMING = 8  # built-in prompts
 
 
-def in_process(given: argparse.Namespace, single: str, prompts: list[Prompt], warm: int) -> list[dict[str, Any]]:
-    """What a new process says of these prompts."""
-    words = [sys.executable, __file__, "process", "--singles", single, "--tokens", str(given.tokens)]
-    words += ["--warm", str(warm)]
+def in_processes(given: argparse.Namespace, asked: list[tuple[list[Prompt], int]]) -> Iterator[list[dict[str, Any]]]:
+    """What new processes say, each to some prompts after so many others. On a GPU the next one begins to load its code
+    while one answers, since the host has more cores than that."""
+    words = [sys.executable, __file__, "process", "--singles", given.singles, "--tokens", str(given.tokens)]
     for option in ("model", "dtype", "device"):
         if getattr(given, option):
             words += [f"--{option}", getattr(given, option)]
-    text = json.dumps([prompt.turns[0] for prompt in prompts])
-    done = subprocess.run(words, input=text, stdout=subprocess.PIPE, text=True, check=True)
-    found: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])["process"]
-    return found
+    ahead, begun = 1 + (given.device or "").startswith("cuda"), list[subprocess.Popen[str]]()
+    for number, (prompts, _) in enumerate(asked):
+        for _, warm in asked[len(begun) : number + ahead]:
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+            begun.append(subprocess.Popen([*words, "--warm", str(warm)], **pipes))
+        out, _ = begun[number].communicate(json.dumps([prompt.turns[0] for prompt in prompts]))
+        if begun[number].returncode:
+            raise SystemExit("a process failed")
+        yield json.loads(out.splitlines()[-1])["process"]
 
 
 def process(given: argparse.Namespace) -> list[dict[str, Any]]:
     """What one of `fresh` does: answers the prompts on standard input, after so many others."""
-    name = given.singles
-    drafter, _, nodes = name.partition(":")
+    prompts = json.load(sys.stdin)
     auto = slipstream.load(given.model, drafter="auto", dtype=given.dtype, device=given.device)
-    others = {each: LLM(auto.model, auto.tokenizer, each) for each in ("none", drafter)}
-    llms = {"auto": auto, "none": others["none"], name: others[drafter]}
+    llms, most = {"auto": auto}, dict[str, int | None]()
+    for name in ("none", *given.singles.split(",")):
+        drafter, _, nodes = name.partition(":")
+        llms[name] = LLM(auto.model, auto.tokenizer, drafter)
+        most[name] = int(nodes) if nodes else None
     for llm in llms.values():
         for prompt in builtin()[: given.warm]:
             llm.generate(prompt.turns[0], max_new_tokens=given.tokens)
     found = []
-    for prompt in json.load(sys.stdin):
+    for prompt in prompts:
         taken, texts = dict[str, Any](), []
-        for label, llm in llms.items():
-            limit = int(nodes) if nodes and label == name else None
-            answer = Answer(llm, prompt, max_new_tokens=given.tokens, max_draft=limit)
+        for name, llm in llms.items():
+            answer = Answer(llm, prompt, max_new_tokens=given.tokens, max_draft=most.get(name))
             answer.go_on(given.tokens)
-            taken[label] = answer.seconds / max(1, len(answer.tokens) - 1)
+            taken[name] = answer.seconds / max(1, len(answer.tokens) - 1)
             texts.append(answer.tokens)
         found.append({**taken, "same": all(text == texts[0] for text in texts)})
     return found

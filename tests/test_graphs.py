@@ -502,7 +502,7 @@ def test_if_one_sequence_went_another_way_all_are_drafted_for_anew(kind, tiny):
     engine.step(running)
     sessions, roots = [s.session for s in running], [s.root for s in running]
     assert len({id(session.ahead.pending) for session in sessions}) == 1
-    assert [session.ahead.number for session in sessions] == [0, 1, 2]
+    assert [session.ahead.line for session in sessions] == [0, 1, 2]
     assert drafter._started(sessions, roots, 4) is not None
     assert drafter._started(sessions[1:], roots[1:], 2) is not None
     other = [roots[0], (roots[1] + 1) % target.vocabulary, roots[2]]

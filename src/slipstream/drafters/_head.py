@@ -225,12 +225,13 @@ class HeadDrafter(Drafter):
     def _started(self, sessions: Sequence[HeadSession], roots: Sequence[int], batch: int) -> NDArray[np.int32] | None:
         """(b, 3, n) the nodes of the draft that was queued after the step, if it has all of these sequences, and its
         inputs were those that the host knows now."""
-        lines = [session.ahead.line() for session in sessions if session.ahead is not None and session.step_states()]
-        if len(lines) < len(sessions):
+        ahead = [session.ahead for session in sessions if session.ahead is not None and session.step_states()]
+        if len(ahead) < len(sessions):
             return None
-        found, table = np.stack(lines), self.make_table(sessions, roots, batch, True)[: len(sessions)].numpy()
+        table = self.make_table(sessions, roots, batch, True)[: len(sessions)].numpy()  # while the draft is made
+        found = ahead[0].pending.wait().numpy()[[one.line for one in ahead]]
         width = table.shape[1]
-        same = np.array_equal(found[:, :width], table)
+        same = (found[:, :width] == table).all()
         return found[:, width:].reshape(len(sessions), 3, -1) if same else None
 
     @torch.inference_mode()
@@ -277,13 +278,8 @@ class HeadDrafter(Drafter):
 class Ahead:
     """One sequence's line of the draft that was queued after the last step, for all that took part in it."""
 
-    pending: Pending
-    number: int
-
-    def line(self) -> NDArray[np.int32]:
-        """(·,) see `_ahead_of_host`."""
-        found: NDArray[np.int32] = self.pending.wait()[self.number].numpy()
-        return found
+    pending: Pending  # (b, ·) see `_ahead_of_host`
+    line: int
 
 
 class HeadSession(DraftSession):

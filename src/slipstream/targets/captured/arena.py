@@ -259,11 +259,13 @@ class Arena:
                 source, place = (torch.from_numpy(x).long().to(store.device) for x in (sources, places))
                 store[:, 0, :, place] = store[:, 0, :, source]
 
-    @torch.inference_mode()
     def upload_table(self) -> None:
         """Copy changed rows of the table to the device, before the next step."""
-        for row in self._changed:
-            self.tables[row].copy_(self._host[row], non_blocking=True)
+        if not self._changed:
+            return
+        with torch.inference_mode():
+            for row in self._changed:
+                self.tables[row].copy_(self._host[row], non_blocking=True)
         self._changed.clear()
 
     # ---- pages

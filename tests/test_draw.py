@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from slipstream.kernels.draw import draw, drawable, needs_history, noise_keys
+from slipstream.kernels.draw import draw, noise_keys
 from slipstream.kernels.draw_inputs import Draws, History
-from slipstream.sampling import Sampler, Sampling, noise_key
+from slipstream.sampling import BEST, DRAWN, DRAWN_WITH_HISTORY, Sampler, Sampling, noise_key
 
 # Every filter alone, in pairs, and all together; narrow and wide nuclei; options that change nothing.
 OPTIONS = [
@@ -242,9 +242,9 @@ def test_a_slot_begins_anew_and_counts_what_is_committed():
 
 def test_who_may_draw_and_who_needs_a_history():
     plain, biased = Sampling(temperature=1.0, top_p=0.9), Sampling(logit_bias={1: 1.0})
-    assert drawable(plain)
-    assert drawable(biased)
-    assert not drawable(Sampling(bad_words=((1,),)))
-    assert not drawable(Sampling(processors=(object(),)))
-    assert not needs_history(plain)
-    assert all(needs_history(Sampling(**options)) for options in PENALTIES[:4])
+    assert plain.within_step == DRAWN
+    assert Sampling().within_step == BEST
+    assert biased.within_step == DRAWN_WITH_HISTORY
+    assert Sampling(bad_words=((1,),)).within_step is None
+    assert Sampling(processors=(object(),)).within_step is None
+    assert all(Sampling(**options).within_step == DRAWN_WITH_HISTORY for options in PENALTIES[:4])

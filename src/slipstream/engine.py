@@ -28,7 +28,6 @@ from slipstream.sequence import (
     Sequence,
     check_drafting,
     check_prompt,
-    chooser,
     logprobs,
     same_prompt,
 )
@@ -206,7 +205,7 @@ class Engine:
     def reads_along(self, running: Collection[Sequence], readings: Collection[Reading]) -> bool:
         """Whether a step of the running sequences can read pieces of these texts in its forward."""
         every = [*running, *(reading.sequence for reading in readings)]
-        return self.target.mixes and all(self.target.chooses(chooser(sequence)) for sequence in every)
+        return self.target.mixes and all(self.target.chooses(sequence.chooser) for sequence in every)
 
     def _forward(
         self,
@@ -216,13 +215,13 @@ class Engine:
         during: Callable[[Any], None] | None,
     ) -> list[Scores]:
         """Score the trees. As far as the forward has rows left, pieces of the prompts are read with them."""
-        slots, samplers = [s.slot for s in running], tuple(chooser(s) for s in running)
+        slots, samplers = [s.slot for s in running], tuple([s.chooser for s in running])
         layers = can.step_layers(self.drafter)
         included, pieces = self._pieces(readings, self.target.chunk - sum(map(len, trees)))
         if not pieces:
             rows = 1 + max(s.request.max_draft for s in running) if can.pads(self.drafter) else 1
             return self.target.score(slots, trees, Want(layers, rows, samplers, during))
-        samplers += tuple(chooser(reading.sequence) for reading in included)
+        samplers += tuple(reading.sequence.chooser for reading in included)
         want = Want(self._reading_layers(included) or layers, samplers=samplers, during=during)
         clock = perf_counter()
         scores, found = self.target.score_and_read(slots, trees, [r.slot for r in included], pieces, want)
@@ -236,14 +235,12 @@ class Engine:
         return can.idle(self.drafter) and self._chosen_on_device(running)
 
     def _chosen_on_device(self, running: list[Sequence]) -> bool:
-        """Whether the target chooses these sequences' tokens within its forward, so that a plain forward after it
-        needs nothing else."""
-        return all(s.request.logprobs is None and self.target.chooses(chooser(s)) for s in running)
+        return all([sequence.chosen_on_device for sequence in running])
 
     def _step_ahead(self, running: list[Sequence], readings: Collection[Reading] = ()) -> None:
         """Begin the next plain forward, if its inputs are known, and verify the pending results while it runs."""
         pending = self._take_pending(running)
-        room = all(sequence.slot.length < self.target.context for sequence in running)
+        room = all([sequence.slot.length < self.target.context for sequence in running])
         if len(pending) == len(running) and room and self._may_run_ahead(running):
             try:
                 self._score_ahead(running, pending, readings)
@@ -257,7 +254,7 @@ class Engine:
 
     def _take_pending(self, running: list[Sequence]) -> deque[tuple[Sequence, PendingResult]]:
         """Take the pending results of all running sequences. Their roots are committed."""
-        pending = deque((sequence, sequence.pending) for sequence in running if sequence.pending is not None)
+        pending = deque([(sequence, sequence.pending) for sequence in running if sequence.pending is not None])
         for sequence, _ in pending:
             sequence.pending = None
             self.target.commit(sequence.slot, [0])
@@ -278,7 +275,7 @@ class Engine:
         """Score the next roots, which the pending results chose, and read pieces of prompts. The pending results are
         verified while the device works."""
         clock, taken = perf_counter(), Stopwatch()
-        trees = [TokenTree.root(result.score.token(0, sequence.sampler)) for sequence, result in pending]
+        trees = TokenTree.roots([result.score.token(0, sequence.sampler) for sequence, result in pending])
         can.rest(self.drafter)
         scores = self._forward(running, trees, readings, lambda _: self._verify_pending(pending, overtaken=True))
         if not readings:
@@ -365,7 +362,9 @@ class Engine:
             session.close()
             raise
         can.follow(session, slot)
-        return Reading(Sequence(request, slot, session, sampler, stats), slot, request.tokens)
+        sequence = Sequence(request, slot, session, sampler, stats)
+        sequence.chosen_on_device = request.logprobs is None and self.target.chooses(sequence.chooser)
+        return Reading(sequence, slot, request.tokens)
 
     def put_back(self, sequence: Sequence) -> None:
         """Preempt a sequence: free its keys until `reread`, those of heads in the same pages too. Its tokens and its
@@ -389,7 +388,7 @@ class Engine:
         whole forward is raised, and then nothing was read."""
         self._pause_all_but(())
         included, pieces = self._pieces(readings, self.target.chunk)
-        samplers = tuple(chooser(reading.sequence) for reading in included)
+        samplers = tuple(reading.sequence.chooser for reading in included)
         clock = perf_counter()
         slots = [reading.slot for reading in included]
         scores = self.target.read(slots, pieces, Want(self._reading_layers(included), samplers=samplers))
@@ -453,6 +452,8 @@ class Engine:
     def _pause_all_but(self, running: Collection[Sequence]) -> None:
         """Before a forward that some sequences of the latest step have no part in: their sessions copy what they still
         need from the target's tensors."""
+        if self._latest == running:
+            return
         for sequence in self._latest:
             if sequence.finish is None and sequence not in running:
                 can.pause(sequence.session)

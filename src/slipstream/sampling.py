@@ -19,6 +19,7 @@ from slipstream.checks import integer, real
 from slipstream.compiled import compiled
 from slipstream.errors import NumericalError, OptionError
 
+BEST, DRAWN, DRAWN_WITH_HISTORY = "best", "drawn", "drawn with history"  # how a step on a device can choose tokens
 COLDEST = 1e-6  # the lowest temperature: logits divided by much less become infinite
 
 
@@ -74,6 +75,15 @@ class Sampling:
     def plain(self) -> bool:
         """Whether the raw logits decide alone, so that a forward may choose the token without the history."""
         return self == Sampling()
+
+    @cached_property
+    def within_step(self) -> str | None:
+        """How a step can choose tokens by these rules. None: it can't, since processors and bad words need `Sampler`."""
+        if self.processors or self.bad_words:
+            return None
+        if self.plain:
+            return BEST
+        return DRAWN_WITH_HISTORY if self.logit_bias or self.penalises else DRAWN
 
 
 class Sampler:

@@ -53,6 +53,12 @@ class Sequence:
     error: Exception | None = None  # what made this sequence alone fail
     started: float = field(default_factory=perf_counter)
     pending: PendingResult | None = None  # the pending result of the latest forward
+    # The sampler by which the target may choose tokens itself; None if the accept rule needs logits.
+    chooser: Sampler | None = field(init=False)
+    chosen_on_device: bool = False  # whether it does, within its forward: a plain forward after it needs nothing else
+
+    def __post_init__(self) -> None:
+        self.chooser = None if self.request.accept.needs_logits else self.sampler
 
     def emit(self, token: int) -> bool:
         """Emit `token`. Returns whether the text ends with it."""
@@ -97,11 +103,6 @@ def same_prompt(request: Request, running: Iterable[Sequence]) -> Sequence | Non
     would reveal what other collections asked."""
     own = [s for s in running if s.request.collection == request.collection]
     return next((s for s in own if s.request.tokens == request.tokens), None)
-
-
-def chooser(sequence: Sequence) -> Sampler | None:
-    """The sampler by which the target may choose a sequence's tokens itself; None if the accept rule needs logits."""
-    return None if sequence.request.accept.needs_logits else sequence.sampler
 
 
 def check_prompt(request: Request, target: Target) -> None:

@@ -60,9 +60,15 @@ class TokenTree:
     @classmethod
     def root(cls, token: int) -> TokenTree:
         """A tree without drafts: the root alone."""
-        tree = cls(np.array([token], np.int32), _ALONE, _NO_SOURCES, _CERTAIN)
-        tree.__dict__.update(depths=_AT_ROOT, depth=0)  # saves computing them: batches make many of these
-        return tree
+        return cls.roots([token])[0]
+
+    @classmethod
+    def roots(cls, tokens: Sequence[int]) -> list[TokenTree]:
+        """For each token a tree without drafts: batches make many of these."""
+        trees = [cls.__new__(cls) for _ in tokens]
+        for tree, token in zip(trees, np.array(tokens, np.int32).reshape(-1, 1), strict=True):
+            tree.__dict__.update(_ROOT, tokens=token)
+        return trees
 
     @classmethod
     def build(
@@ -237,10 +243,11 @@ class TokenTree:
         return {name: ~np.isnan(self.raw[:, i]) for i, name in enumerate(self.sources)}
 
 
-# Shared by all trees that are a root alone.
-_ALONE, _AT_ROOT = np.array([-1], np.int32), np.zeros(1, np.int32)
-_NO_SOURCES = np.empty((1, 0), np.float32)
-_CERTAIN = np.ones(1, np.float32)
+# What all trees share that are a root alone, and depths that need not be computed.
+_ROOT = {
+    "parents": np.array([-1], np.int32), "raw": np.empty((1, 0), np.float32), "score": np.ones(1, np.float32),
+    "depths": np.zeros(1, np.int32), "depth": 0,
+}  # fmt: skip
 
 
 def places(tree: TokenTree, part: TokenTree) -> NDArray[np.int64]:

@@ -118,7 +118,7 @@ class HeadDrafter(Drafter):
         self, sessions: Sequence[DraftSession], roots: Sequence[int], budgets: Sequence[Budget]
     ) -> list[Proposal]:
         mine = cast(Sequence[HeadSession], sessions)
-        proposals = [Proposal(TokenTree.root(root)) for root in roots]
+        proposals = [Proposal(tree) for tree in TokenTree.roots(roots)]
         able = [i for i, b in enumerate(budgets) if b.nodes > 0 and b.depth > 0 and mine[i].ready]
         for drawn, grow in ((False, self._guessed), (True, self._drawn)):
             every = [i for i in able if mine[i].draws == drawn]

@@ -81,7 +81,7 @@ class PilotedDrafter(JointDrafter):
     ) -> list[Proposal]:
         if self.resting and sessions == self._resting:
             self.rest()
-            return [Proposal(TokenTree.root(root)) for root in roots]
+            return [Proposal(tree) for tree in TokenTree.roots(roots)]
         whole, mine = Stopwatch(), cast(Sequence[PilotedSession], sessions)
         ahead, self._ahead, self.resting = self._ahead.issuperset(sessions), set(), 0
         if not ahead:  # it was not done while the last step ran

@@ -15,16 +15,7 @@ from numpy.typing import NDArray
 
 from slipstream.compiled import compiled
 from slipstream.kernels.draw_inputs import Draws, History
-from slipstream.sampling import Sampling, gumbel
-
-
-def drawable(sampling: Sampling) -> bool:
-    """Whether tokens can be drawn here. Logits processors and bad words need `Sampler`."""
-    return not (sampling.processors or sampling.bad_words)
-
-
-def needs_history(sampling: Sampling) -> bool:
-    return bool(sampling.logit_bias) or sampling.penalises
+from slipstream.sampling import gumbel
 
 
 def draw(logits: torch.Tensor, draws: Draws, history: History | None = None) -> tuple[torch.Tensor, torch.Tensor]:

@@ -62,7 +62,7 @@ class Slot:
         """Commit nodes of the tree that was scored last. Their keys are moved by the next forward."""
         assert self.tree is not None, "commit follows score"
         self.pending = list(path)
-        self.tokens.extend(self.tree.tokens[self.pending].tolist())
+        self.tokens += map(self.tree.tokens.item, self.pending)
         self.tree = None
 
     def set_attended(self, weights: torch.Tensor) -> None:
@@ -109,6 +109,13 @@ class Part(Slot):
 class Scores:
     """The target's results for one tree. Logits and hidden states are valid until the next forward."""
 
+    replayed = False  # whether later forwards write into the same tensors
+    # Where steps are captured: captures a function of tensors too (`Captured`).
+    captured: Callable[[Callable[..., Any]], Any] | None = None
+    decided: Any = None  # decisions of an accept rule for all nodes at once, if it made them
+    _tokens: list[int] | None = None  # chosen within the forward
+    _values: list[float] | None = None
+
     def __init__(
         self,
         logits: torch.Tensor,
@@ -122,12 +129,6 @@ class Scores:
         self._begin = begin  # that node's row in logits and hidden states, which may hold other trees' rows too
         self._positions = positions  # (n - first,) absolute
         self.hidden = hidden  # {layer: (·, H)} on the device
-        self.replayed = False  # whether later forwards write into the same tensors
-        # Where steps are captured: captures a function of tensors too (`Captured`).
-        self.captured: Callable[[Callable[..., Any]], Any] | None = None
-        self.decided: Any = None  # decisions of an accept rule for all nodes at once, if it made them
-        self._tokens: list[int] | None = None  # chosen within the forward
-        self._values: list[float] | None = None
 
     def logits(self, node: int) -> torch.Tensor:
         """(V,) the logits of the token after `node`."""

@@ -229,8 +229,8 @@ class Arena:
                 slot.pages = pages
                 self._note(slot)
             return
-        first, more = (slot.length if start is None else start) // PAGE, _pages(end) - len(slot.pages)
-        shared = [i for i in range(first, len(slot.pages[: _pages(end)])) if self._held[slot.pages[i]] > 1]
+        first, pages, more = (slot.length if start is None else start) // PAGE, slot.pages, _pages(end) - len(slot.pages)
+        shared = [i for i in range(first, len(pages) + min(0, more)) if self._held[pages[i]] > 1]
         if more <= 0 and not shared:
             return
         if len(shared) + max(0, more) > len(self._free):

@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 
 from slipstream.kernels.ops import best_tokens
 from slipstream.notices import doing
+from slipstream.sampling import BEST
 from slipstream.stopwatch import preparing
-from slipstream.targets.captured.fixed_step import BEST, FixedStep, StepTarget
+from slipstream.targets.captured.fixed_step import FixedStep, StepTarget
 from slipstream.targets.captured.inputs import Shape
 from slipstream.targets.captured.recording import capture
 

@@ -21,6 +21,7 @@ from slipstream.kernels.draw_inputs import History
 from slipstream.kernels.ops import attend, attend_and_tell, best, move_keys, write_keys
 from slipstream.kernels.sizes import BLOCK, PAGE
 from slipstream.notices import doing
+from slipstream.sampling import BEST, DRAWN_WITH_HISTORY
 from slipstream.stopwatch import preparing
 from slipstream.targets.captured.compiled import compiled_layers
 from slipstream.targets.captured.inputs import TEXT, Inputs, Shape, fill
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from slipstream.targets.captured.arena import Arena
 
 NAME = "slipstream-exact"
-BEST, DRAWN, DRAWN_WITH_HISTORY = "best", "drawn", "drawn with history"  # how a step chooses tokens
 
 
 class GraphLayer(CacheLayerMixin):
@@ -112,7 +112,10 @@ class FixedStep:
         self.history: History | None = None
         if history:
             self.history = History(*target.histories(), i.slots[0], i.ids, i.depths[0][:, None], i.ancestors)
-        self.answer = torch.zeros((2, 1, shape.ends), dtype=torch.int32, pin_memory=cuda)  # tokens, their logits
+        self.answer = torch.zeros((2, 1, shape.ends), dtype=torch.int32, pin_memory=cuda)
+        # Of the last run, (e,) each: the chosen tokens, and their logits.
+        self.tokens: NDArray[np.int32] = self.answer[0, 0].numpy()
+        self.values: NDArray[np.float32] = self.answer[1, 0].view(torch.float32).numpy()
         self._cache = Cache(layers=[GraphLayer(k, v, self.inputs) for k, v in target.arena.tensors()])
         self._mask = torch.zeros((1, 1, shape.rows, 1), dtype=target.dtype, device=device)  # not read by our attention
         self._rows = torch.zeros(shape.sequences, dtype=torch.int32, device=device)  # of the arena, which is one row
@@ -171,16 +174,6 @@ class FixedStep:
             self.history.commit(self.inputs.owners, self.inputs.emitted)
         tokens, value = draw(self.logits[:, None], self.inputs.draws, self.history)
         return torch.stack([tokens, value.view(torch.int32)]).transpose(1, 2)
-
-    @property
-    def tokens(self) -> NDArray[np.int64]:
-        """(e,) the tokens chosen in the last run."""
-        return self.answer[0, 0].numpy().astype(np.int64)
-
-    @property
-    def values(self) -> NDArray[np.float32]:
-        """(e,) the logits of these tokens."""
-        return self.answer[1, 0].view(torch.float32).numpy().copy()
 
     def tiles(self, groups: int) -> torch.Tensor | None:
         """The tiles of rows for a layer with so many query heads per key head; None in steps of one sequence."""

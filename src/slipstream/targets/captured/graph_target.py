@@ -19,16 +19,16 @@ import numpy as np
 import torch
 
 from slipstream.errors import ModelError
-from slipstream.kernels.draw import drawable, needs_history, noise_keys
+from slipstream.kernels.draw import noise_keys
 from slipstream.kernels.sizes import PAGE, TILE, WIDE
-from slipstream.sampling import Sampler
+from slipstream.sampling import BEST, DRAWN, DRAWN_WITH_HISTORY, Sampler
 from slipstream.stopwatch import preparing
 from slipstream.targets.base import Part, Scores, Slot, Target, Want
 from slipstream.targets.cache import LayerShape
 from slipstream.targets.captured import fixed_step as steps
 from slipstream.targets.captured.arena import MEMORY, Added, Arena
 from slipstream.targets.captured.chain import FixedChain
-from slipstream.targets.captured.fixed_step import BEST, DRAWN, DRAWN_WITH_HISTORY, FixedStep
+from slipstream.targets.captured.fixed_step import FixedStep
 from slipstream.targets.captured.function import Captured
 from slipstream.targets.captured.inputs import DEEPEST, Shape, fill
 from slipstream.targets.captured.layers import fusable_layers, in_place
@@ -201,7 +201,7 @@ class GraphTarget(Target):
 
     def read(self, slots: Sequence[Slot], pieces: Sequence[Sequence[int]], want: Want) -> list[Scores]:
         """By steps whose rows are text, not nodes."""
-        if any(s is not None and needs_history(s.sampling) for s in want.samplers):
+        if choice(want.samplers) == DRAWN_WITH_HISTORY:
             want = replace(want, samplers=())  # the host chooses the first token: it has no output to penalise yet
         return self.score_and_read([], [], slots, pieces, want)[1]
 
@@ -219,8 +219,7 @@ class GraphTarget(Target):
             self.exact_together = False
         chains = [TokenTree.chain(piece[0], piece[1:]) for piece in pieces]
         every, known = [*slots, *readers], [0] * (len(slots) + len(readers))
-        step = self._replay(every, [*trees, *chains], rows, want, known, len(pieces))
-        chosen = bool(self._usable_samplers(want.samplers, len(every)))
+        step, chosen = self._replay(every, [*trees, *chains], rows, want, known, len(pieces))
         # Copies: drafts that read a step's own tensors are captured for each such step.
         nodes = sum(map(len, trees))
         hidden = {layer: h[:nodes].clone() for layer, h in step.hidden.items()} if trees else {}
@@ -266,10 +265,10 @@ class GraphTarget(Target):
     def extend(
         self, slots: Sequence[Slot], trees: Sequence[TokenTree], known: Sequence[int], want: Want
     ) -> list[Scores]:
-        if any(slot.position + tree.depth >= self.context for slot, tree in zip(slots, trees, strict=True)):
+        if any([slot.position + tree.depth >= self.context for slot, tree in zip(slots, trees, strict=True)]):
             raise ModelError(f"a draft reaches past the model's {self.context} positions: the engine must cut it")
-        step = self._replay(slots, trees, self._rows(trees, want, known), want, known)
-        found = self._scored(step, trees, known, bool(self._usable_samplers(want.samplers, len(slots))), step.hidden)
+        step, chosen = self._replay(slots, trees, self._rows(trees, want, known), want, known)
+        found = self._scored(step, trees, known, chosen, step.hidden)
         for scores in found:
             scores.replayed, scores.captured = True, self.captured
         return found
@@ -327,7 +326,7 @@ class GraphTarget(Target):
         hidden: dict[int, torch.Tensor],
     ) -> list[Scores]:
         """The scores of trees, which are the step's first rows."""
-        tokens, values, positions = step.tokens.tolist(), step.values, step.host.positions[0].copy()
+        tokens, values, positions = step.tokens.tolist(), step.values.copy(), step.host.positions[0].copy()
         finite = bool(np.isfinite(values[: sum(map(len, trees)) - sum(known)]).all())
         found, begin = [], 0
         for tree, before in zip(trees, known, strict=True):
@@ -339,7 +338,6 @@ class GraphTarget(Target):
             begin = end
         return found
 
-    @torch.inference_mode()
     def _replay(
         self,
         slots: Sequence[Slot],
@@ -348,27 +346,28 @@ class GraphTarget(Target):
         want: Want,
         known: Sequence[int],
         texts: int = 0,
-    ) -> FixedStep:
-        """Run one step for all trees. known: nodes of each tree that were computed before. texts: how many of the last
-        trees are chains that are read as text."""
-        samplers = self._usable_samplers(want.samplers, len(slots))
+    ) -> tuple[FixedStep, bool]:
+        """Run one step for all trees. Returns it, and whether it chose tokens by the rules of all samplers. known:
+        nodes of each tree that were computed before. texts: how many of the last trees are chains that are read as
+        text."""
+        way = choice(want.samplers)
         drafts = trees[: len(trees) - texts]
-        depth = max((tree.depth for tree in drafts), default=0) + 1
+        depth = max([tree.depth for tree in drafts], default=0) + 1
         ends = sum(map(len, drafts)) + texts if texts else None
-        reports_attention = not texts and any(slot.wants_attention for slot in slots)
-        step = self.step(self._shape(len(slots), rows, depth, ends), want.layers, choice(samplers), reports_attention)
+        reports_attention = not texts and any([slot.wants_attention for slot in slots])
+        step = self.step(self._shape(len(slots), rows, depth, ends), want.layers, way or BEST, reports_attention)
         for slot, tree in zip(slots, trees, strict=True):
             self.arena.reach(slot, slot.length + len(tree))
             slot.tree = tree
             if slot.pending is not None and len(slot.pending) > step.shape.reach:
                 self._move_pending(slot)
         fill(step.host, self.arena.table, self.groups, slots, trees, known, texts, step.shape.tile)
-        self._fill_draws(step, slots, trees, samplers, texts)
+        self._fill_draws(step, slots, trees, want.samplers, texts)
         self.arena.upload_table()
-        step(want.during if samplers else None)  # tokens chosen on the host are not known while the step runs
+        step(want.during if way else None)  # tokens chosen on the host are not known while the step runs
         if reports_attention:
             self._report_attention(step, slots, trees, known)
-        return step
+        return step, way is not None
 
     def _report_attention(
         self, step: FixedStep, slots: Sequence[Slot], trees: Sequence[TokenTree], known: Sequence[int]
@@ -399,12 +398,7 @@ class GraphTarget(Target):
         return Shape(sequences, rows, depth, ends, tiles, tile)
 
     def chooses(self, sampler: Sampler | None) -> bool:
-        return sampler is not None and drawable(sampler.sampling) and not needs_history(sampler.sampling)
-
-    def _usable_samplers(self, samplers: Sequence[Sampler | None], count: int) -> Sequence[Sampler | None]:
-        """The samplers, if a step can choose by the rules of all of them; else none."""
-        able = len(samplers) == count and all(s is not None and drawable(s.sampling) for s in samplers)
-        return samplers if able else ()
+        return choice([sampler]) in (BEST, DRAWN)
 
     def _rows(self, trees: Sequence[TokenTree], want: Want, known: Sequence[int]) -> int:
         """How many rows to compute. For one sequence fewer than `want.rows` only if that changes no bit."""
@@ -424,12 +418,13 @@ class GraphTarget(Target):
                 self._alike[rows, text] = self._read_alike(rows, layers) if text else self._try(rows, layers)
         return self._alike[rows, text]
 
+    @torch.inference_mode()
     def _read_alike(self, rows: int, layers: tuple[int, ...]) -> bool:
         """Try a width of steps that read text."""
         self.alike(ROWS[1], layers)  # makes the reference
         assert self._sample is not None
         slot, tree = self._sample_text(), TokenTree.chain(SAMPLE[0], SAMPLE[1][: len(self._sample) - 1])
-        step = self._replay([slot], [tree], rows, Want(layers), [0], texts=1)
+        step, _ = self._replay([slot], [tree], rows, Want(layers), [0], texts=1)
         self.close(slot)
         end = 0 if step.shape.ends < step.shape.rows else len(tree) - 1
         return torch.equal(self._sample[-1], step.logits[end])
@@ -440,10 +435,11 @@ class GraphTarget(Target):
             pass
         return slot
 
+    @torch.inference_mode()
     def _try(self, rows: int, layers: tuple[int, ...]) -> bool:
         """Try a width of steps that score trees."""
         slot, tree = self._sample_text(), TokenTree.chain(SAMPLE[0], SAMPLE[1][: rows - 1])
-        step = self._replay([slot], [tree], rows, Want(layers), [0])
+        step, _ = self._replay([slot], [tree], rows, Want(layers), [0])
         self.close(slot)
         found = step.logits[: len(tree)].clone()
         if self._sample is not None and len(self._sample) >= len(found):
@@ -546,9 +542,9 @@ def same_bits_in_wide_tiles(device: torch.device, dtype: torch.dtype) -> bool:
     return device.type == "cuda" and dtype != torch.float32 and torch.cuda.get_device_capability(device)[0] in (8, 9)
 
 
-def choice(samplers: Sequence[Sampler | None]) -> str:
-    """How a step must choose tokens for these sequences. Without samplers its choice is not used."""
-    asked = [s.sampling for s in samplers if s is not None]
-    if all(s.plain for s in asked):
-        return BEST
-    return DRAWN_WITH_HISTORY if any(map(needs_history, asked)) else DRAWN
+def choice(samplers: Sequence[Sampler | None]) -> str | None:
+    """How a step must choose tokens for these sequences. None: the host chooses them."""
+    ways = {None if sampler is None else sampler.sampling.within_step for sampler in samplers}
+    if None in ways:
+        return None
+    return next((way for way in (DRAWN_WITH_HISTORY, DRAWN, BEST) if way in ways), None)

@@ -100,15 +100,15 @@ def fill(
     tile: int = TILE,  # height of attention's tiles
 ) -> None:
     """Fill in the rows of all trees, padding, and the moves of keys that the step before accepted."""
-    h, moved = host, [slot.pending or [] for slot in slots]
+    h, moved = host, [slot.pending or () for slot in slots]
     nodes: Any = [NO_NODES] * 3
     if len(trees) == 1:
         nodes = trees[0].tokens, trees[0].parents, trees[0].depths
     elif trees:
-        nodes = [np.concatenate([getattr(t, of) for t in trees]) for of in ("tokens", "parents", "depths")]
+        nodes = [np.concatenate(arrays) for arrays in zip(*[(t.tokens, t.parents, t.depths) for t in trees])]
     sizes = np.array([len(tree) for tree in trees], np.int32)
     each = zip(slots, moved, known, strict=True)
-    of_slots = np.array([[s.row, s.length, len(m), before, s.position] for s, m, before in each], np.int32)
+    of_slots = np.array([(s.row, s.length, len(m), before, s.position) for s, m, before in each], np.int32)
     of_slots = of_slots.reshape(-1, 5)
     paths = np.array([node for path in moved for node in path], np.int32)
     rows = h.ids, h.positions, h.depths, h.columns, h.parents, h.slots, h.lengths, h.paths, h.ancestors

@@ -38,7 +38,7 @@ from slipstream.sequence import Kept, check_prompt
 from slipstream.sequence import Sequence as Running
 from slipstream.service import Service
 from slipstream.targets import load_model, open_target
-from slipstream.text import Detokenizer, Prompt, encode, split_batch
+from slipstream.text import Detokenizer, Prompt, alike, encode, split_batch
 from slipstream.trace.record import Recorder
 
 PROCESSORS = "transformers' LogitsProcessor objects"
@@ -525,7 +525,7 @@ def one_each(prediction: Any, count: int) -> list[Any]:
     """One prediction per prompt, from one for all or from a list."""
     if not isinstance(prediction, Sequence) or isinstance(prediction, str | bytes):
         return [prediction] * count
-    if all(isinstance(t, Integral) for t in prediction):
+    if alike(prediction, Integral):
         return [prediction] * count
     if len(prediction) != count:
         raise OptionError(f"{len(prediction)} predictions for {count} prompts: give one, or one per prompt")

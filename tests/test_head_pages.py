@@ -270,6 +270,35 @@ def test_the_next_turn_of_a_chat_drafts_as_after_a_text_read_whole(kind, model, 
     retire(engine)
 
 
+@pytest.mark.parametrize("fixed", [False, True])
+@pytest.mark.parametrize("drafted", [0, 1, 6])
+def test_whoever_starts_from_a_text_does_not_wait_for_its_head(drafted, fixed, model, heads, monkeypatch):
+    """Keys of the prefix that are there are not read again. Where drafts are captured, the target reads the last tokens
+    once more rather than the head alone. Drafts are those of a text that was read whole."""
+    engine, calls = engine_of("eagle3", model, heads), []
+    engine.drafter.fixed = fixed
+    document, one, other = LONG[: PAGE + 20], LONG[200:209], LONG[209:218]
+    begun, _, _ = begin(engine, document, 4)
+    go_on(engine, begun, steps=1)
+    first, _, known = begin(engine, [*document, *one], 30, copy_from=begun)
+    assert known == len(document) - 1
+    go_on(engine, first, steps=drafted)
+    read = engine.drafter.read
+    monkeypatch.setattr(engine.drafter, "read", lambda session: (calls.append(session), read(session)))
+    for prefix in (document, [*document, *one]):
+        tokens = [*prefix, *other]
+        calls.clear()
+        second, trees, known = begin(engine, tokens, 12, copy_from=first)
+        assert bool(calls) == (not fixed and not drafted and prefix is not document)
+        assert known == (len(document) - 1 if fixed and not drafted else len(prefix) - 1)
+        third, expected, _ = begin(engine, tokens, 12)
+        go_on(engine, second)
+        go_on(engine, third)
+        assert trees == expected
+        engine.retire([second, third])
+    retire(engine, begun, first)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["eagle", "eagle3", "dflash"])
 @pytest.mark.parametrize("seed", range(3))

@@ -488,6 +488,7 @@ class Engine:
         try:
             known = max(0, source.shared(request.tokens[:-1]) - again)
             if other is not None and known:  # before pages are shared, since the other session may write keys there
+                known = can.settled(other, known)
                 can.resume(session, other, request.tokens[:known])
             own = own or self.target.fork(source)
             self.target.truncate(own, known)

@@ -187,6 +187,15 @@ class Resumes(Protocol):
 
 
 @runtime_checkable
+class Settles(Protocol):
+    """It has work left to do before another session can start from it."""
+
+    def settled(self, length: int) -> int:
+        """How many of the first `length` tokens another session should start with: fewer if it is better to read the
+        last of them again than to do what is left."""
+
+
+@runtime_checkable
 class ReadsKeys(Protocol):
     """It drafts with the target's own keys of its text, or has keys in the same pages."""
 
@@ -352,6 +361,10 @@ def reread(session: Any, seen: Seen) -> None:
 
 def silent(session: Any) -> bool:
     return getattr(session, "silent", False)
+
+
+def settled(session: Any, length: int) -> int:
+    return session.settled(length) if _offers(session, Settles) else length
 
 
 def resume(session: Any, other: DraftSession, tokens: list[int]) -> None:

@@ -43,6 +43,9 @@ if TYPE_CHECKING:
 
 
 AT_ONCE = 1024  # unread states that may wait for a draft; more are read at once
+# Where drafts are captured, a head that reads states by itself takes longer than the forward that reads the rest of a
+# prompt takes for so many rows more, which are often padding.
+AGAIN = 32
 
 
 @dataclass(frozen=True)
@@ -359,11 +362,22 @@ class FeatureSession(HeadSession):
         HeadSession.close(self)
         self.pieces = [piece.safe() for piece in self.pieces]
 
+    @property
+    def unread(self) -> int:
+        """The position of the first pair that is not read yet."""
+        _, following, read = self.prompt or (self.pieces, self.following, self.read)
+        return read - 1 - len(following)
+
+    def settled(self, length: int) -> int:
+        first = self.unread
+        return first if self.drafter.fixed and 0 < first < length <= first + AGAIN else length
+
     def resume(self, other: DraftSession, tokens: list[int]) -> None:
         """Copy the keys of the pairs whose first token is in the prefix; in pages they will be there. The second token
         of the last one is the first to be read; both texts have it in common (`rereads`)."""
         it = cast(FeatureSession, other)
-        it.catch_up(everything=True)
+        if it.unread < len(tokens):
+            it.catch_up(everything=True)
         count = bisect_left(it.pairs, len(tokens))
         self.drafter.cache.copy(it.row, self.row, count)
         self.pairs, self.read = it.pairs[:count], len(tokens)

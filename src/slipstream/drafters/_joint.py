@@ -112,6 +112,9 @@ class JointSession(DraftSession):
         for part in self.parts.values():
             can.pause(part)
 
+    def settled(self, length: int) -> int:
+        return min([can.settled(part, length) for part in self.parts.values()], default=length)
+
     def resume(self, other: DraftSession, tokens: list[int]) -> None:
         known = cast(JointSession, other).parts
         for name, part in self.parts.items():

@@ -21,6 +21,7 @@ from slipstream.datastores.ingest.records import read_documents
 from slipstream.datastores.ingest.sources import SourceFile, find_sources, is_text
 from slipstream.errors import StoreError
 from slipstream.loading import embedded
+from slipstream.text import tokenised
 
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]
 CODE = "".join(Path(m.__file__).read_text("utf-8") for m in (sources, records, encoding))
@@ -392,6 +393,18 @@ def test_tokens_are_the_tokenizers_own(tokenizers, kind):
         assert ids.dtype == np.int32
         assert ids.tolist() == tokenizers[kind](text, add_special_tokens=False)["input_ids"]
     assert len(encoded[0]) > 1000
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_prompts_tokens_are_the_tokenizers_own(tokenizers, kind, special):
+    """After a call that cuts and pads, too, which the tokenizer remembers."""
+    tokenizer = tokenizers[kind]
+    for text in (TEXT, "", "One line.", "<|im_start|>user\n<unk></s> Ünïcödé 🏳"):
+        expected = tokenizer(text, add_special_tokens=special)["input_ids"]
+        assert tokenised(text, tokenizer, special=special) == expected
+        tokenizer(text, truncation=True, max_length=3)
+        assert tokenised(text, tokenizer, special=special) == expected
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -38,7 +38,7 @@ from slipstream.sequence import Kept, check_prompt
 from slipstream.sequence import Sequence as Running
 from slipstream.service import Service
 from slipstream.targets import load_model, open_target
-from slipstream.text import Detokenizer, Prompt, alike, encode, split_batch
+from slipstream.text import Detokenizer, Prompt, alike, encode, split_batch, tokenised
 from slipstream.trace.record import Recorder
 
 PROCESSORS = "transformers' LogitsProcessor objects"
@@ -412,7 +412,7 @@ class LLM:
             return [integer(what, token) for token in listed(what, text, "token ids")]
         if self.tokenizer is None:
             raise OptionError(f"{what} as text can't be read without a tokenizer: give token ids")
-        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return tokenised(text, self.tokenizer, special=False)
 
 
 class Chat:

@@ -299,6 +299,18 @@ def test_whoever_starts_from_a_text_does_not_wait_for_its_head(drafted, fixed, m
     retire(engine, begun, first)
 
 
+def test_of_several_drafters_the_one_that_has_read_least_decides_what_is_read_again(model, heads):
+    target = graphs(model)
+    engine = Engine(target, make("auto", target, None, drafters="suffix", heads=[heads("eagle3")]))
+    first, _, _ = begin(engine, LONG, 30)
+    first.session.parts["eagle3"].settled = lambda length: length - 5
+    second, _, known = begin(engine, LONG, 30, copy_from=first)
+    assert known == len(LONG) - 2 - 5
+    go_on(engine, first, second)
+    assert first.tokens == second.tokens
+    retire(engine, first, second)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["eagle", "eagle3", "dflash"])
 @pytest.mark.parametrize("seed", range(3))

@@ -311,6 +311,26 @@ def test_of_several_drafters_the_one_that_has_read_least_decides_what_is_read_ag
     retire(engine, first, second)
 
 
+@pytest.mark.parametrize("pages", [True, False])
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "dflash"])
+def test_states_that_nobody_asked_for_are_taken_over_unread(kind, pages, model, heads, monkeypatch):
+    engine, calls = engine_of(kind, model, heads, pages=pages), []
+    monkeypatch.setattr(engine.target, "chunk", 100)  # so that the prompt's states come in several pieces
+    first, _, _ = begin(engine, LONG, 30)
+    first.session.skip()  # the chance to draft from them has passed
+    read = engine.drafter.read
+    monkeypatch.setattr(engine.drafter, "read", lambda session: (calls.append(session), read(session)))
+    tokens = [*LONG[: PAGE + 20], 5, 6, 7]
+    second, trees, known = begin(engine, tokens, copy_from=first)
+    assert not calls
+    assert known == PAGE + 19
+    third, expected, _ = begin(engine, tokens)
+    go_on(engine, second)
+    go_on(engine, third)
+    assert trees == expected
+    retire(engine, first, second, third)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["eagle", "eagle3", "dflash"])
 @pytest.mark.parametrize("seed", range(3))

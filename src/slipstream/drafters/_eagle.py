@@ -377,10 +377,23 @@ class FeatureSession(HeadSession):
         of the last one is the first to be read; both texts have it in common (`rereads`)."""
         it = cast(FeatureSession, other)
         if it.unread < len(tokens):
-            it.catch_up(everything=True)
+            if it.prompt is None:
+                it.catch_up(everything=True)
+            else:  # nobody has asked for its drafts, so perhaps nobody will
+                self._take_states(it.prompt, len(tokens))
         count = bisect_left(it.pairs, len(tokens))
         self.drafter.cache.copy(it.row, self.row, count)
         self.pairs, self.read = it.pairs[:count], len(tokens)
+
+    def _take_states(self, unread: tuple[list[Hidden], list[int], int], length: int) -> None:
+        """Take over the unread states of a text's first `length` tokens."""
+        pieces, following, read = unread
+        left = length - (read - 1 - len(following))
+        self.following = following[: left - 1]
+        for piece in pieces:
+            if left > 0:
+                self.pieces.append(piece.beginning(left))
+                left -= len(piece.every)
 
     def skip(self) -> None:
         super().keep()

@@ -180,8 +180,16 @@ class PilotedSession(JointSession):
                 self.text.rested(len(missed))
 
     def resume(self, other: DraftSession, tokens: list[int]) -> None:
+        cast(PilotedSession, other).pass_over()
         super().resume(other, tokens)
         self._prompt = list(tokens)
+
+    def pass_over(self) -> None:
+        """Tell the parts that were never asked about this text that their first chance has passed."""
+        self._catch_up()
+        if self._emitted:
+            for name in self.parts.keys() - self._shown.keys():
+                can.skip(self.parts[name])
 
     def silent(self, name: str) -> bool:
         """Whether a part will propose nothing."""

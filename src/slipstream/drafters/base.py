@@ -66,13 +66,18 @@ class Hidden(Mapping[int, Any]):
         """These states, copied if later steps would write into them."""
         return self.copy() if self.lasting else self
 
+    @property
+    def every(self) -> list[int]:
+        """The rows of the tensors that are meant."""
+        return list(range(len(next(iter(self.tensors.values()))))) if self.rows is None else self.rows
+
     def end(self, count: int) -> Hidden:
         """The last `count` rows."""
-        rows = self.rows
-        if rows is None:
-            there = len(next(iter(self.tensors.values())))
-            rows = list(range(max(0, there - count), there))
-        return Hidden(self.tensors, rows[-count:], self.lasting)
+        return Hidden(self.tensors, self.every[-count:], self.lasting)
+
+    def beginning(self, count: int) -> Hidden:
+        """The first `count` rows."""
+        return Hidden(self.tensors, self.every[:count], self.lasting)
 
 
 @dataclass(frozen=True)

@@ -217,8 +217,10 @@ class Engine:
         """Score the trees. As far as the forward has rows left, pieces of the prompts are read with them."""
         slots, samplers = [s.slot for s in running], tuple([s.chooser for s in running])
         layers = can.step_layers(self.drafter)
-        included, pieces = self._pieces(readings, self.target.chunk - sum(map(len, trees)))
-        if not pieces:
+        included: list[Reading] = []
+        if readings:
+            included, pieces = self._pieces(readings, self.target.chunk - sum(map(len, trees)))
+        if not included:
             rows = 1 + max(s.request.max_draft for s in running) if can.pads(self.drafter) else 1
             return self.target.score(slots, trees, Want(layers, rows, samplers, during))
         samplers += tuple(reading.sequence.chooser for reading in included)

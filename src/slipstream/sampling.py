@@ -78,7 +78,7 @@ class Sampling:
 
     @cached_property
     def within_step(self) -> str | None:
-        """How a step can choose tokens by these rules. None: it can't, since processors and bad words need `Sampler`."""
+        """How a step can choose tokens by these rules. None: processors and bad words need `Sampler`."""
         if self.processors or self.bad_words:
             return None
         if self.plain:

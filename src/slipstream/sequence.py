@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from time import perf_counter
+from typing import NamedTuple
 
 import torch
 
@@ -28,8 +29,7 @@ class TokenLogprobs:
     top: dict[int, float]
 
 
-@dataclass(frozen=True)
-class PendingResult:
+class PendingResult(NamedTuple):
     """The result of a forward for one sequence's root, not verified yet."""
 
     tree: TokenTree

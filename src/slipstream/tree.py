@@ -133,7 +133,7 @@ class TokenTree:
     @cached_property
     def depth(self) -> int:
         """The depth of the deepest node: how many drafted tokens can be accepted at most."""
-        return int(self.depths.max()) if len(self.tokens) > 1 else 0
+        return max(self.depths.tolist())
 
     @cached_property
     def mask(self) -> Bools:
@@ -149,14 +149,9 @@ class TokenTree:
         return np.flatnonzero(self.parents == node)
 
     def child(self, node: int, token: int) -> int | None:
-        """The child of `node` that carries `token`."""
-        return self._links.get((node, token)) if len(self.tokens) > 1 else None
-
-    @cached_property
-    def _links(self) -> dict[tuple[int, int], int]:
-        """{(parent, token): node}; of equal siblings the first."""
-        pairs = list(zip(self.parents.tolist(), self.tokens.tolist(), strict=True))
-        return dict(zip(reversed(pairs), range(len(pairs) - 1, -1, -1), strict=True))
+        """The child of `node` that carries `token`; of equal siblings the first."""
+        found: int = _child(self.parents, self.tokens, node, token) if len(self.tokens) > 1 else 0
+        return found or None
 
     def path_to(self, node: int) -> list[int]:
         """Nodes from the root to `node`, both included."""
@@ -299,6 +294,15 @@ def _depths(parents):  # type: ignore[no-untyped-def]
     for i in range(1, len(parents)):
         depths[i] = depths[parents[i]] + 1
     return depths
+
+
+@compiled
+def _child(parents, tokens, node, token):  # type: ignore[no-untyped-def]
+    """0 if there is none."""
+    for i in range(node + 1, len(parents)):
+        if parents[i] == node and tokens[i] == token:
+            return i
+    return 0
 
 
 @compiled

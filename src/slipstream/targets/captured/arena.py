@@ -229,8 +229,9 @@ class Arena:
                 slot.pages = pages
                 self._note(slot)
             return
-        first, pages, more = (slot.length if start is None else start) // PAGE, slot.pages, _pages(end) - len(slot.pages)
-        shared = [i for i in range(first, len(pages) + min(0, more)) if self._held[pages[i]] > 1]
+        first, needed = (slot.length if start is None else start) // PAGE, _pages(end)
+        more = needed - len(slot.pages)
+        shared = [i for i, page in enumerate(slot.pages[first:needed], first) if self._held[page] > 1]
         if more <= 0 and not shared:
             return
         if len(shared) + max(0, more) > len(self._free):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,8 +20,7 @@ DEEPEST = 128  # nodes of the longest path, usually
 PADDING, TEXT = -2, -1  # "depths" of rows that are no tree nodes: padding, and tokens of text
 
 
-@dataclass(frozen=True)
-class Shape:
+class Shape(NamedTuple):
     """The shape of a step, which is a list of rows that belong to sequences. All are maxima."""
 
     sequences: int
@@ -105,7 +104,8 @@ def fill(
     if len(trees) == 1:
         nodes = trees[0].tokens, trees[0].parents, trees[0].depths
     elif trees:
-        nodes = [np.concatenate(arrays) for arrays in zip(*[(t.tokens, t.parents, t.depths) for t in trees])]
+        of_trees = zip(*[(tree.tokens, tree.parents, tree.depths) for tree in trees], strict=True)
+        nodes = [np.concatenate(arrays) for arrays in of_trees]
     sizes = np.array([len(tree) for tree in trees], np.int32)
     each = zip(slots, moved, known, strict=True)
     of_slots = np.array([(s.row, s.length, len(m), before, s.position) for s, m, before in each], np.int32)

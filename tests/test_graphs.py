@@ -3,7 +3,6 @@
 import copy
 import itertools
 from collections import deque
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -215,7 +214,7 @@ def test_pieces_of_several_texts_share_a_step(count, family, tiny):
     together = target.read(slots, texts, want)
     found = [(s.logits(0).clone(), s.hidden[1], s.token(0, samplers[i % 2])) for i, s in enumerate(together)]
     for i, (slot, text) in enumerate(zip(alone, texts, strict=True)):
-        (scores,) = target.read([slot], [text], replace(want, samplers=want.samplers[i : i + 1]))
+        (scores,) = target.read([slot], [text], want._replace(samplers=want.samplers[i : i + 1]))
         logits, states, token = found[i]
         assert slots[i].tokens == slot.tokens
         torch.testing.assert_close(logits, scores.logits(0), rtol=1e-5, atol=1e-5)

@@ -10,7 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 
@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from slipstream.tree import TokenTree
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """path + bonus are the step's len(path) new tokens: path[1:] were drafted, the bonus is the target's own."""
 
     path: list[int]  # accepted nodes, the root first

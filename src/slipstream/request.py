@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from slipstream.accept import Match, Rule, Verdict
 from slipstream.checks import integer
@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 Stop = Callable[[int], str | None]
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """What one forward did for one sequence, as `Request.watch` is shown it. In a batch, times are its share of all."""
 
     tree: TokenTree

@@ -19,7 +19,8 @@ from slipstream.checks import integer, real
 from slipstream.compiled import compiled
 from slipstream.errors import NumericalError, OptionError
 
-BEST, DRAWN, DRAWN_WITH_HISTORY = "best", "drawn", "drawn with history"  # how a step on a device can choose tokens
+# How a step on a device can choose tokens. Each way also serves those whom the ways before it would.
+WAYS = BEST, DRAWN, DRAWN_WITH_HISTORY = "best", "drawn", "drawn with history"
 COLDEST = 1e-6  # the lowest temperature: logits divided by much less become infinite
 
 

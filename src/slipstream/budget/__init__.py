@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from slipstream.errors import DrafterError
 from slipstream.tree import TokenTree
 
 
-@dataclass(frozen=True)
-class Budget:
+class Budget(NamedTuple):
     nodes: int  # drafted nodes at most, without the root
     depth: int  # of the deepest node at most
     beside: int | None = None  # additional nodes at most, for a drafter that learns from them; None: no limit
 
     def upto(self, nodes: int, beside: int = 0) -> Budget:
         """This budget with at most so many nodes, and so many beside them."""
-        return replace(self, nodes=min(self.nodes, nodes), beside=beside) if beside or nodes < self.nodes else self
+        return self._replace(nodes=min(self.nodes, nodes), beside=beside) if beside or nodes < self.nodes else self
 
     def limit(self, tree: TokenTree) -> TokenTree:
         """Cut a draft to the budget."""

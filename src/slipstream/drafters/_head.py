@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -274,8 +274,7 @@ class HeadDrafter(Drafter):
         )
 
 
-@dataclass(frozen=True)
-class Ahead:
+class Ahead(NamedTuple):
     """One sequence's line of the draft that was queued after the last step, for all that took part in it."""
 
     pending: Pending  # (b, ·) see `_ahead_of_host`

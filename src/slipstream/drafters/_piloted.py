@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 from slipstream.budget import Budget
@@ -251,4 +250,4 @@ class PilotedSession(JointSession):
     def pause(self) -> None:
         super().pause()
         if self._last is not None:
-            self._last = replace(self._last, hidden=self._last.hidden.safe())
+            self._last = self._last._replace(hidden=self._last.hidden.safe())

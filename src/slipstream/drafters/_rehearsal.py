@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -86,7 +85,7 @@ def rehearse(target: Target, pilot: Pilot, parts: Mapping[str, Drafter], layers:
         """Measure a draft that was queued after its step, which takes less than others. Returns the next token."""
         part, session = parts[source.drafter], sessions[source.drafter]
         during = partial(can.draft_ahead, part, {0: session})
-        (score,) = target.score([slot], [TokenTree.root(root)], replace(want, during=during))
+        (score,) = target.score([slot], [TokenTree.root(root)], want._replace(during=during))
         hidden = Hidden(score.hidden, score.rows([0]), score.replayed).of(can.layers(part))
         session.observe(Seen([root], slot.length, hidden))
         token, taken = score.token(0, sampler), Stopwatch()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 if TYPE_CHECKING:
     import torch
@@ -80,19 +80,17 @@ class Hidden(Mapping[int, Any]):
         return Hidden(self.tensors, self.every[:count], self.lasting)
 
 
-@dataclass(frozen=True)
-class Seen:
+class Seen(NamedTuple):
     """Tokens that became part of the text: a piece of the prompt, or an accepted path."""
 
     tokens: list[int]
     position: int  # of the first of them
     # (len(tokens), H) for each layer in the drafter's `layers`. Row i is the state that read token i; the last row is
     # the state that chose the next root.
-    hidden: Hidden = field(default_factory=Hidden)
+    hidden: Hidden = Hidden()
 
 
-@dataclass(frozen=True)
-class Proposal:
+class Proposal(NamedTuple):
     tree: TokenTree  # its node 0 is the root given to `propose`
     first: tuple[int, ...] | None = None  # the likeliest tokens after the root, in order, if the option `first` asks
     # Further nodes to verify, whatever they are worth: the drafter learns from the target's choices after them.

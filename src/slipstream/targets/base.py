@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,8 +18,7 @@ from slipstream.turns import Turns
 PIECE = 256  # tokens of two texts that are compared at a time
 
 
-@dataclass(frozen=True)
-class Want:
+class Want(NamedTuple):
     """What a forward must return."""
 
     layers: tuple[int, ...] = ()  # hidden states to return, by number: see `states.py`
@@ -228,7 +227,7 @@ class Target(ABC):
         is one forward."""
         found: list[Scores] = []
         for i, (slot, piece) in enumerate(zip(slots, pieces, strict=True)):
-            found += self.prefill(slot, piece, replace(want, samplers=want.samplers[i : i + 1]))
+            found += self.prefill(slot, piece, want._replace(samplers=want.samplers[i : i + 1]))
         return found
 
     def chooses(self, sampler: Sampler | None) -> bool:  # noqa: ARG002

@@ -11,7 +11,7 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +21,7 @@ import torch
 from slipstream.errors import ModelError
 from slipstream.kernels.draw import noise_keys
 from slipstream.kernels.sizes import PAGE, TILE, WIDE
-from slipstream.sampling import BEST, DRAWN, DRAWN_WITH_HISTORY, Sampler
+from slipstream.sampling import BEST, DRAWN, DRAWN_WITH_HISTORY, WAYS, Sampler
 from slipstream.stopwatch import preparing
 from slipstream.targets.base import Part, Scores, Slot, Target, Want
 from slipstream.targets.cache import LayerShape
@@ -202,7 +202,7 @@ class GraphTarget(Target):
     def read(self, slots: Sequence[Slot], pieces: Sequence[Sequence[int]], want: Want) -> list[Scores]:
         """By steps whose rows are text, not nodes."""
         if choice(want.samplers) == DRAWN_WITH_HISTORY:
-            want = replace(want, samplers=())  # the host chooses the first token: it has no output to penalise yet
+            want = want._replace(samplers=())  # the host chooses the first token: it has no output to penalise yet
         return self.score_and_read([], [], slots, pieces, want)[1]
 
     @torch.inference_mode()
@@ -545,6 +545,4 @@ def same_bits_in_wide_tiles(device: torch.device, dtype: torch.dtype) -> bool:
 def choice(samplers: Sequence[Sampler | None]) -> str | None:
     """How a step must choose tokens for these sequences. None: the host chooses them."""
     ways = {None if sampler is None else sampler.sampling.within_step for sampler in samplers}
-    if None in ways:
-        return None
-    return next((way for way in (DRAWN_WITH_HISTORY, DRAWN, BEST) if way in ways), None)
+    return None if None in ways else max(ways, key=WAYS.index, default=None)

@@ -104,8 +104,8 @@ def fill(
     if len(trees) == 1:
         nodes = trees[0].tokens, trees[0].parents, trees[0].depths
     elif trees:
-        of_trees = zip(*[(tree.tokens, tree.parents, tree.depths) for tree in trees], strict=True)
-        nodes = [np.concatenate(arrays) for arrays in of_trees]
+        of_trees = [t.tokens for t in trees] + [t.parents for t in trees] + [t.depths for t in trees]
+        nodes = np.concatenate(of_trees).reshape(3, -1)
     sizes = np.array([len(tree) for tree in trees], np.int32)
     each = zip(slots, moved, known, strict=True)
     of_slots = np.array([(s.row, s.length, len(m), before, s.position) for s, m, before in each], np.int32)

@@ -33,16 +33,17 @@ class Stats:
 
     def count(self, tree: TokenTree, path: list[int]) -> None:
         """One verified step."""
+        accepted, nodes = len(path) - 1, len(tree) - 1
         self.steps += 1
-        self.accepted += len(path) - 1
-        self.accepted_lengths[len(path) - 1] = self.accepted_lengths.get(len(path) - 1, 0) + 1
+        self.accepted += accepted
+        self.accepted_lengths[accepted] = self.accepted_lengths.get(accepted, 0) + 1
         self.drafted_depth += tree.depth
-        self.nodes_verified += len(tree) - 1
-        self.drafts += len(tree) > 1
-        for name, (proposed, accepted) in tree.proposed(path).items() if tree.sources else ():
+        self.nodes_verified += nodes
+        self.drafts += nodes > 0
+        for name, (proposed, kept) in tree.proposed(path).items() if tree.sources else ():
             source = self.by_source.setdefault(name, {"proposed": 0, "accepted": 0})
             source["proposed"] += proposed
-            source["accepted"] += accepted
+            source["accepted"] += kept
 
     @property
     def tokens_per_step(self) -> float:

@@ -52,10 +52,7 @@ class Slot:
     def length(self) -> int:
         return len(self.tokens)
 
-    @property
-    def position(self) -> int:
-        """The position of the next token."""
-        return self.length
+    position = length  # of the next token
 
     def accept(self, path: Sequence[int]) -> None:
         """Commit nodes of the tree that was scored last. Their keys are moved by the next forward."""

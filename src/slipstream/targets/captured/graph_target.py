@@ -221,9 +221,10 @@ class GraphTarget(Target):
         every, known = [*slots, *readers], [0] * (len(slots) + len(readers))
         step, chosen = self._replay(every, [*trees, *chains], rows, want, known, len(pieces))
         # Copies: drafts that read a step's own tensors are captured for each such step.
-        nodes = sum(map(len, trees))
+        sizes = [len(tree) for tree in trees]
+        nodes = sum(sizes)
         hidden = {layer: h[:nodes].clone() for layer, h in step.hidden.items()} if trees else {}
-        scored = self._scored(step, trees, known[: len(trees)], chosen, hidden)
+        scored = self._scored(step, sizes, known[: len(trees)], chosen, hidden)
         return scored, self._read(step, readers, pieces, nodes, chosen)
 
     def _read(
@@ -267,8 +268,9 @@ class GraphTarget(Target):
     ) -> list[Scores]:
         if any([slot.position + tree.depth >= self.context for slot, tree in zip(slots, trees, strict=True)]):
             raise ModelError(f"a draft reaches past the model's {self.context} positions: the engine must cut it")
-        step, chosen = self._replay(slots, trees, self._rows(trees, want, known), want, known)
-        found = self._scored(step, trees, known, chosen, step.hidden)
+        sizes = [len(tree) - before for tree, before in zip(trees, known, strict=True)]
+        step, chosen = self._replay(slots, trees, self._rows(sizes, want), want, known)
+        found = self._scored(step, sizes, known, chosen, step.hidden)
         for scores in found:
             scores.replayed, scores.captured = True, self.captured
         return found
@@ -320,17 +322,17 @@ class GraphTarget(Target):
     def _scored(
         self,
         step: FixedStep,
-        trees: Sequence[TokenTree],
+        sizes: Sequence[int],
         known: Sequence[int],
         chosen: bool,
         hidden: dict[int, torch.Tensor],
     ) -> list[Scores]:
-        """The scores of trees, which are the step's first rows."""
+        """The scores of trees. sizes: how many rows each has, which are the step's first."""
         tokens, values, positions = step.tokens.tolist(), step.values.copy(), step.host.positions[0].copy()
-        finite = bool(np.isfinite(values[: sum(map(len, trees)) - sum(known)]).all())
+        finite = bool(np.isfinite(values[: sum(sizes)]).all())
         found, begin = [], 0
-        for tree, before in zip(trees, known, strict=True):
-            end = begin + len(tree) - before
+        for size, before in zip(sizes, known, strict=True):
+            end = begin + size
             scores = Scores(step.logits, hidden, positions[begin:end], before, begin)
             if chosen:
                 scores.take(tokens[begin:end], None if finite else values[begin:end].tolist())
@@ -400,12 +402,13 @@ class GraphTarget(Target):
     def chooses(self, sampler: Sampler | None) -> bool:
         return choice([sampler]) in (BEST, DRAWN)
 
-    def _rows(self, trees: Sequence[TokenTree], want: Want, known: Sequence[int]) -> int:
-        """How many rows to compute. For one sequence fewer than `want.rows` only if that changes no bit."""
-        least, wanted = bucket(sum(map(len, trees)) - sum(known), ROWS), bucket(want.rows, ROWS)
-        if len(trees) == 1 and least < wanted and not all(self.alike(n, want.layers) for n in (least, wanted)):
+    def _rows(self, sizes: Sequence[int], want: Want) -> int:
+        """How many rows to compute for trees of so many. For one sequence fewer than `want.rows` only if that changes
+        no bit."""
+        least, wanted = bucket(sum(sizes), ROWS), bucket(want.rows, ROWS)
+        if len(sizes) == 1 and least < wanted and not all(self.alike(n, want.layers) for n in (least, wanted)):
             least = wanted
-        if len(trees) > 1 and self.exact_together and not self.alike(least, want.layers):
+        if len(sizes) > 1 and self.exact_together and not self.alike(least, want.layers):
             self.exact_together = False
         return least
 

@@ -7,7 +7,7 @@ settings  the best node limit of each single drafter on this machine, by replay:
 live      `none`, `auto` and single drafters answer the same prompts in turns, with --piece also within an answer. For
           each category the ratio of seconds per token to plain decoding's, a mean over each prompt's repeats, with a
           bootstrapped 95% interval over both. Answers during which something was captured, as happens once per process,
-          are repeated. After an interruption it reports what it has
+          are repeated. After an interruption it reports what it has. --autos adds an `auto` with other heads
 
 fresh     like use on the command line: for each prompt and repeat a new process, in which `auto` answers first, then
           `none` and the single drafters. For comparison, for each repeat a process that answers all of them after eight
@@ -174,6 +174,10 @@ def live(given: argparse.Namespace) -> dict[str, Any]:
         own = {"drafter_path": folders[drafter]} if drafter in folders else {}
         llms[name] = LLM(model, tokenizer, drafter, compile=given.compile, **own)
         most[name] = int(nodes) if nodes else None
+    for word in given.autos:
+        name, _, listed = word.partition("=")
+        llms[name] = LLM(model, tokenizer, "auto", compile=given.compile, heads=listed)
+        most[name] = None
     longest = max((p.turns[0] for p in asked), key=len)
     for name, llm in llms.items():  # code is loaded, caches grow, steps are captured
         for prompt in (longest, *(p.turns[0] for p in asked[: given.warm])):
@@ -444,6 +448,7 @@ def main() -> None:
     )
     parser.add_argument("--singles", default="pld,suffix", help="drafters to compare with, separated by commas")
     parser.add_argument("--heads", nargs="*", default=[], metavar="NAME=FOLDER", help="of singles in `live`")
+    parser.add_argument("--autos", nargs="*", default=[], metavar="NAME=FOLDER,…", help="`auto` with these heads")
     given = parser.parse_args()
     report: dict[str, Any] = {"benchmark": "auto"}
     for name in given.parts or PARTS:

@@ -1,13 +1,14 @@
 """Speed of trained heads: python bench/heads.py [PART…] --heads eagle3=FOLDER redrafter=FOLDER … --prompts FILE…
 
 sizes    tokens per step and per second against plain decoding, for several sizes of tree, greedy and at 0.7
+chains   the same for a chain, and for trees of the same head: what the tree gives
 trees    EAGLE's static tree against the dynamic one, of equal size
 beams    ReDrafter: tokens per step by beam width; nodes with and without merging what beams share
 batch    ReDrafter: tokens per second by batch and beam width, with and without merging
 typical  rejection sampling against typical acceptance by temperature: only tokens per second
 
-A head's name is its kind, or KIND:NAME=FOLDER where there are several of a kind. Each part prints a table to stderr and
-one JSON line. Plain decoding is measured before the others, and again after them.
+A head's name is its kind, or KIND:NAME=FOLDER where there are several of a kind; model=FOLDER is a draft model. Each
+part prints a table to stderr and one JSON line. Plain decoding is measured before the others, and again after them.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ class Bench:
         self.prompts = [p.turns[0] for file in given.prompts for p in select(read(file), None, given.limit)]
         self.heads = [(*name.split(":", 1), folder) for name, folder in (word.split("=", 1) for word in given.heads)]
         self.told: dict[str, Any] = {"prompts": len(self.prompts), "tokens": given.tokens}
+        self.texts: dict[str, list[list[int]]] = {}  # plain decoding's, by the request's options
 
     def of_kind(self, *kinds: str) -> Iterable[tuple[str, str, str]]:
         """(kind, name, folder)"""
@@ -48,6 +50,10 @@ class Bench:
     def llm(self, drafter: str, batch: int = 1, **options: Any) -> LLM:
         return LLM(self.model, self.tokenizer, drafter, compile=self.given.compile, max_batch=batch, **options)
 
+    def drafting(self, kind: str, folder: str, **options: Any) -> LLM:
+        where = {"draft_model": folder} if kind == "model" else {"drafter_path": folder}
+        return self.llm(kind, **where, **options)
+
     def measure(self, llm: LLM, **options: Any) -> dict[str, float]:
         """One prompt after the other."""
         clock = perf_counter()
@@ -55,6 +61,8 @@ class Bench:
             llm.generate(prompt, max_new_tokens=16, **options)
         first = perf_counter() - clock
         results = [llm.generate(p, max_new_tokens=self.given.tokens, **options) for p in self.prompts]
+        texts = [r.tokens for r in results]
+        plain = self.texts.setdefault(str({**options, "max_draft": None}), texts)
         steps = sum(r.stats.steps for r in results)
         seconds = sum(r.stats.seconds for r in results)
         return {
@@ -64,10 +72,12 @@ class Bench:
             "draft_ms": round(sum(r.stats.draft_seconds for r in results) / steps * 1e3, 3),
             "verify_ms": round(sum(r.stats.verify_seconds for r in results) / steps * 1e3, 3),
             "first_seconds": round(first, 1),
+            "same_text": sum(text == other for text, other in zip(texts, plain, strict=True)),
         }
 
     def plain(self, **options: Any) -> float:
-        return self.measure(self.llm("none"), **options)["tokens_per_second"]
+        with self.llm("none") as llm:
+            return self.measure(llm, **options)["tokens_per_second"]
 
     def tell(self, name: str, found: dict[str, Any]) -> None:
         self.told[name] = found
@@ -79,12 +89,32 @@ def sizes(bench: Bench) -> None:
         plain = bench.plain(**options)
         bench.tell(f"plain {way}", {"tokens_per_second": plain})
         for kind, name, folder in bench.of_kind():
-            llm = bench.llm(kind, drafter_path=folder)
-            for nodes in bench.given.sizes:
-                found = bench.measure(llm, max_draft=nodes, **options)
-                ratio = round(found["tokens_per_second"] / plain, 3)
-                bench.tell(f"{name} {nodes} {way}", {**found, "speed_up": ratio})
+            with bench.drafting(kind, folder) as llm:
+                for nodes in bench.given.sizes:
+                    found = bench.measure(llm, max_draft=nodes, **options)
+                    ratio = round(found["tokens_per_second"] / plain, 3)
+                    bench.tell(f"{name} {nodes} {way}", {**found, "speed_up": ratio})
         bench.tell(f"plain {way}, again", {"tokens_per_second": bench.plain(**options)})
+
+
+# Options that make a draft one chain, as deep as the tree. A draft model's is one already.
+CHAIN = {"redrafter": {"beams": 1}, "model": {}} | dict.fromkeys(("eagle", "eagle3", "falcon", "dflash"), {"width": 1})
+
+
+def chains(bench: Bench) -> None:
+    plain = bench.plain()
+    bench.tell("plain", {"tokens_per_second": plain})
+    for kind, name, folder in bench.of_kind(*CHAIN):
+        with bench.drafting(kind, folder, **CHAIN[kind]) as llm:
+            found = {"chain": bench.measure(llm)}
+        if kind != "model":
+            with bench.drafting(kind, folder) as llm:
+                found |= {f"tree of {nodes}": bench.measure(llm, max_draft=nodes) for nodes in bench.given.sizes}
+        for shape, numbers in found.items():
+            ratio = round(numbers["tokens_per_second"] / plain, 3)
+            over = round(numbers["tokens_per_step"] / found["chain"]["tokens_per_step"], 3)
+            bench.tell(f"{name} {shape}", {**numbers, "speed_up": ratio, "over_chain": over})
+    bench.tell("plain, again", {"tokens_per_second": bench.plain()})
 
 
 def trees(bench: Bench) -> None:
@@ -133,6 +163,7 @@ def typical(bench: Bench) -> None:
 
 PARTS: dict[str, Callable[[Bench], None]] = {
     "sizes": sizes,
+    "chains": chains,
     "trees": trees,
     "beams": beams,
     "batch": batch,

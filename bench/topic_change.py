@@ -31,7 +31,7 @@ from slipstream.loading.models import load_model
 from slipstream.training.loop import TrainingPlan
 from slipstream.training.train import Lesson, train
 
-ASK = "Write an SQL statement that creates a table of {}, with five columns."
+ASK = "Write an XML document that describes three {}."
 THINGS = (
     *("books", "rivers", "employees", "orders", "planets", "recipes", "flights", "songs", "patients", "trees"),
     *("invoices", "teachers", "museums", "bicycles", "hotels", "elections", "bridges", "vaccines", "ships", "letters"),

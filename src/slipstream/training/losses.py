@@ -125,6 +125,6 @@ def hits(guesses: Iterable[Guess], batch: Batch, teacher: Teacher, depths: int) 
 
 
 def pieces(batch: Batch, teacher: Speaker) -> Iterator[Batch]:
-    size = max(1, _LOGITS // teacher.vocabulary)
+    size = max(1, _LOGITS // teacher.columns)
     for places, columns in zip(batch.places.split(size), batch.columns.split(size), strict=True):
         yield Batch(batch.tokens, places, columns)

@@ -19,6 +19,7 @@ class Speaker:
     def __init__(self, model: Any) -> None:
         self.model, self.lender = unwrapped(model).eval(), Lender.of(model)
         self.device, self.vocabulary = input_device(model), self.lender.vocab_size
+        self.columns = self.vocabulary  # logits that are computed for a position
         self._cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
         self._check()
 
@@ -63,6 +64,7 @@ class Teacher(Speaker):
         if self._draft_ids is not None:
             if type(head.lender.lm_head) is torch.nn.Linear and head.lender.lm_head.bias is None:
                 self._rows = head.lender.matrix()[self._draft_ids]
+                self.columns = len(self._draft_ids)
             own = torch.full((self.vocabulary,), -1, device=self.device)
             own[self._draft_ids] = torch.arange(len(self._draft_ids), device=self.device)
             self._own = own

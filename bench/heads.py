@@ -98,7 +98,11 @@ def sizes(bench: Bench) -> None:
 
 
 # Options that make a draft one chain, as deep as the tree. A draft model's is one already.
-CHAIN = {"redrafter": {"beams": 1}, "model": {}} | dict.fromkeys(("eagle", "eagle3", "falcon", "dflash"), {"width": 1})
+CHAIN: dict[str, dict[str, Any]] = {
+    **{kind: {"width": 1} for kind in ("eagle", "eagle3", "falcon", "dflash")},
+    "redrafter": {"beams": 1},
+    "model": {},
+}
 
 
 def chains(bench: Bench) -> None:
@@ -107,6 +111,8 @@ def chains(bench: Bench) -> None:
     for kind, name, folder in bench.of_kind(*CHAIN):
         with bench.drafting(kind, folder, **CHAIN[kind]) as llm:
             found = {"chain": bench.measure(llm)}
+            if kind == "model":  # tokens per step, less one, are the acceptance of a token
+                found["one token"] = bench.measure(llm, max_draft=1)
         if kind != "model":
             with bench.drafting(kind, folder) as llm:
                 found |= {f"tree of {nodes}": bench.measure(llm, max_draft=nodes) for nodes in bench.given.sizes}

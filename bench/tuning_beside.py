@@ -68,7 +68,10 @@ def main() -> None:
                 process.kill()
                 process.wait()
     alone = (found["alone"] + found["alone, again"]) / 2
-    line = {name: {"tokens_per_second": round(value, 1), "of_alone": round(value / alone, 3)} for name, value in found.items()}
+    line = {
+        name: {"tokens_per_second": round(value, 1), "of_alone": round(value / alone, 3)}
+        for name, value in found.items()
+    }
     for name, numbers in line.items():
         print(f"{name:14} {numbers}", file=sys.stderr, flush=True)
     print(json.dumps({**line, "provenance": provenance(llm.name, model)}, default=str))

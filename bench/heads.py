@@ -51,7 +51,7 @@ class Bench:
         return LLM(self.model, self.tokenizer, drafter, compile=self.given.compile, max_batch=batch, **options)
 
     def drafting(self, kind: str, folder: str, **options: Any) -> LLM:
-        where = {"draft_model": folder} if kind == "model" else {"drafter_path": folder}
+        where: dict[str, Any] = {"draft_model": folder} if kind == "model" else {"drafter_path": folder}
         return self.llm(kind, **where, **options)
 
     def measure(self, llm: LLM, **options: Any) -> dict[str, float]:

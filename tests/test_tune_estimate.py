@@ -8,8 +8,8 @@ from slipstream import LLM, OptionError
 from slipstream.training import loop
 from slipstream.training import tune as module
 from slipstream.training.estimate import (
-    BATCHES,
     LENGTHS,
+    ON_GPU,
     Costs,
     Estimate,
     Given,
@@ -110,7 +110,7 @@ def test_a_worked_example():
     assert found.trials == int(180 / 9.6)
     assert estimate(costs, 20, Given(prompts=30), None, small=True).answers == 30
     # On a GPU nothing shrinks, and what was asked for stays.
-    assert estimate(costs, 20, Given(), None, small=False).batch_tokens == BATCHES[0]
+    assert estimate(costs, 20, Given(), None, small=False).batch_tokens == ON_GPU
     assert estimate(costs, 1, Given(), None, small=False).max_new_tokens == LENGTHS[0]
     assert estimate(costs, 1, Given(), 200, small=True).max_new_tokens == 200
 

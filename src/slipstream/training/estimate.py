@@ -34,6 +34,7 @@ ANSWERING, TRAINING, TRYING = 0.4, 0.45, 0.15
 
 LENGTHS = (256, 192, 128, 96, 64)  # limits of an answer's tokens: the longest is used for which enough answers fit
 BATCHES = (16384, 8192, 4096, 2048, 1024, 512)  # tokens of a batch: the largest is used for which enough steps fit
+ON_GPU = 8192  # where all would fit: in equal time, more steps of this size teach more than fewer of the largest
 ENOUGH_ANSWERS, ENOUGH_STEPS = 64, 200  # below these, shorter answers or smaller batches are tried
 # A judgement, not a measurement: 32 answers within three minutes on two cores gave nothing beyond noise.
 LEAST_ANSWERS, LEAST_STEPS, LEAST_TRIALS = 16, 50, 4
@@ -90,7 +91,7 @@ def estimate(costs: Costs, minutes: float, given: Given, max_new_tokens: int | N
     lengths = [max_new_tokens] if max_new_tokens else list(LENGTHS if small else LENGTHS[:1])
     if given.texts is not None:
         lengths = [0]
-    batches = BATCHES if small else BATCHES[:1]
+    batches = BATCHES if small else (ON_GPU,)
     seconds = 60 * minutes
     trainable = seconds * (TRAINING if given.texts is None else ANSWERING + TRAINING)
     length, answers = first_enough(

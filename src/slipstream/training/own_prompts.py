@@ -11,7 +11,7 @@ from slipstream.llm import LLM
 from slipstream.training.collect import has_template
 from slipstream.training.prompts import Question
 
-DRAWN = 64  # prompts that the model writes at a time
+DRAWN = 128  # prompts that the model writes at a time
 HELD_OUT = 10  # every tenth prompt is for the trial
 WORDS = 4  # length of the n-grams by which near-duplicates are found
 MARK = "\N{OBJECT REPLACEMENT CHARACTER}"

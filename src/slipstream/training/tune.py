@@ -17,16 +17,19 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+from slipstream.answers import Result
 from slipstream.errors import ContextError, OptionError
 from slipstream.evaluate.workloads import builtin
 from slipstream.heads.base import Lender
 from slipstream.heads.registry import add, entries_for, heads_for, remove
 from slipstream.llm import LLM
+from slipstream.stopwatch import preparing
 from slipstream.text import Prompt
 from slipstream.training import checkpoint
 from slipstream.training.collect import CollectSettings, collect, has_template
@@ -52,6 +55,7 @@ from slipstream.training.tune_page import write_page
 from slipstream.training.tuned import OWN, Trial, Tuned, TuneSettings
 
 LINES, LOOKS = 40, 12  # about how many losses and accuracies a run logs: enough for a readable curve
+AGAIN = 6  # times that an answer of the trial is given at most until nothing is captured during it
 LOG, EVALUATE = 20, 50  # steps between them, at most: few texts are held out, so an evaluation costs little
 
 Tell = Callable[[str], None]
@@ -129,7 +133,7 @@ def timed(run: Tuned, phase: str) -> Iterator[None]:
 
 def batch_of(model: Any) -> int:
     """Answers at a time. Fewer on a CPU, where every row of a step takes time."""
-    return 8 if model.device.type == "cpu" else 32
+    return 8 if model.device.type == "cpu" else 128
 
 
 def make_estimate(
@@ -285,9 +289,19 @@ def trial_prompts(folder: Path, run: Tuned, template: bool) -> list[tuple[str, P
     return [each for pair in zip(own, others, strict=False) for each in pair] or others or own
 
 
+def settled(answer: Callable[[], Result]) -> Result:
+    """The answer, given again if something was captured or compiled meanwhile: on a GPU one capture takes longer than
+    the answer."""
+    for _ in range(AGAIN):
+        before, found = preparing.seconds, answer()
+        if preparing.seconds == before:
+            break
+    return found
+
+
 def compare(llms: dict[str, LLM], kind: str, prompt: Prompt) -> Trial:
     """Answer one prompt with every contestant."""
-    results = {name: llm.generate(prompt, max_new_tokens=64) for name, llm in llms.items()}
+    results = {name: settled(partial(llm.generate, prompt, max_new_tokens=64)) for name, llm in llms.items()}
     texts = [result.tokens for result in results.values()]
     stats = {name: result.stats for name, result in results.items()}
     return Trial(

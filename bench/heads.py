@@ -111,7 +111,7 @@ def chains(bench: Bench) -> None:
     for kind, name, folder in bench.of_kind(*CHAIN):
         with bench.drafting(kind, folder, **CHAIN[kind]) as llm:
             found = {"chain": bench.measure(llm)}
-            if kind == "model":  # tokens per step, less one, are the acceptance of a token
+            if kind == "model":  # the acceptance of a token: (tokens per step - 1) / verified
                 found["one token"] = bench.measure(llm, max_draft=1)
         if kind != "model":
             with bench.drafting(kind, folder) as llm:

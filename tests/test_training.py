@@ -202,6 +202,16 @@ def test_the_distribution_is_what_the_model_says(tiny, family):
     torch.testing.assert_close(teacher.distribution(teacher.read(ids)[1]), expected)
 
 
+def test_where_a_head_knows_few_tokens_more_positions_fit_in_a_piece(tiny, monkeypatch):
+    model, batch = tiny("llama"), as_texts(mixed(4)).batch(range(4))
+    monkeypatch.setattr(losses, "_LOGITS", 3 * VOCABULARY)
+    for ids, most in ((None, 3), (range(16), 3 * VOCABULARY // 16)):
+        teacher = Teacher(model, HEADS["eagle3"].fresh(model, draft_ids=ids))
+        sizes = [len(piece.places) for piece in losses.pieces(batch, teacher)]
+        assert max(sizes) == most
+        assert sum(sizes) == len(batch.places)
+
+
 # ---- gradients
 
 

@@ -7,6 +7,7 @@ import pytest
 from families import tiny_model
 from slipstream import LLM, OptionError
 from slipstream.heads import load_head, registry
+from slipstream.stopwatch import preparing
 from slipstream.training import own_prompts
 from slipstream.training import tune as module
 from slipstream.training.estimate import Costs
@@ -181,6 +182,21 @@ def test_a_line_that_was_cut_off_is_no_prompt(tmp_path):
 def test_settings_that_cannot_be_are_refused(wrong):
     with pytest.raises(OptionError):
         TuneSettings(**wrong)
+
+
+def test_an_answer_during_which_something_was_captured_is_given_again(monkeypatch):
+    monkeypatch.setattr(preparing, "seconds", 0.0)
+    taken = iter((0.7, 0.2, 0.0, 0.0))
+    given = []
+
+    def answer():
+        preparing.seconds += next(taken)
+        given.append(len(given))
+        return given[-1]
+
+    assert module.settled(answer) == 2
+    taken = iter([1.0] * 99)
+    assert module.settled(answer) == 2 + module.AGAIN  # it ends all the same
 
 
 def test_gains_are_over_all_prompts():

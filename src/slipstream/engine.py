@@ -318,6 +318,8 @@ class Engine:
                 known = len(waiting[0].tokens) if same_prompt(waiting[0], running) else 0
                 if not self.should_read_with(waiting[0], readings, known):
                     break
+                check_prompt(waiting[0], self.target)
+                check_drafting(waiting[0], self.drafter)
                 readings.append(self.read(waiting.popleft(), running, kept))
             while left := [reading for reading in readings if reading.left]:
                 self._with_room(partial(self.read_on, left))
@@ -348,18 +350,18 @@ class Engine:
         running: Iterable[Sequence] = (),
         kept: Kept | None = None,
         copy_from: Sequence | Kept | None = None,
+        known: int = 0,
     ) -> Reading:
-        """A new sequence, and the reading of its prompt. A prefix that a kept text or a running sequence has read
-        already is reused. like: the sequence or kept text to copy that prefix from."""
-        check_prompt(request, self.target)
-        check_drafting(request, self.drafter)
+        """A new sequence, and the reading of its prompt, which was checked. A prefix that a kept text or a running
+        sequence has read already is reused. copy_from: the sequence or kept text to copy that prefix from. known: the
+        prefix's length without the prompt's last token, if the caller has counted."""
         self._pause_all_but(())
         sampler = Sampler(request.sampling, request.tokens, request.seed, request.sample)
         stats = Stats(self.name, request.accept.lossless and self.target.exact, prompt_tokens=len(request.tokens))
         stats.processors = tuple(type(p).__name__ for p in request.sampling.processors)
         session = self.drafter.begin(request)
         try:
-            slot = self._resumed(request, session, running, kept, copy_from) or self.target.open()
+            slot = self._resumed(request, session, running, kept, copy_from, known) or self.target.open()
         except BaseException:
             session.close()
             raise
@@ -468,6 +470,7 @@ class Engine:
         running: Iterable[Sequence],
         kept: Kept | None,
         copy_from: Sequence | Kept | None,
+        known: int,
     ) -> Slot | None:
         """A slot that has read a prefix of the prompt, with the session brought to the same point. None if there is no
         text to reuse."""
@@ -488,7 +491,7 @@ class Engine:
             source, other = original.slot, original.session
         taken = own is not None
         try:
-            known = max(0, source.shared(request.tokens[:-1]) - again)
+            known = max(0, (known or source.shared(request.tokens[:-1])) - again)
             if other is not None and known:  # before pages are shared, since the other session may write keys there
                 known = can.settled(other, known)
                 can.resume(session, other, request.tokens[:known])

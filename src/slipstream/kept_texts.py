@@ -7,19 +7,24 @@ with the name of its collection: nobody finds what other collections asked.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
 
 from slipstream.engine import MIN_SHARED, Engine
 from slipstream.request import Request
 from slipstream.sequence import Kept
 
 Block = tuple[str, int]  # collection, hash
+Ids = NDArray[np.int64]
 
 
 class KeptTexts:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._chains: dict[Kept, list[Block]] = {}  # the most recently used last
+        self._ids: dict[Kept, Ids] = {}
         self._by_hash: dict[Block, dict[Kept, None]] = {}  # those that begin so; the latest last
 
     def __len__(self) -> int:
@@ -31,27 +36,28 @@ class KeptTexts:
     def keep(self, collection: str, text: Kept) -> None:
         """Keep a text. One that it begins with, such as an earlier turn of a conversation, is not needed any more."""
         assert text.slot is not None
-        tokens = text.slot.tokens
-        earlier, known = self._find(collection, tokens)
+        ids = np.array(text.slot.tokens, np.int64)
+        earlier, known = self._find(collection, ids)
         if earlier is not None and earlier.slot is not None and known == earlier.slot.length:
             self.forget(earlier)
-        chain = self._chains[text] = list(hashes(collection, tokens))
+        chain = self._chains[text] = list(hashes(collection, ids))
+        self._ids[text] = ids
         for each in chain:
             self._by_hash.setdefault(each, {})[text] = None
 
     def find(self, request: Request) -> tuple[Kept | None, int]:
         """The text that shares the longest prefix with a request's prompt, to within a block, and the prefix's length.
         The prompt's last token is always read."""
-        return self._find(request.collection, request.tokens[:-1])
+        return self._find(request.collection, request.ids[:-1])
 
-    def _find(self, collection: str, tokens: Sequence[int]) -> tuple[Kept | None, int]:
+    def _find(self, collection: str, ids: Ids) -> tuple[Kept | None, int]:
         alike: dict[Kept, None] = {}
-        for each in hashes(collection, tokens):
+        for each in hashes(collection, ids):
             if each not in self._by_hash:
                 break
             alike = self._by_hash[each]
         for text in reversed(alike):
-            known = 0 if text.slot is None else text.slot.shared(tokens)
+            known = common(self._ids[text], ids)
             return (text, known) if known >= MIN_SHARED else (None, 0)  # equal hashes of other tokens
         return None, 0
 
@@ -61,6 +67,7 @@ class KeptTexts:
 
     def take(self, text: Kept) -> None:
         """Whoever takes it frees its keys."""
+        del self._ids[text]
         for each in self._chains.pop(text):
             texts = self._by_hash[each]
             del texts[text]
@@ -78,9 +85,16 @@ class KeptTexts:
                 self.forget(next(iter(self._chains)))
 
 
-def hashes(collection: str, tokens: Sequence[int]) -> Iterator[Block]:
+def hashes(collection: str, ids: Ids) -> Iterator[Block]:
     """One for each whole block of a text."""
-    before = 0
-    for end in range(MIN_SHARED, len(tokens) + 1, MIN_SHARED):
-        before = hash((before, *tokens[end - MIN_SHARED : end]))
+    text, size, before = ids.tobytes(), MIN_SHARED * ids.itemsize, 0
+    for end in range(size, len(text) + 1, size):
+        before = hash((before, text[end - size : end]))
         yield collection, before
+
+
+def common(one: Ids, other: Ids) -> int:
+    """The length of the common prefix of two texts."""
+    most = min(len(one), len(other))
+    differ = one[:most] != other[:most]
+    return int(differ.argmax()) if differ.any() else most

@@ -204,8 +204,8 @@ class Service:
         whole = not self._copies or (found is not None and found.slot is not None and known == found.slot.length)
         if isinstance(found, Kept) and whole and not self.engine.target.paged:
             self.kept.take(found)
-            return self.engine.read(job.request, kept=found)
-        return self.engine.read(job.request, running, copy_from=found)
+            return self.engine.read(job.request, kept=found, known=known)
+        return self.engine.read(job.request, running, copy_from=found, known=known)
 
     def _step_and_read(self) -> bool:
         """Take a step and read prompts in one forward. Returns whether that was done. If it fails, both are done one

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import transformers
@@ -133,9 +133,9 @@ def table(rows: list[dict[str, Any]]) -> None:
 
 
 def shown(value: Any) -> str:
-    return (
-        f"{value:,.3g}" if isinstance(value, float) and value < 1000 else f"{value:,}" if value != str(value) else value
-    )
+    if isinstance(value, float):
+        return f"{value:,.3g}" if abs(value) < 1000 else f"{value:,.0f}"
+    return value if isinstance(value, str) else f"{value:,}"
 
 
 def tell(text: str) -> None:
@@ -209,7 +209,7 @@ def accepted(given: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str,
                 (score,) = target.read([slot], [piece], Want(layers, samplers=(GREEDY,)))
                 for each in everybody.values():
                     each.observe(number, Seen(piece, slot.length - len(piece), Hidden(score.hidden)))
-        read, trees = perf_counter() - clock, list[list[int]]()
+        read = perf_counter() - clock
         for step in range(given.tokens):
             roots = [text[context + step] for text in texts]
             said = [tree.tokens[1:].tolist() for tree in truth.draft(roots, budget)]
@@ -258,19 +258,26 @@ class Texts:
 
     engines: dict[str, Engine]
     prompts: list[list[int]]
-    read: dict[str, list[Kept]] = field(default_factory=dict)
+    distinct: int  # so many are read, where tokens are all that is observed; the others are copies of their keys
+    read: dict[str, list[Kept]] = field(default_factory=dict)  # by drafter; "": those that observe tokens alone
 
     def of(self, name: str) -> list[Kept]:
         """As a drafter needs them. Those that observe no more than tokens share them."""
         engine = self.engines[name]
-        own = name if can.layers(engine.drafter) or kind_of(name) in ("model", "auto") or "auto" in name else ""
+        own = name if can.layers(engine.drafter) or name == "model" else ""
         if own not in self.read:
-            self.read[own] = [Kept() for _ in self.prompts]
-            for prompt, kept in zip(self.prompts, self.read[own], strict=True):
+            distinct = self.prompts if own else self.prompts[: self.distinct]
+            self.read[own] = [Kept() for _ in distinct]
+            for prompt, kept in zip(distinct, self.read[own], strict=True):
                 for _ in engine.run([Request(prompt, 1)], kept=kept):
                     pass
-                if not own:
+                if not own and kept.slot is not None and kept.session is not None:
+                    kept.session.close()
                     kept.session = NOBODY
+            for number in range(len(distinct), len(self.prompts)):
+                first = self.read[own][number % len(distinct)].slot
+                assert first is not None, "it was read above"
+                self.read[own].append(Kept(copy_of(engine.target, first), NOBODY))
         return self.read[own]
 
     def close(self) -> None:
@@ -286,11 +293,26 @@ class Texts:
 class Nobody(DraftSession):
     """Stands for whoever observed a text: sessions that copy nothing are shown its tokens."""
 
+    parts: ClassVar[dict[str, DraftSession]] = {}  # as if it were auto's
+
     def propose(self, root: int, budget: Budget) -> Any:
         raise NotImplementedError
 
 
 NOBODY: Any = Nobody()
+
+
+@torch.inference_mode()
+def copy_of(target: Any, slot: Slot) -> Slot:
+    """The same text with keys of its own."""
+    if not target.paged:
+        return target.fork(slot)
+    twin, length = target.open(), slot.length
+    target.truncate(slot, length)  # keys are in place
+    target.arena.reach(twin, length, 0)
+    target.arena.move(target.arena.columns(slot, 0, length), target.arena.columns(twin, 0, length))
+    twin.tokens = list(slot.tokens)
+    return twin
 
 
 @dataclass
@@ -329,7 +351,7 @@ def run(engine: Engine, prompts: list[list[int]], read: list[Kept], tokens: int,
             engine.step(running)
         found.steps += 1
     wait(engine.target.device)
-    found.seconds, found.steps = taken.seconds(), found.steps - WARM
+    found.seconds, found.steps = taken.seconds(), max(0, found.steps - WARM)
     found.tokens = (sum(len(s.tokens) for s in running) - begun) / len(running)
     found.draft, found.verify, found.host = (
         sum(getattr(step, f"{what}_seconds") for step in own) for what in ("draft", "verify", "host")
@@ -358,30 +380,47 @@ def speed(given: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, An
         name: Engine(target, make(kind, target, tokenizer, **options), name, most)
         for name, (kind, options) in everyone.items()
     }
+    texts, before = Texts(engines, [], given.distinct), 0
     for context, batch in cells(given):
-        texts, clock, begun = Texts(engines, pieces(given, tokenizer, context, batch)), perf_counter(), len(rows)
+        clock, begun = perf_counter(), len(rows)
+        if context != before or batch > len(texts.prompts):
+            texts.close()
+            prompts = pieces(given, tokenizer, context, min(batch, given.distinct))
+            texts.prompts, before = [prompts[n % len(prompts)] for n in range(batch)], context
         found: dict[str, list[Run]] = {name: [] for name in engines}
         try:
+            for name in engines:
+                texts.of(name)
+            read = perf_counter() - clock
             for _ in range(1 + given.repeats):  # the first time, code is loaded and steps are captured
                 for name, engine in engines.items():
-                    found[name].append(run(engine, texts.prompts, texts.of(name), given.tokens, given.nodes))
+                    one = run(engine, texts.prompts[:batch], texts.of(name)[:batch], given.tokens, given.nodes)
+                    found[name].append(one)
         except CacheFullError as error:
-            tell(f"context {context}, batch {batch}: {error}")
+            tell(f"context {context}, batch {batch}: {str(error).partition('.')[0]}")
             texts.close()
             continue
-        texts.close()
         rates = {name: [batch * one.tokens / one.seconds for one in each[1:]] for name, each in found.items()}
         for name, each in found.items():
-            ratios = [rate / plain for rate, plain in zip(rates[name], rates["none"], strict=True)]
-            middle = {"tokens/s": statistics.median(rates[name]), "× plain": statistics.median(ratios)}
-            where = {"context": context, "batch": batch, "drafter": name}
-            per_step = statistics.median(one.per_step for one in each[1:])
-            rows.append({**where, "tokens per step": per_step, **middle, "ratios": [round(r, 3) for r in ratios]})
+            row = {"context": context, "batch": batch, "drafter": name}
+            row |= {"tokens per step": statistics.median(one.per_step for one in each[1:])}
+            row |= {"tokens/s": statistics.median(rates[name]), "× plain": times(rates[name], rates["none"])}
+            if name.startswith("auto,"):
+                row |= {"× auto": times(rates[name], rates["auto"])}
+            middle = sorted(each[1:], key=lambda one: one.ms(one.seconds))[len(each) // 2 - 1]
+            row |= {f"{what} ms": middle.ms(getattr(middle, what)) for what in ("seconds", "draft", "verify", "host")}
+            rows.append({**row, "rates": [round(rate, 1) for rate in rates[name]]})
         table(rows[begun:])
-        tell(f"{perf_counter() - clock:.1f} s")
+        tell(f"reading {read:.1f} s, all {perf_counter() - clock:.1f} s")
+    texts.close()
     about = provenance(str(given.model), target)
     target.release()
     return rows, about
+
+
+def times(rates: list[float], others: list[float]) -> float:
+    """The median of the ratios of neighbours."""
+    return statistics.median(one / max(other, 1e-9) for one, other in zip(rates, others, strict=True))
 
 
 # ---- shape
@@ -539,6 +578,7 @@ def main() -> None:
         "--depths", nargs="+", type=int, default=[4], help="tokens ahead; shape tries all, others the last"
     )
     parser.add_argument("--nodes", type=int, default=31, help="of a draft at most")
+    parser.add_argument("--distinct", type=int, default=8, help="speed: texts that are read; others are copies")
     parser.add_argument("--texts", type=int, default=4, help="accepted: places of the text")
     parser.add_argument("--tokens", type=int, default=64, help="of each")
     parser.add_argument("--repeats", type=int, default=5, help="speed")

@@ -302,6 +302,22 @@ def test_asking_what_was_attended_to_keeps_the_bits(wide):
         wide.close(slot)
 
 
+@pytest.mark.parametrize("count", [3, 12, 40])
+def test_batches_of_long_texts_give_the_same_bits(count, wide, monkeypatch):
+    """Steps with few tiles, whose attention has other programs, say what steps with many do; so do drafts at once."""
+    texts, tree = [some(600 + 113 * i, i) for i in range(count)], TokenTree.build(some(5, 2), [-1, 0, 0, 1, 3])
+    slots, found = [read(wide, text) for text in texts], []
+    for length in (1 << 20, 1):
+        monkeypatch.setattr("slipstream.targets.captured.graph_target.LONG", length)
+        rows = [s.every().clone() for s in wide.score(slots, [tree] * count, Want(rows=8))]
+        found.append((rows, wide.draft_chains(slots, [[7, 8]] * count, 3, 8192)))
+    (one, chains), (other, same) = found
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    assert chains == same
+    for slot in slots:
+        wide.close(slot)
+
+
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "qwen2-sliding"])
 def test_a_verification_tells_what_its_roots_attend_to(family):
     model = tiny_model(family, max_position_embeddings=2048).to("cuda")

@@ -261,12 +261,15 @@ class Arena:
                 store[:, 0, :, place] = store[:, 0, :, source]
 
     def upload_table(self) -> None:
-        """Copy changed rows of the table to the device, before the next step."""
+        """Copy changed rows of the table to the device, before the next step: neighbours by one copy."""
         if not self._changed:
             return
+        rows = sorted(self._changed)
+        ends = [i for i, row in enumerate(rows, 1) if row + 1 not in self._changed]
         with torch.inference_mode():
-            for row in self._changed:
-                self.tables[row].copy_(self._host[row], non_blocking=True)
+            for begin, end in zip([0, *ends], ends, strict=False):
+                some = slice(rows[begin], rows[end - 1] + 1)
+                self.tables[some].copy_(self._host[some], non_blocking=True)
         self._changed.clear()
 
     # ---- pages

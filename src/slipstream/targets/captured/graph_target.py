@@ -30,7 +30,7 @@ from slipstream.targets.captured.arena import MEMORY, Added, Arena
 from slipstream.targets.captured.chain import FixedChain
 from slipstream.targets.captured.fixed_step import FixedStep
 from slipstream.targets.captured.function import Captured
-from slipstream.targets.captured.inputs import DEEPEST, Shape, fill
+from slipstream.targets.captured.inputs import DEEPEST, Shape, fill, growing_chains
 from slipstream.targets.captured.layers import fusable_layers, in_place
 from slipstream.targets.captured.modules import StandIns
 from slipstream.targets.trees import context_length, input_device, is_exact, is_quantised, unwrapped
@@ -47,8 +47,11 @@ READING = (32, 128, 512, 2048)  # rows of steps that read prompts
 SEQUENCES = (1, 64, 512)  # sequences that a step has room for
 BATCHES = (1, 2, 4, 8, 16, 32, 64)  # sequences that heads draft for together
 HISTORIES = (4, 16, 64, 256, 1024)  # sequences that the tables for penalties have room for
+TILES = tuple(8 << n for n in range(10))  # tiles of attention, in steps of several long texts
 DEPTHS = (32, DEEPEST)  # nodes of the longest path, in steps that read prompts or where it exceeds the step's rows
 SAMPLE = 1, (2, 3, 4)  # root and chain after the sample text by which steps of different widths are compared
+LONG = 32 * PAGE  # tokens of a text from which on reading its keys takes long
+DIVISIBLE = 1 << 24  # rows × positions of a step of long texts, at most: dividing it among programs takes memory
 BEYOND = 512  # positions after a full context, for a step's padding and drafts
 
 
@@ -283,8 +286,10 @@ class GraphTarget(Target):
         if any(slot.position + size - 1 + depth > self.context for slot, size in zip(slots, sizes, strict=True)):
             return None
         # At least ROWS[1] rows, which take no longer than one: then nearly all drafts have the same shape.
-        first = self._shape(len(slots), bucket(max(ROWS[1], sum(sizes)), ROWS), max(sizes))
-        later = self._shape(len(slots), bucket(len(slots), ROWS), max(sizes) + depth - 1)
+        rows = bucket(max(ROWS[1], sum(sizes)), ROWS)
+        first = self._shape(len(slots), rows, max(sizes), each=self._each(slots, sizes))
+        one = self._each(slots, [1] * len(slots))
+        later = self._shape(len(slots), bucket(len(slots), ROWS), max(sizes) + depth - 1, each=one)
         made = self._chain(first, later, depth, vocabulary)
         if made is None:
             return None
@@ -292,16 +297,15 @@ class GraphTarget(Target):
             self.arena.reach(slot, slot.length + size + depth)
             if slot.pending is not None and len(slot.pending) > first.reach:
                 self._move_pending(slot)
-        unknown = [[*chain, *[0] * (depth - 1)] for chain in chains]
-        for i, step in enumerate(made.steps):
-            trees = [TokenTree.chain(c[0], c[1 : size + i]) for c, size in zip(unknown, sizes, strict=True)]
+        for i, (step, grown) in enumerate(zip(made.steps, growing_chains(chains, depth - 1), strict=True)):
             known = [size + i - 1 if i else 0 for size in sizes]
-            fill(step.host, self.arena.table, self.groups, slots, trees, known, 0, step.shape.tile)
+            fill(step.host, self.arena.table, self.groups, slots, grown, known, 0, step.shape.tile)
         self.arena.upload_table()
         found = made((np.cumsum(sizes) - 1).tolist())  # (depth, 2, sequences)
         drafts = [[(int(token), float(logp)) for token, logp in found[:, :, i]] for i in range(len(slots))]
         for slot, chain, draft in zip(slots, chains, drafts, strict=True):
-            slot.tree = TokenTree.chain(chain[0], [*chain[1:], *(token for token, _ in draft[:-1])])
+            if not isinstance(slot, Part):  # nothing is committed to a part
+                slot.tree = TokenTree.chain(chain[0], [*chain[1:], *(token for token, _ in draft[:-1])])
         return drafts
 
     def _chain(self, *key: Any) -> FixedChain | None:
@@ -357,7 +361,9 @@ class GraphTarget(Target):
         depth = max([tree.depth for tree in drafts], default=0) + 1
         ends = sum(map(len, drafts)) + texts if texts else None
         reports_attention = not texts and any([slot.wants_attention for slot in slots])
-        step = self.step(self._shape(len(slots), rows, depth, ends), want.layers, way or BEST, reports_attention)
+        each = None if texts else self._each(slots, [len(t) - before for t, before in zip(trees, known, strict=True)])
+        shape = self._shape(len(slots), rows, depth, ends, each)
+        step = self.step(shape, want.layers, way or BEST, reports_attention)
         for slot, tree in zip(slots, trees, strict=True):
             self.arena.reach(slot, slot.length + len(tree))
             slot.tree = tree
@@ -381,9 +387,17 @@ class GraphTarget(Target):
                 slot.set_attended(step.attended[row, : slot.length // PAGE + 1].clone())
             row += len(tree) - before
 
-    def _shape(self, sequences: int, rows: int, depth: int, ends: int | None = None) -> Shape:
+    def _each(self, slots: Sequence[Slot], rows: Sequence[int]) -> Sequence[int] | None:
+        """The rows of each sequence, if a step should be captured for about as many tiles as they need: where texts are
+        long. Attention divides its work by the number of tiles that there may be. With one for each row, a batch that
+        verifies drafts would keep a quarter of the GPU busy."""
+        return rows if max(slot.length for slot in slots) >= LONG else None
+
+    def _shape(
+        self, sequences: int, rows: int, depth: int, ends: int | None = None, each: Sequence[int] | None = None
+    ) -> Shape:
         """The shape of a step with enough room. ends: for a step that reads text, the number of rows after which a
-        token is wanted; None for a step of trees, where that is every row."""
+        token is wanted; None for a step of trees, where that is every row. each: see `_each`."""
         text = ends is not None
         sequences = bucket(sequences, SEQUENCES)
         many = (text or sequences == 1) and rows * min(self.groups) >= 2 * WIDE
@@ -391,6 +405,9 @@ class GraphTarget(Target):
         tiles: tuple[int, ...] = ()
         if sequences > 1:  # at most: each sequence has at most one tile that is not full, and no tile is empty
             tiles = tuple(min(rows * -(-g // tile), -(-rows * g // tile) + sequences) for g in self.groups)
+            if each is not None and rows * self.arena.longest <= DIVISIBLE:
+                needed = [bucket(sum(-(-n * g // tile) for n in each), TILES) for g in self.groups]
+                tiles = tuple(map(min, tiles, needed))
         ends = min(rows, bucket(ends, SEQUENCES)) if ends is not None and self._keeps_logits else rows
         most = min(rows, DEEPEST)
         if text:  # coarser sizes, for few shapes: rows are many, and paths of drafts among them short

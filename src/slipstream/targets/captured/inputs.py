@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -85,6 +85,30 @@ class Inputs:
         return sum(int(np.prod(s)) for s in cls._sizes(shape, history)) + Draws.size(shape.ends, 1)
 
 
+class Chain:
+    """A chain's nodes, in arrays that several chains may share: a batch drafts many of them, and trees take longer to
+    make."""
+
+    __slots__ = ("depths", "parents", "tokens")
+
+    def __init__(self, tokens: NDArray[np.int32], parents: NDArray[np.int32], depths: NDArray[np.int32]) -> None:
+        """(n,) each, as a TokenTree has them."""
+        self.tokens, self.parents, self.depths = tokens, parents, depths
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+def growing_chains(chains: Sequence[Sequence[int]], more: int) -> Iterator[list[Chain]]:
+    """Chains of known tokens, then the same with one more token that is not known yet, and so on."""
+    longest = max(map(len, chains)) + more
+    parents, depths = np.arange(-1, longest - 1, dtype=np.int32), np.arange(longest, dtype=np.int32)
+    tokens = [np.array([*chain, *[0] * more], np.int32) for chain in chains]
+    for grown in range(more + 1):
+        ends = [len(chain) + grown for chain in chains]
+        yield [Chain(t[:end], parents[:end], depths[:end]) for t, end in zip(tokens, ends, strict=True)]
+
+
 NO_NODES = np.empty(0, np.int32)
 
 
@@ -93,7 +117,7 @@ def fill(
     table: NDArray[np.int32],  # the page table
     groups: Sequence[int],  # query heads per key head, for each of the host's tables of tiles
     slots: Sequence[Slot],
-    trees: Sequence[TokenTree],
+    trees: Sequence[TokenTree | Chain],
     known: Sequence[int],  # nodes of each tree that were computed before
     texts: int = 0,  # how many of the last trees are chains that are read as text
     tile: int = TILE,  # height of attention's tiles

@@ -9,8 +9,8 @@ shape     a Llama of 8B shape with random weights and random keys: ms of a plain
           magicdec by number of keys and depth, or of a spire head, by context and batch, host included; and the
           speed-up at 3 and 4 tokens per step
 
-On a CPU `shape` is a small model, to try the script. A text is a file of plain text, or .jsonl with a field `text`.
-Prints tables, and with --json also one JSON line for each part.
+On a CPU `shape` is a small model, to try the script. A text is a file of plain text, or .jsonl with a field `text` or
+`turns`. Prints tables, and with --json also JSON lines.
 """
 
 from __future__ import annotations
@@ -75,7 +75,10 @@ def cells(given: argparse.Namespace) -> list[tuple[int, int]]:
 
 def read_text(file: Path) -> str:
     raw = file.read_text("utf-8")
-    return "\n".join(json.loads(line)["text"] for line in raw.splitlines()) if file.suffix == ".jsonl" else raw
+    if file.suffix != ".jsonl":
+        return raw
+    lines = [json.loads(line) for line in raw.split("\n") if line.strip()]
+    return "\n\n".join(line["text"] if "text" in line else "\n\n".join(line["turns"]) for line in lines)
 
 
 def magicdecs(given: argparse.Namespace, depths: Sequence[int]) -> dict[str, tuple[str, Options]]:
@@ -87,6 +90,10 @@ def magicdecs(given: argparse.Namespace, depths: Sequence[int]) -> dict[str, tup
                 options = {"selection": selection, "keys": keys, "depth": depth, "shortest": 0}
                 name = f"magicdec {selection} {keys:g}" + (f" ×{depth}" if len(depths) > 1 else "")
                 found[name] = ("magicdec", options)
+    for word in given.also:
+        selection, keys, depth = word.split(":")
+        options = {"selection": selection, "keys": float(keys), "depth": int(depth), "shortest": 0}
+        found[f"magicdec {selection} {keys} ×{depth}"] = ("magicdec", options)
     return found
 
 
@@ -130,6 +137,14 @@ def table(rows: list[dict[str, Any]]) -> None:
     widths = [max(len(name), *(len(shown(row.get(name, ""))) for row in rows)) for name in names]
     for cells in (names, *([shown(row.get(name, "")) for name in names] for row in rows)):
         print("  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True)), flush=True)
+
+
+def report(rows: list[dict[str, Any]], given: argparse.Namespace) -> None:
+    """What is known so far: a run may be cut off."""
+    if rows:
+        table(rows)
+    if rows and given.json:
+        tell(json.dumps({"rows": rows}))
 
 
 def shown(value: Any) -> str:
@@ -225,7 +240,7 @@ def accepted(given: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str,
                     each.observe(number, Seen([root], slot.length - 1, hidden))
         for name, each in everybody.items():
             rows.append({"context": context, "drafter": name, **of_counts(each.counts)})
-        table(rows[-len(everybody) :])
+        report(rows[-len(everybody) :], given)
         tell(f"reading {read:.1f} s, drafting {perf_counter() - clock - read:.1f} s")
         for each in (*everybody.values(), truth):
             each.close()
@@ -410,7 +425,7 @@ def speed(given: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, An
             middle = sorted(each[1:], key=lambda one: one.ms(one.seconds))[len(each) // 2 - 1]
             row |= {f"{what} ms": middle.ms(getattr(middle, what)) for what in ("seconds", "draft", "verify", "host")}
             rows.append({**row, "rates": [round(rate, 1) for rate in rates[name]]})
-        table(rows[begun:])
+        report(rows[begun:], given)
         tell(f"reading {read:.1f} s, all {perf_counter() - clock:.1f} s")
     texts.close()
     about = provenance(str(given.model), target)
@@ -503,8 +518,7 @@ def shape(given: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, An
         for kept in base:
             assert kept.slot is not None, "it was opened above"
             target.close(kept.slot)
-        if rows[begun:]:
-            table(rows[begun:])
+        report(rows[begun:], given)
         tell(f"{perf_counter() - clock:.1f} s")
     about = provenance("Llama of random weights", target)
     target.release()
@@ -567,6 +581,7 @@ def main() -> None:
     parser.add_argument("--cells", nargs="*", default=[], metavar="CONTEXTxBATCH", help="instead of all combinations")
     parser.add_argument("--selections", nargs="*", default=list(SELECTIONS), choices=SELECTIONS)
     parser.add_argument("--keys", nargs="+", type=float, default=[256, 512], help="of magicdec")
+    parser.add_argument("--also", nargs="*", default=[], metavar="SELECTION:KEYS:DEPTH", help="further magicdecs")
     parser.add_argument(
         "--heads", nargs="*", default=[], metavar="KIND=FOLDER", help="spire=…; KIND:NAME=…; eagle3: the shipped one"
     )

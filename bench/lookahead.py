@@ -126,6 +126,19 @@ def fused(model: Any, tokenizer: Any, alone: LLM, memory: float) -> Contestant:
     return found
 
 
+def beside(everybody: dict[str, Contestant], repeats: int, prompts: int) -> dict[str, Any]:
+    """How fast `auto` is with `lookahead`, as a multiple of without it: in all answers, and in the later half."""
+    less, whole = (everybody[name].seconds for name in ("auto less it", "auto"))
+    half = prompts // 2
+    later = [i for i in range(repeats * prompts) if i % prompts >= half]
+    found = {
+        "all": interval(by_prompt(less, prompts), by_prompt(whole, prompts)),
+        "later": interval(*(by_prompt([every[i] for i in later], prompts - half) for every in (less, whole))),
+    }
+    tell(f"auto with it, × without: {found}")
+    return found
+
+
 def priors(labels: Sequence[tuple[TokenTree, Sequence[int], int]]) -> list[Any]:
     """By depth and bin, how often nodes of `lookahead` were right, for budget/priors.json; where few were seen, nearly
     what they say."""
@@ -267,6 +280,8 @@ def main() -> None:
             for source in everybody["auto"].llm.engine.drafter.pilot.sources().values():
                 tell(f"      {known_of(source)}, {source.beside} beside, realised {source.realised:.2f}")
         report: dict[str, Any] = {"benchmark": "lookahead", "found": told}
+        if given.auto:
+            report["auto_by_auto_less_it"] = beside(everybody, given.repeats, len(prompts))
         report["priors"] = priors([label for one in everybody.values() for label in one.labels])
         if costs is not None and given.auto:
             plain = np.array(everybody["none"].modelled).reshape(given.repeats, -1).mean(0).tolist()

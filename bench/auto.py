@@ -290,8 +290,8 @@ def process(given: argparse.Namespace) -> list[dict[str, Any]]:
         drafter, _, nodes = name.partition(":")
         llms[name] = LLM(auto.model, auto.tokenizer, drafter)
         most[name] = int(nodes) if nodes else None
-    for llm in llms.values():
-        for prompt in builtin()[: given.warm]:
+    for name, llm in llms.items():  # others have nothing to learn
+        for prompt in builtin()[: given.warm if name == "auto" else min(1, given.warm)]:
             llm.generate(prompt.turns[0], max_new_tokens=given.tokens)
     found = []
     for prompt in prompts:

@@ -615,7 +615,7 @@ def test_what_a_head_knows_by_heart_is_accepted(kind, options):
     found = llm.generate(prompts, max_new_tokens=30)
     assert [result.tokens for result in found] == answers
     for result in found:
-        assert result.stats.tokens_per_step >= 3  # it learned two depths
+        assert result.stats.tokens_per_step > 2.7  # it learned two depths: ten steps behind the first
 
 
 @pytest.mark.slow
@@ -653,3 +653,15 @@ def test_where_falcon_goes_on_its_lstm_begins_anew():
     tree = propose(session, 0, 13)
     assert tree.depth == 2
     assert drafter.rereads == 2
+
+
+def test_a_new_head_starts_from_the_targets_last_layer():
+    target = tiny_model("llama", seed=3, num_hidden_layers=LAYERS)
+    head, last = HEADS["eagle3"].fresh(target), target.model.layers[-1]
+    size = target.config.hidden_size
+    assert torch.equal(head.midlayer.self_attn.q_proj.weight[:, size:], last.self_attn.q_proj.weight)
+    assert torch.equal(head.midlayer.mlp.down_proj.weight, last.mlp.down_proj.weight)
+    states = torch.randn(1, 4, 3 * size)
+    assert torch.equal(head.read(states), states[..., 2 * size :])
+    other = HEADS["eagle3"].fresh(target, intermediate_size=2 * target.config.intermediate_size)  # another shape
+    assert not torch.equal(other.read(states), states[..., 2 * size :])

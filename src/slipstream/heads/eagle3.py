@@ -18,8 +18,11 @@ from slipstream.errors import DrafterError
 from slipstream.heads.base import EMBEDDING, OUTPUT, Lender
 from slipstream.heads.decoder import FeatureHead, FurtherLayer, Layer, RMSNorm
 from slipstream.heads.layer_config import LayerConfig, layer_sizes
+from slipstream.heads.target_layers import last_layers
 from slipstream.heads.vocabulary import VocabularyHead, check_draft_ids
 from slipstream.targets.states import final_norm
+
+READING = {f"self_attn.{name}_proj.weight" for name in "qkv"}  # of a layer's input
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +92,28 @@ class Eagle3(VocabularyHead, FeatureHead):
         )
         head = cls.begin(config, cls.lendable(config) if tied else (EMBEDDING,), model, seed, dtype)
         head.start_vocabulary(model, ids)
+        head.start_layer(model)
         return head
+
+    @torch.no_grad()
+    def start_layer(self, model: Any) -> None:
+        """Start from the target's last layer, which reads the last of the states unchanged; training then needs a third
+        of the steps. Where that layer has another form than Llama's, all stays random."""
+        size, act = self.config.hidden_size, getattr(model.config.get_text_config(), "hidden_act", None)
+        if self.config.width != size or act != self.config.hidden_act:
+            return
+        mine, cut = self.midlayer.state_dict(), last_layers(model, 1)
+        its = {name.removeprefix("layers.0."): value for name, value in cut.items() if not name.endswith(".bias")}
+        its["hidden_norm.weight"] = its.pop("input_layernorm.weight", torch.empty(0))
+        for name in READING & its.keys():  # of the embedding, beside the features, it knows nothing yet
+            if its[name].shape == (len(mine[name]), size):
+                its[name] = torch.cat((mine[name][:, :size], its[name].to(mine[name])), 1)
+        shapes = {name: value.shape for name, value in mine.items() if name != "input_layernorm.weight"}
+        if shapes != {name: value.shape for name, value in its.items()}:
+            return
+        self.midlayer.load_state_dict(its, strict=False)
+        self.fc.weight.zero_()
+        self.fc.weight[:, -size:] = torch.eye(size)
 
     @classmethod
     def lendable(cls, config: Eagle3Config) -> tuple[str, ...]:

@@ -27,8 +27,8 @@ from slipstream.heads.decoder import Attend, FurtherLayer, RMSNorm, add_norm
 from slipstream.heads.layer_config import LayerConfig, layer_sizes
 from slipstream.heads.layer_fields import layer_fields
 from slipstream.heads.layered import LayeredHead
+from slipstream.heads.target_layers import last_layers
 from slipstream.heads.vocabulary import check_draft_ids
-from slipstream.targets.states import layers_name
 from slipstream.targets.trees import unwrapped
 
 FEW = 4  # tokens on which layers are compared: within any sliding window
@@ -227,18 +227,6 @@ class Spire(LayeredHead):
         hidden = self.hidden_blocks(states, tokens, Blocks(tokens.shape[1], depths))
         for k in range(depths):
             yield Prediction(self.output(hidden[:, :, k]))
-
-
-def last_layers(model: Any, count: int) -> dict[str, Tensor]:
-    """The tensors of a target's last layers, renamed to `layers.0.…` and so on."""
-    whole = unwrapped(model)
-    place, first = layers_name(whole), Lender.of(model).layers - count
-    found = {}
-    for name, tensor in whole.state_dict().items():
-        number, _, rest = name.removeprefix(place).partition(".")
-        if name.startswith(place) and int(number) >= first:
-            found[f"layers.{int(number) - first}.{rest}"] = tensor
-    return found
 
 
 def cut_fields(text: Any, cut: dict[str, Tensor], count: int, name: str) -> dict[str, Any]:

@@ -46,9 +46,9 @@ def draws(samplings, seeds, positions, device="cpu"):
     """Draws as a host makes them: samplings and seeds (b,), positions (b, n) of the tokens after each row."""
     flat = np.zeros(Draws.size(*positions.shape), np.int32)
     host = Draws.of(flat, *positions.shape)
-    for i, (sampling, seed) in enumerate(zip(samplings, seeds, strict=True)):
-        host.put(i, sampling)
-        host.keys[i] = noise_keys(seed, 0, positions[i])
+    host.put(samplings, np.ones(len(samplings), np.int64))
+    sizes = np.full(*positions.shape)
+    host.keys[:] = noise_keys([(seed, 0) for seed in seeds], sizes, positions.ravel()).reshape(*positions.shape, 2)
     return Draws.of(torch.from_numpy(flat).to(device), *positions.shape)
 
 
@@ -206,7 +206,7 @@ def test_noise_keys_are_the_noise_keys():
     positions = np.array([0, 1, 2, 77, 4095, 2**31 + 5, 2**40])
     for seed in (0, 1, 12345, 2**63 + 17, 2**64 - 1, -3, 2**70 + 1):
         for sample in (0, 1, 99):
-            halves = noise_keys(seed, sample, positions)
+            halves = noise_keys([(7, 7), (seed, sample)], np.array([1, len(positions)]), np.append(9, positions))[1:]
             assert halves.dtype == np.int32
             keys = [int(high) % 2**32 << 32 | int(low) % 2**32 for low, high in halves]
             assert keys == [noise_key(seed, sample, int(position)) for position in positions]
@@ -216,11 +216,12 @@ def test_draws_go_up_as_one_copy():
     flat = np.zeros(Draws.size(2, 3), np.int32)
     host, device = Draws.of(flat, 2, 3), Draws.of(torch.from_numpy(flat), 2, 3)
     assert host.keys.size + 14 == flat.size
-    host.put(1, Sampling({}, 1.5, 0.25, -0.5, temperature=0.75, top_k=2**40, top_p=0.875, min_p=0.125))
+    options = Sampling({}, 1.5, 0.25, -0.5, temperature=0.75, top_k=2**40, top_p=0.875, min_p=0.125)
+    host.put([Sampling(), options], np.array([1, 1]))
     host.keys[1, 2] = 5, -6
     names = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency", "top_k")
     found = [getattr(device, name).tolist() for name in names]
-    assert found == [[0, x] for x in (0.75, 0.875, 0.125, 1.5, 0.25, -0.5, 2**31 - 1)]
+    assert found == [[0, 0.75], [1, 0.875], [0, 0.125], [1, 1.5], [0, 0.25], [0, -0.5], [0, 2**31 - 1]]
     assert {getattr(device, name).dtype for name in names[:6]} == {torch.float32}
     assert device.keys[1].tolist() == [[0, 0], [0, 0], [5, -6]]
 

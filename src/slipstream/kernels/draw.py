@@ -7,6 +7,7 @@ requests at every replay. A row's token depends on that row's logits, options, h
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -81,19 +82,25 @@ def _nucleus(p: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
 # ---- noise keys, for a whole step at once
 
 
-def noise_keys(seed: int, sample: int, positions: NDArray[np.integer[Any]]) -> NDArray[np.int32]:
-    """(n, 2): the low and the high half of `noise_key(seed, sample, position)` for each position (n,)."""
+def noise_keys(
+    seeds: Sequence[tuple[int, int]], sizes: NDArray[np.int64], positions: NDArray[np.integer[Any]]
+) -> NDArray[np.int32]:
+    """(n, 2): the low and the high half of `noise_key(seed, sample, position)`: of the first `sizes[0]` positions with
+    the first seed and sample index, and so on."""
     mask = 0xFFFFFFFFFFFFFFFF
-    keys: NDArray[np.uint64] = _keys(np.uint64(seed & mask), np.uint64(sample & mask), positions.astype(np.uint64))
+    known = np.array([(seed & mask, sample & mask) for seed, sample in seeds], np.uint64)
+    keys: NDArray[np.uint64] = _keys(known, sizes, positions)
     return keys.astype("<u8").view("<i4").reshape(-1, 2)
 
 
 @compiled
-def _keys(seed, sample, positions):  # type: ignore[no-untyped-def]
-    start = _mixed(_mixed(seed) ^ sample)
-    keys = np.empty(len(positions), np.uint64)
-    for i in range(len(positions)):
-        keys[i] = _mixed(start ^ positions[i])
+def _keys(seeds, sizes, positions):  # type: ignore[no-untyped-def]
+    keys, i = np.empty(sizes.sum(), np.uint64), 0
+    for number in range(len(sizes)):
+        start = _mixed(_mixed(seeds[number, 0]) ^ seeds[number, 1])
+        for _ in range(sizes[number]):
+            keys[i] = _mixed(start ^ np.uint64(positions[i]))
+            i += 1
     return keys
 
 

@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from slipstream.compiled import compiled
 from slipstream.sampling import Sampling
 
 
@@ -37,12 +39,25 @@ class Draws:
     def size(batch: int, rows: int) -> int:
         return batch * (7 + 2 * rows)
 
-    def put(self, i: int | slice, sampling: Sampling) -> None:
-        """On the host: sequence i draws like this; or several, a slice."""
-        self.temperature[i], self.top_p[i], self.min_p[i] = sampling.temperature, sampling.top_p, sampling.min_p
-        self.repetition[i] = sampling.repetition_penalty
-        self.presence[i], self.frequency[i] = sampling.presence_penalty, sampling.frequency_penalty
-        self.top_k[i] = min(sampling.top_k, 2**31 - 1)
+    def put(self, samplings: Sequence[Sampling], sizes: NDArray[np.int64]) -> None:
+        """On the host: the first `sizes[0]` sequences draw by the first of these, and so on."""
+        options = np.array([
+            (s.temperature, s.top_p, s.min_p, s.repetition_penalty, s.presence_penalty, s.frequency_penalty, s.top_k)
+            for s in samplings
+        ])  # fmt: skip
+        real = self.temperature, self.top_p, self.min_p, self.repetition, self.presence, self.frequency
+        _put(*real, self.top_k, options, sizes)
+
+
+@compiled
+def _put(temperature, top_p, min_p, repetition, presence, frequency, top_k, options, sizes):  # type: ignore[no-untyped-def]
+    i = 0
+    for number in range(len(sizes)):
+        for _ in range(sizes[number]):
+            temperature[i], top_p[i], min_p[i] = options[number, 0], options[number, 1], options[number, 2]
+            repetition[i], presence[i], frequency[i] = options[number, 3], options[number, 4], options[number, 5]
+            top_k[i] = min(options[number, 6], 2**31 - 1)
+            i += 1
 
 
 @dataclass(frozen=True)

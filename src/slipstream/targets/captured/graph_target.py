@@ -364,10 +364,11 @@ class GraphTarget(Target):
         each = None if texts else self._each(slots, [len(t) - before for t, before in zip(trees, known, strict=True)])
         shape = self._shape(len(slots), rows, depth, ends, each)
         step = self.step(shape, want.layers, way or BEST, reports_attention)
+        movable = step.shape.reach
         for slot, tree in zip(slots, trees, strict=True):
             self.arena.reach(slot, slot.length + len(tree))
             slot.tree = tree
-            if slot.pending is not None and len(slot.pending) > step.shape.reach:
+            if slot.pending is not None and len(slot.pending) > movable:
                 self._move_pending(slot)
         fill(step.host, self.arena.table, self.groups, slots, trees, known, texts, step.shape.tile)
         self._fill_draws(step, slots, trees, want.samplers, texts)
@@ -513,7 +514,7 @@ class GraphTarget(Target):
         texts: int,
     ) -> None:
         """Fill in how each sequence draws its tokens, its noise, and its new tokens for the tables for penalties."""
-        host, begin, drafts = step.host, 0, len(trees) - texts
+        host, drafts = step.host, len(trees) - texts
         if texts:
             sizes = [len(tree) for tree in trees]
             nodes = sum(sizes[:drafts])
@@ -522,17 +523,16 @@ class GraphTarget(Target):
             host.ends[nodes : nodes + texts] = np.cumsum(sizes)[drafts:] - 1
         if step.choice == BEST:
             return
-        for i, (slot, tree, sampler) in enumerate(zip(slots, trees, samplers, strict=True)):
-            assert sampler is not None, "a step that draws has all samplers"
-            positions = slot.position + tree.depths + 1  # of the tokens after the nodes
-            if i >= drafts and step.shape.ends < step.shape.rows:
-                positions = positions[-1:]
-            end = begin + len(positions)
-            host.draws.put(slice(begin, end), sampler.sampling)
-            host.draws.keys[begin:end, 0] = noise_keys(sampler.seed, sampler.sample_index, positions)
-            begin = end
-            if step.history is None:
-                continue
+        every = [sampler for sampler in samplers if sampler is not None]  # a step that draws has all samplers
+        positions, ends = host.positions[0], np.array([len(tree) for tree in trees])  # ends: of each sequence
+        if step.shape.ends < step.shape.rows:
+            positions, ends[drafts:] = positions[host.ends], 1
+        host.draws.put([sampler.sampling for sampler in every], ends)
+        keys = noise_keys([(sampler.seed, sampler.sample_index) for sampler in every], ends, positions + 1)
+        host.draws.keys[: len(keys), 0] = keys
+        if step.history is None:
+            return
+        for i, (slot, sampler) in enumerate(zip(slots, every, strict=True)):
             state = self._history_states.get(slot.row)
             if state is None or state.slot is not slot or state.sampler is not sampler:
                 step.history.begin(slot.row, sampler.prompt, sampler.sampling.logit_bias)

@@ -219,6 +219,7 @@ def test_only_a_prompt_that_is_running_already_is_not_read_again(llm, monkeypatc
         ("", {}, PromptError, "without a tokenizer"),
         ([], {}, PromptError, "empty"),
         ([5, 99], {}, PromptError, r"0..63, found \[99\]"),
+        ([5, -1, 2**70], {}, PromptError, rf"0..63, found \[-1, {2**70}\]"),
         ([5] * 256, {}, ContextError, "256 tokens, the model reads 256"),
         (PROMPT, {"max_new_tokens": 0}, PromptError, "max_new_tokens=0"),
         (PROMPT, {"logit_bias": {64: 1.0}}, OptionError, r"name \[64\]"),

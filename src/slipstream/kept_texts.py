@@ -7,7 +7,7 @@ with the name of its collection: nobody finds what other collections asked.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,22 +37,23 @@ class KeptTexts:
         """Keep a text. One that it begins with, such as an earlier turn of a conversation, is not needed any more."""
         assert text.slot is not None
         ids = np.array(text.slot.tokens, np.int64)
-        earlier, known = self._find(collection, ids)
+        chain = list(hashes(collection, ids))
+        earlier, known = self._find(chain, ids)
         if earlier is not None and earlier.slot is not None and known == earlier.slot.length:
             self.forget(earlier)
-        chain = self._chains[text] = list(hashes(collection, ids))
-        self._ids[text] = ids
+        self._chains[text], self._ids[text] = chain, ids
         for each in chain:
             self._by_hash.setdefault(each, {})[text] = None
 
     def find(self, request: Request) -> tuple[Kept | None, int]:
         """The text that shares the longest prefix with a request's prompt, to within a block, and the prefix's length.
         The prompt's last token is always read."""
-        return self._find(request.collection, request.ids[:-1])
+        ids = request.ids[:-1]
+        return self._find(hashes(request.collection, ids), ids)
 
-    def _find(self, collection: str, ids: Ids) -> tuple[Kept | None, int]:
+    def _find(self, chain: Iterable[Block], ids: Ids) -> tuple[Kept | None, int]:
         alike: dict[Kept, None] = {}
-        for each in hashes(collection, ids):
+        for each in chain:
             if each not in self._by_hash:
                 break
             alike = self._by_hash[each]

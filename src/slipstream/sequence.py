@@ -115,8 +115,8 @@ def check_prompt(request: Request, target: Target) -> None:
             f"the prompt has {len(request.tokens)} tokens, the model reads {target.context} including what it writes: "
             "shorten the prompt"
         )
-    known = lies_within(request, target.vocabulary)
-    for what, tokens in {"prompt": [] if known else request.tokens, "prediction": request.prediction or []}.items():
+    fits = lies_within(request, target.vocabulary)
+    for what, tokens in {"prompt": [] if fits else request.tokens, "prediction": request.prediction or []}.items():
         if bad := [t for t in tokens if not 0 <= t < target.vocabulary]:
             raise PromptError(f"{what} tokens must lie in 0..{target.vocabulary - 1}, found {bad[:5]}")
 

@@ -294,8 +294,8 @@ def attach(drafter: Drafter, answers: EarlierAnswers) -> None:
         drafter.attach(answers)
 
 
-def ended(drafter: Drafter, request: Request, tokens: Sequence[int]) -> None:
-    if isinstance(drafter, Learns):
+def ended(drafter: Any, request: Request, tokens: Sequence[int]) -> None:
+    if _offers(drafter, Learns):
         drafter.ended(request, tokens)
 
 

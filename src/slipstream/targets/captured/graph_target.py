@@ -224,10 +224,11 @@ class GraphTarget(Target):
         every, known = [*slots, *readers], [0] * (len(slots) + len(readers))
         step, chosen = self._replay(every, [*trees, *chains], rows, want, known, len(pieces))
         # Copies: drafts that read a step's own tensors are captured for each such step.
-        sizes = [len(tree) for tree in trees]
+        sizes, scored = [len(tree) for tree in trees], list[Scores]()
         nodes = sum(sizes)
-        hidden = {layer: h[:nodes].clone() for layer, h in step.hidden.items()} if trees else {}
-        scored = self._scored(step, sizes, known[: len(trees)], chosen, hidden)
+        if trees:
+            hidden = {layer: h[:nodes].clone() for layer, h in step.hidden.items()}
+            scored = self._scored(step, sizes, known[: len(trees)], chosen, hidden)
         return scored, self._read(step, readers, pieces, nodes, chosen)
 
     def _read(

@@ -378,6 +378,21 @@ def test_what_quick_steps_say_comes_together_and_an_end_at_once(llm, monkeypatch
     service.close()
 
 
+def test_whoever_reads_a_first_token_need_not_wait_for_the_next_step(llm, monkeypatch):
+    """The service's thread lets go of Python's lock in between, once, and not for answers that are told as a whole."""
+    order, step = [], llm.engine.step
+    monkeypatch.setattr("slipstream.service.sleep", lambda _: order.append("let go"))
+    monkeypatch.setattr(llm.engine, "step", lambda *given: order.append("step") or step(*given))
+    service = Service(llm.engine)
+    for streams in (True, False):
+        listener = Listener(service, llm.request(PROMPTS[0], max_new_tokens=4, ignore_eos=True), streams=streams)
+        listener.wait()
+        assert ("let go" in order) == streams
+        assert not streams or order[0] == "let go"
+        order.clear()
+    service.close()
+
+
 def test_what_came_while_nobody_asked_comes_as_one_update(llm):
     async def main():
         request = llm.request(PROMPTS[0], max_new_tokens=20, ignore_eos=True, max_draft=0, logprobs=0)

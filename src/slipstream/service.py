@@ -22,7 +22,7 @@ import threading
 import weakref
 from contextlib import nullcontext, suppress
 from copy import deepcopy
-from time import monotonic
+from time import monotonic, sleep
 
 import torch
 
@@ -39,6 +39,9 @@ log = logging.getLogger("slipstream")
 # A running answer's updates are delivered in the first step of every 20 ms. Readers do not notice. A small model on a
 # GPU writes a token of each answer every millisecond or two, and delivering each takes as long as writing it.
 PACE = 0.02
+# Seconds to sleep once a first token is told, as short as can be: else whoever reads it waits for Python's lock until
+# the next step is launched, milliseconds later where its draft takes the host that long.
+MOMENT = 1e-6
 IDLE_SECONDS = 5.0  # seconds without work after which the thread ends; the next request starts another
 MAX_KEPT = 4  # kept texts at most, without pages: each holds memory for its whole length
 # Kept texts at most, with pages: these are freed when others need them. Each text has its drafter's session and a row
@@ -253,6 +256,8 @@ class Service:
                 self.running.append(job)
                 begun.append(job)
         self._report_progress(begun)
+        if any([job.streams for job in begun]):
+            sleep(MOMENT)
 
     def _read_fewer(self, error: CacheFullError) -> None:
         """There are too few pages: stop reading the youngest request. It waits again, or fails if nothing else holds

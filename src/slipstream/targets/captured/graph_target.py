@@ -20,7 +20,7 @@ import torch
 
 from slipstream.errors import ModelError
 from slipstream.kernels.draw import noise_keys
-from slipstream.kernels.sizes import PAGE, TILE, WIDE
+from slipstream.kernels.sizes import HIGH, PAGE, TILE, WIDE
 from slipstream.sampling import BEST, DRAWN, DRAWN_WITH_HISTORY, WAYS, Sampler
 from slipstream.stopwatch import preparing
 from slipstream.targets.base import Part, Scores, Slot, Target, Want
@@ -44,6 +44,7 @@ log = logging.getLogger("slipstream")
 ROWS = (1, 8, 16, 32, 64, 128, 256, 512)  # rows of steps
 LONE = ROWS[:6]  # rows of steps of one sequence
 READING = (32, 128, 512, 2048)  # rows of steps that read prompts
+LONG_PIECE = 2048  # rows from which on they are read in the highest tiles
 SEQUENCES = (1, 64, 512)  # sequences that a step has room for
 BATCHES = (1, 2, 4, 8, 16, 32, 64)  # sequences that heads draft for together
 HISTORIES = (4, 16, 64, 256, 1024)  # sequences that the tables for penalties have room for
@@ -402,8 +403,11 @@ class GraphTarget(Target):
         token is wanted; None for a step of trees, where that is every row. each: see `_each`."""
         text = ends is not None
         sequences = bucket(sequences, SEQUENCES)
-        many = (text or sequences == 1) and rows * min(self.groups) >= 2 * WIDE
-        tile = WIDE if many and self._may_be_wide else TILE
+        tile, products = TILE, rows * min(self.groups)
+        if self._may_be_wide and text and rows >= LONG_PIECE and max(s.value_dim for s in self._shapes) <= 128:
+            tile = HIGH
+        elif self._may_be_wide and (products >= 2 * WIDE if text else sequences == 1 and products >= WIDE):
+            tile = WIDE
         tiles: tuple[int, ...] = ()
         if sequences > 1:  # at most: each sequence has at most one tile that is not full, and no tile is empty
             tiles = tuple(min(rows * -(-g // tile), -(-rows * g // tile) + sequences) for g in self.groups)

@@ -114,6 +114,7 @@ class GraphTarget(Target):
         self._histories: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
         self._history_states: dict[int, HistoryState] = {}  # by row of the arena's table
         self._may_be_wide = same_bits_in_wide_tiles(self.device, self.dtype)
+        self._high = HIGH if max(s.value_dim for s in self._shapes) <= 128 else WIDE  # else a processor has no room
         self._alike: dict[tuple[int, bool], bool] = {}  # see `alike`: by number of rows, and whether they read text
         self._sample: torch.Tensor | None = None  # the logits that steps of every width should give the sample text
 
@@ -404,10 +405,8 @@ class GraphTarget(Target):
         text = ends is not None
         sequences = bucket(sequences, SEQUENCES)
         tile, products = TILE, rows * min(self.groups)
-        if self._may_be_wide and text and rows >= LONG_PIECE and max(s.value_dim for s in self._shapes) <= 128:
-            tile = HIGH
-        elif self._may_be_wide and (products >= 2 * WIDE if text else sequences == 1 and products >= WIDE):
-            tile = WIDE
+        if self._may_be_wide and (products >= 2 * WIDE if text else sequences == 1 and products >= WIDE):
+            tile = self._high if text and sequences == 1 and rows >= LONG_PIECE else WIDE
         tiles: tuple[int, ...] = ()
         if sequences > 1:  # at most: each sequence has at most one tile that is not full, and no tile is empty
             tiles = tuple(min(rows * -(-g // tile), -(-rows * g // tile) + sequences) for g in self.groups)

@@ -48,11 +48,8 @@ LONG_PIECE = 2048  # rows from which on they are read in the highest tiles
 SEQUENCES = (1, 64, 512)  # sequences that a step has room for
 BATCHES = (1, 2, 4, 8, 16, 32, 64)  # sequences that heads draft for together
 HISTORIES = (4, 16, 64, 256, 1024)  # sequences that the tables for penalties have room for
-TILES = tuple(8 << n for n in range(10))  # tiles of attention, in steps of several long texts
 DEPTHS = (32, DEEPEST)  # nodes of the longest path, in steps that read prompts or where it exceeds the step's rows
 SAMPLE = 1, (2, 3, 4)  # root and chain after the sample text by which steps of different widths are compared
-LONG = 32 * PAGE  # tokens of a text from which on reading its keys takes long
-DIVISIBLE = 1 << 24  # rows × positions of a step of long texts, at most: dividing it among programs takes memory
 BEYOND = 512  # positions after a full context, for a step's padding and drafts
 
 
@@ -290,9 +287,8 @@ class GraphTarget(Target):
             return None
         # At least ROWS[1] rows, which take no longer than one: then nearly all drafts have the same shape.
         rows = bucket(max(ROWS[1], sum(sizes)), ROWS)
-        first = self._shape(len(slots), rows, max(sizes), each=self._each(slots, sizes))
-        one = self._each(slots, [1] * len(slots))
-        later = self._shape(len(slots), bucket(len(slots), ROWS), max(sizes) + depth - 1, each=one)
+        first = self._shape(len(slots), rows, max(sizes))
+        later = self._shape(len(slots), bucket(len(slots), ROWS), max(sizes) + depth - 1)
         made = self._chain(first, later, depth, vocabulary)
         if made is None:
             return None
@@ -364,8 +360,7 @@ class GraphTarget(Target):
         depth = max([tree.depth for tree in drafts], default=0) + 1
         ends = sum(map(len, drafts)) + texts if texts else None
         reports_attention = not texts and any([slot.wants_attention for slot in slots])
-        each = None if texts else self._each(slots, [len(t) - before for t, before in zip(trees, known, strict=True)])
-        shape = self._shape(len(slots), rows, depth, ends, each)
+        shape = self._shape(len(slots), rows, depth, ends)
         step = self.step(shape, want.layers, way or BEST, reports_attention)
         movable = step.shape.reach
         for slot, tree in zip(slots, trees, strict=True):
@@ -391,17 +386,9 @@ class GraphTarget(Target):
                 slot.set_attended(step.attended[row, : slot.length // PAGE + 1].clone())
             row += len(tree) - before
 
-    def _each(self, slots: Sequence[Slot], rows: Sequence[int]) -> Sequence[int] | None:
-        """The rows of each sequence, if a step should be captured for about as many tiles as they need: where texts are
-        long. Attention divides its work by the number of tiles that there may be. With one for each row, a batch that
-        verifies drafts would keep a quarter of the GPU busy."""
-        return rows if max(slot.length for slot in slots) >= LONG else None
-
-    def _shape(
-        self, sequences: int, rows: int, depth: int, ends: int | None = None, each: Sequence[int] | None = None
-    ) -> Shape:
+    def _shape(self, sequences: int, rows: int, depth: int, ends: int | None = None) -> Shape:
         """The shape of a step with enough room. ends: for a step that reads text, the number of rows after which a
-        token is wanted; None for a step of trees, where that is every row. each: see `_each`."""
+        token is wanted; None for a step of trees, where that is every row."""
         text = ends is not None
         sequences = bucket(sequences, SEQUENCES)
         tile, products = TILE, rows * min(self.groups)
@@ -410,9 +397,6 @@ class GraphTarget(Target):
         tiles: tuple[int, ...] = ()
         if sequences > 1:  # at most: each sequence has at most one tile that is not full, and no tile is empty
             tiles = tuple(min(rows * -(-g // tile), -(-rows * g // tile) + sequences) for g in self.groups)
-            if each is not None and rows * self.arena.longest <= DIVISIBLE:
-                needed = [bucket(sum(-(-n * g // tile) for n in each), TILES) for g in self.groups]
-                tiles = tuple(map(min, tiles, needed))
         ends = min(rows, bucket(ends, SEQUENCES)) if ends is not None and self._keeps_logits else rows
         most = min(rows, DEEPEST)
         if text:  # coarser sizes, for few shapes: rows are many, and paths of drafts among them short

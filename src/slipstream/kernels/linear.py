@@ -38,8 +38,10 @@ def tile(rows: int, cut: int) -> dict[str, int]:
         shape = (TALL, 128, 4, 4)
     elif rows <= 64:
         shape = (TALL, 128, 4, 4) if cut > 1 else (TALL, 64, 4, 4)  # three of the latter fit on a multiprocessor
+    elif rows <= 256:
+        shape = (2 * TALL, 64, 4, 8) if cut > 1 else (2 * TALL, 64, 5, 8)
     else:
-        shape = (TALL, 128, 4, 4) if cut > 1 else (2 * TALL, 64, 5, 8)
+        shape = (4 * TALL, 64, 3, 8)
     names = ("HIGH", "DEEP", "STAGES", "num_warps")
     return dict(zip(names, shape, strict=True)) | {"ROWS": max(16, min(128, triton.next_power_of_2(rows)))}
 

@@ -105,7 +105,8 @@ class Launch:
             programs = max(tiles * kv_heads, min(SHARED, tiles * kv_heads * splits))
             return cls(tiles, programs, max(2, splits), tail, ALONE)
         tiles = tiles or -(-n * groups // tile)
-        turns = min(splits, max(1, SHARED // (tiles * kv_heads * b)))
+        fill = SHARED // 2 if tile == HIGH else SHARED  # programs of high tiles are large
+        turns = min(splits, max(1, fill // (tiles * kv_heads * b)))
         merges = turns == 1 and splits > 1
         return cls(tiles, tiles * kv_heads * turns, 2 if merges else splits, tail, ALWAYS if merges else NEVER)
 

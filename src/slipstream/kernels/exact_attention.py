@@ -48,7 +48,7 @@ CLEAR = ()  # tiles for which blocks that all rows see whole have a loop without
 COMBINING = 1  # warps of the last launch
 STAGES = 3  # blocks that a program loads ahead
 SHARED = 512  # at most so many programs share tiles of text blocks: they fill a GPU, few where capacity is unused
-CHUNKS = 16, 8  # splits that the last launch loads at a time, while there are more than 8, and then
+CHUNKS = 16, 4  # splits that the last launch loads at a time, while there are more than 4, and then
 ROOM = 4096  # rows × heads up to which every split has a slot, however few tiles of a table are in use
 FEW = 512  # heads of rows up to which the last launch cuts values into parts of 32
 PAGES_AT_ONCE = 32  # pages that shares are added up for at a time
@@ -666,9 +666,9 @@ def _fold(top, total, acc, stats, sums, first, last, pitch, dv, inside, DV: tl.c
     for i in tl.static_range(CHUNK):
         there = first + i + one < last  # (1,)
         slot = (first + i) * pitch
-        tops += (tl.load(stats + slot * 2 + one, mask=there, other=float("-inf")),)
-        totals += (tl.load(stats + slot * 2 + 1 + one, mask=there, other=0.0),)
-        accs += (tl.load(sums + slot * DV + dv, mask=there[:, None] & inside, other=0.0),)
+        tops += (tl.load(stats + slot * 2 + one, mask=there, other=float("-inf")),)  # type: ignore[assignment]
+        totals += (tl.load(stats + slot * 2 + 1 + one, mask=there, other=0.0),)  # type: ignore[assignment]
+        accs += (tl.load(sums + slot * DV + dv, mask=there[:, None] & inside, other=0.0),)  # type: ignore[assignment]
     for i in tl.static_range(CHUNK):
         top, total, acc = _merge(top, total, acc, tops[i], totals[i], accs[i])
     return top, total, acc

@@ -367,6 +367,21 @@ def test_pieces_of_prompts_in_wide_tiles_keep_the_bits(heads, options, shared, m
     same_bits(high, narrow)
 
 
+@pytest.mark.parametrize("shared", [1, 8, 512])
+def test_few_tiles_of_a_large_table(shared, monkeypatch):
+    """Programs are divided by the tiles in use. Whether one reads a whole text or several do, the bits are the same."""
+    monkeypatch.setattr(exact, "SHARED", shared)
+    texts = [Text(PAIR, EXACT_DTYPES[0], end, seed=10 * i) for i, end in enumerate((300, 140, 40))]
+    keys, values, table = in_pages(texts)
+    rows = [(0, 296, 296), (0, 296, 299), (1, None, 138), (1, None, 139), (2, 30, 33)]
+    found = []
+    for n, room in ((8, 0), (8, 4096), (30, 4096)):
+        monkeypatch.setattr(exact, "ROOM", room)
+        found.append(of_list(keys, values, table, texts, rows, n, PAIR.query // PAIR.key)[: len(rows)])
+    same_bits(found[1], found[0])
+    same_bits(found[2], found[0])
+
+
 @pytest.mark.parametrize("options", [FULL, WINDOW], ids=str)
 def test_where_merged_splits_lie_does_not_matter(options, monkeypatch):
     """One program merges all splits, in registers or in memory; with and without a tail block behind them."""

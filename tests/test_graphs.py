@@ -778,6 +778,22 @@ def test_chains_are_drafted_at_once_as_they_are_level_by_level(family, tiny):
     assert len(other[0].pages) == 2
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_steps_of_long_texts_have_about_as_many_tiles_as_they_need(family, tiny, monkeypatch):
+    """Attention divides its work by that number; nothing else changes."""
+    fixed, tree = graphs(tiny(family)), TokenTree.chain(4, [5, 6])
+    texts = [[1 + (j + i) % 50 for i in range(30)] for j in range(12)]
+    slots, found = read(fixed, texts), []
+    for length in (100, 30):
+        monkeypatch.setattr("slipstream.targets.captured.graph_target.LONG", length)
+        scores = fixed.score(slots, [tree] * 12, Want(samplers=(GREEDY,) * 12))
+        found.append(([score.every().clone() for score in scores], [*fixed._steps][-1][0]))
+    (one, usual), (other, few) = found
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    assert (usual.rows, usual.tiles) == (64, (64,))
+    assert (few.rows, few.tiles) == (64, (16,))
+
+
 def test_no_chain_is_drafted_past_the_context(tiny):
     fixed = graphs(tiny("llama"))
     (slot,) = read(fixed, [[i % 50 for i in range(fixed.context - 4)]])

@@ -304,13 +304,11 @@ def test_asking_what_was_attended_to_keeps_the_bits(wide):
 
 @pytest.mark.parametrize("count", [3, 12, 40])
 def test_batches_of_long_texts_give_the_same_bits(count, wide, monkeypatch):
-    """Steps whose attention divides its work by the tiles in use say what those do in which each tile has one program;
-    so do drafts at once."""
+    """Steps with few tiles, whose attention has other programs, say what steps with many do; so do drafts at once."""
     texts, tree = [some(600 + 113 * i, i) for i in range(count)], TokenTree.build(some(5, 2), [-1, 0, 0, 1, 3])
     slots, found = [read(wide, text) for text in texts], []
-    for room in (0, 4096):
-        monkeypatch.setattr("slipstream.kernels.exact_attention.ROOM", room)
-        wide._forget_captures()
+    for length in (1 << 20, 1):
+        monkeypatch.setattr("slipstream.targets.captured.graph_target.LONG", length)
         rows = [s.every().clone() for s in wide.score(slots, [tree] * count, Want(rows=8))]
         found.append((rows, wide.draft_chains(slots, [[7, 8]] * count, 3, 8192)))
     (one, chains), (other, same) = found

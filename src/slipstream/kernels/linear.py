@@ -31,17 +31,20 @@ def parts(outputs: int, inputs: int) -> int:
     return max(1, min(PARTS // -(-outputs // TALL), inputs // SHORTEST))
 
 
-def tile(rows: int, cut: int) -> dict[str, int]:
+def tile(rows: int, outputs: int, cut: int) -> dict[str, int]:
     """How the work is divided, measured on an H200. It does not change the bits: each output, or each part of it, is
     summed in order by one program."""
+    high = -(-outputs // (4 * TALL)) * -(-rows // 128) * cut  # programs, with the highest tiles
     if rows <= 16:
         shape = (TALL, 128, 4, 4)
     elif rows <= 64:
         shape = (TALL, 128, 4, 4) if cut > 1 else (TALL, 64, 4, 4)  # three of the latter fit on a multiprocessor
-    elif rows <= 256:
-        shape = (2 * TALL, 64, 4, 8) if cut > 1 else (2 * TALL, 64, 5, 8)
-    else:
+    elif rows > 128 and high >= 2 * PARTS:  # enough to fill the device
         shape = (4 * TALL, 64, 3, 8)
+    elif rows > 128 and cut > 1:
+        shape = (2 * TALL, 64, 4, 8)
+    else:
+        shape = (TALL, 128, 4, 4) if cut > 1 else (2 * TALL, 64, 5, 8)
     names = ("HIGH", "DEEP", "STAGES", "num_warps")
     return dict(zip(names, shape, strict=True)) | {"ROWS": max(16, min(128, triton.next_power_of_2(rows)))}
 
@@ -60,7 +63,7 @@ def skinny_linear(
     rows, made = len(flat), outputs // 2 if gated else outputs
     out = torch.empty((rows, made), dtype=x.dtype, device=x.device)
     cut = parts(outputs, inputs)
-    shape = tile(rows, cut)
+    shape = tile(rows, outputs, cut)
     if inputs % shape["DEEP"] and inputs % 64 == 0:
         shape |= {"DEEP": 64, "STAGES": 6 if rows <= 16 else 4}
     piece = PIECE if cut > 1 else shape["DEEP"]

@@ -32,20 +32,6 @@ def wait_turn(EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def let_next(EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Allow the next kernel to launch, without having waited for the previous one. `wait_last` must follow."""
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-
-
-@triton.jit
-def wait_last(EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
-    """At a kernel's end: so that it ends after all earlier ones, where a program may not have waited before."""
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
-
-
-@triton.jit
 def fetch_ahead(pointers):  # type: ignore[no-untyped-def]
     """Prefetch the 128 bytes around each address into the L2 cache. For data that no recent kernel writes."""
     tl.inline_asm_elementwise(

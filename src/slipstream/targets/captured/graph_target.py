@@ -20,7 +20,7 @@ import torch
 
 from slipstream.errors import ModelError
 from slipstream.kernels.draw import noise_keys
-from slipstream.kernels.sizes import HIGH, PAGE, TILE, WIDE
+from slipstream.kernels.sizes import PAGE, TILE, WIDE
 from slipstream.sampling import BEST, DRAWN, DRAWN_WITH_HISTORY, WAYS, Sampler
 from slipstream.stopwatch import preparing
 from slipstream.targets.base import Part, Scores, Slot, Target, Want
@@ -44,12 +44,14 @@ log = logging.getLogger("slipstream")
 ROWS = (1, 8, 16, 32, 64, 128, 256, 512)  # rows of steps
 LONE = ROWS[:6]  # rows of steps of one sequence
 READING = (32, 128, 512, 2048)  # rows of steps that read prompts
-LONG_PIECE = 2048  # rows from which on they are read in the highest tiles
 SEQUENCES = (1, 64, 512)  # sequences that a step has room for
 BATCHES = (1, 2, 4, 8, 16, 32, 64)  # sequences that heads draft for together
 HISTORIES = (4, 16, 64, 256, 1024)  # sequences that the tables for penalties have room for
+TILES = tuple(8 << n for n in range(10))  # tiles of attention, in steps of several long texts
 DEPTHS = (32, DEEPEST)  # nodes of the longest path, in steps that read prompts or where it exceeds the step's rows
 SAMPLE = 1, (2, 3, 4)  # root and chain after the sample text by which steps of different widths are compared
+LONG = 32 * PAGE  # tokens of a text from which on reading its keys takes long
+DIVISIBLE = 1 << 24  # rows × positions of a step of long texts, at most: dividing it among programs takes memory
 BEYOND = 512  # positions after a full context, for a step's padding and drafts
 
 
@@ -111,7 +113,6 @@ class GraphTarget(Target):
         self._histories: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
         self._history_states: dict[int, HistoryState] = {}  # by row of the arena's table
         self._may_be_wide = same_bits_in_wide_tiles(self.device, self.dtype)
-        self._high = HIGH if max(s.value_dim for s in self._shapes) <= 128 else WIDE  # else a processor has no room
         self._alike: dict[tuple[int, bool], bool] = {}  # see `alike`: by number of rows, and whether they read text
         self._sample: torch.Tensor | None = None  # the logits that steps of every width should give the sample text
 
@@ -287,8 +288,9 @@ class GraphTarget(Target):
             return None
         # At least ROWS[1] rows, which take no longer than one: then nearly all drafts have the same shape.
         rows = bucket(max(ROWS[1], sum(sizes)), ROWS)
-        first = self._shape(len(slots), rows, max(sizes))
-        later = self._shape(len(slots), bucket(len(slots), ROWS), max(sizes) + depth - 1)
+        first = self._shape(len(slots), rows, max(sizes), each=self._each(slots, sizes))
+        one = self._each(slots, [1] * len(slots))
+        later = self._shape(len(slots), bucket(len(slots), ROWS), max(sizes) + depth - 1, each=one)
         made = self._chain(first, later, depth, vocabulary)
         if made is None:
             return None
@@ -360,7 +362,8 @@ class GraphTarget(Target):
         depth = max([tree.depth for tree in drafts], default=0) + 1
         ends = sum(map(len, drafts)) + texts if texts else None
         reports_attention = not texts and any([slot.wants_attention for slot in slots])
-        shape = self._shape(len(slots), rows, depth, ends)
+        each = None if texts else self._each(slots, [len(t) - before for t, before in zip(trees, known, strict=True)])
+        shape = self._shape(len(slots), rows, depth, ends, each)
         step = self.step(shape, want.layers, way or BEST, reports_attention)
         movable = step.shape.reach
         for slot, tree in zip(slots, trees, strict=True):
@@ -386,17 +389,27 @@ class GraphTarget(Target):
                 slot.set_attended(step.attended[row, : slot.length // PAGE + 1].clone())
             row += len(tree) - before
 
-    def _shape(self, sequences: int, rows: int, depth: int, ends: int | None = None) -> Shape:
+    def _each(self, slots: Sequence[Slot], rows: Sequence[int]) -> Sequence[int] | None:
+        """The rows of each sequence, if a step should be captured for about as many tiles as they need: where texts are
+        long. Attention divides its work by the number of tiles that there may be. With one for each row, a batch that
+        verifies drafts would keep a quarter of the GPU busy."""
+        return rows if max(slot.length for slot in slots) >= LONG else None
+
+    def _shape(
+        self, sequences: int, rows: int, depth: int, ends: int | None = None, each: Sequence[int] | None = None
+    ) -> Shape:
         """The shape of a step with enough room. ends: for a step that reads text, the number of rows after which a
-        token is wanted; None for a step of trees, where that is every row."""
+        token is wanted; None for a step of trees, where that is every row. each: see `_each`."""
         text = ends is not None
         sequences = bucket(sequences, SEQUENCES)
-        tile, products = TILE, rows * min(self.groups)
-        if self._may_be_wide and (products >= 2 * WIDE if text else sequences == 1 and products >= WIDE):
-            tile = self._high if text and sequences == 1 and rows >= LONG_PIECE else WIDE
+        many = (text or sequences == 1) and rows * min(self.groups) >= 2 * WIDE
+        tile = WIDE if many and self._may_be_wide else TILE
         tiles: tuple[int, ...] = ()
         if sequences > 1:  # at most: each sequence has at most one tile that is not full, and no tile is empty
             tiles = tuple(min(rows * -(-g // tile), -(-rows * g // tile) + sequences) for g in self.groups)
+            if each is not None and rows * self.arena.longest <= DIVISIBLE:
+                needed = [bucket(sum(-(-n * g // tile) for n in each), TILES) for g in self.groups]
+                tiles = tuple(map(min, tiles, needed))
         ends = min(rows, bucket(ends, SEQUENCES)) if ends is not None and self._keeps_logits else rows
         most = min(rows, DEEPEST)
         if text:  # coarser sizes, for few shapes: rows are many, and paths of drafts among them short

@@ -465,3 +465,43 @@ def test_prompt_lookup_finds_the_longest_and_latest_match(tiny):
     assert tree.score[tree.child(0, 4)] > tree.score[tree.child(0, 5)]
     assert session.propose(60, Budget(16, 16)).tree.tokens.tolist() == [60]
     assert np.all(session.propose(3, Budget(2, 16)).tree.parents == [-1, 0, 1])
+
+
+# ---- states of prompts
+
+
+class Watcher(Drafter):
+    """Reads states, drafts nothing, and notes whether it was given states of each prompt."""
+
+    layers = (1,)
+    resting = 0
+
+    def __init__(self, target):
+        super().__init__(target, None, None)
+        self.given = []
+
+    def begin(self, request):  # noqa: ARG002
+        return WatcherSession(self)
+
+
+class WatcherSession(DraftSession):
+    def __init__(self, drafter):
+        self.drafter = drafter
+
+    def observe(self, seen):
+        if len(seen.tokens) > 1:  # a prompt
+            self.drafter.given.append(bool(seen.hidden))
+
+    def propose(self, root, budget):  # noqa: ARG002
+        return Proposal(TokenTree.root(root))
+
+
+@pytest.mark.parametrize("resting", [0, 5])
+def test_under_load_a_drafter_that_rests_gets_no_states_of_prompts(llm, resting):
+    llm.engine.drafter = drafter = Watcher(llm.target)
+    drafter.resting = resting
+    first = llm.engine.run(llm.requests(PROMPT, max_new_tokens=5, ignore_eos=True))
+    next(first)
+    (*_, second) = llm.engine.run(llm.requests(PROMPT[::-1], max_new_tokens=5, ignore_eos=True))
+    assert drafter.given == [True, not resting]
+    assert len(list(first)[-1].tokens) == len(second.tokens) == 5

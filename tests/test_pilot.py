@@ -297,6 +297,17 @@ def test_rows_of_a_list_go_to_whoever_gains_most():
     assert pilot.last.rate == pytest.approx(pilot.last.tokens / costs.seconds(17, 3), rel=1e-6)
 
 
+def test_plain_steps_of_a_batch_that_were_delayed_are_forgotten():
+    """They are rare where drafts are verified. So the drafts of a slow beginning must not be judged by it for long."""
+    costs = Costs({1: 0.010, 8: 0.010}, flat=True)
+    for taken in [0.015] * 4 + [0.010, 0.015, 0.010, 0.015] * 3:
+        costs.observe(1, 4, taken)
+    assert costs.seconds(1, 4) < 0.0112
+    for _ in range(300):  # if all take long, they do
+        costs.observe(1, 4, 0.015)
+    assert costs.seconds(1, 4) > 0.0145
+
+
 def test_what_verifying_takes_in_a_batch_is_not_blamed_on_plain_steps():
     costs = Costs({1: 1.0, 8: 1.1, 128: 1.3}, padded=True, flat=True)
     for _ in range(60):

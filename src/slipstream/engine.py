@@ -409,9 +409,10 @@ class Engine:
         return included, pieces
 
     def _reading_layers(self, readings: Iterable[Reading]) -> tuple[int, ...]:
-        """The layers whose hidden states the drafter needs; none if it knows all of these texts."""
+        """The layers whose hidden states the drafter needs: none if it knows all of these texts, or if it rests beside
+        other texts, as under load. Should it be asked about these texts later, its drafts are somewhat worse."""
         known = all(reading.again for reading in readings) and not can.in_pages(self.drafter)
-        return () if known else can.layers(self.drafter)
+        return () if known else can.step_layers(self.drafter) if self._open else can.layers(self.drafter)
 
     def _record_pieces(
         self, readings: list[Reading], pieces: list[list[int]], scores: list[Scores], seconds: float

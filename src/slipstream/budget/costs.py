@@ -21,6 +21,7 @@ class TypicalTime:
 
     times: int = 0
     seconds: float = 0.0
+    falling: float = NEWEST  # the weight of a time that is shorter than the mean
 
     @property
     def known(self) -> bool:
@@ -30,7 +31,8 @@ class TypicalTime:
         if not self.known:
             self.seconds = min(seconds, self.seconds) if self.times else seconds
         else:
-            self.seconds += NEWEST * (min(seconds, OUTLIER * self.seconds) - self.seconds)
+            weight = self.falling if seconds < self.seconds else NEWEST
+            self.seconds += weight * (min(seconds, OUTLIER * self.seconds) - self.seconds)
         self.times += 1
 
 
@@ -86,7 +88,10 @@ class Costs:
             _follow(self._rows, self._curve, self._seen, rows, self.padded, off)
             _between(self._rows, self._curve, self._table, self.padded)
             return
-        multiple = self._multiples.setdefault((rows > 1, batch.bit_length()), TypicalTime())
+        # Where drafts are verified, plain steps are rare, and something may delay each of them. If they were believed
+        # to take longer than they do, drafts would go on that gain nothing.
+        new = TypicalTime(falling=NEWEST if rows > 1 else 1 / TRIAL)
+        multiple = self._multiples.setdefault((rows > 1, batch.bit_length()), new)
         multiple.see(seconds / self.seconds(self._every(rows, batch)))
 
     def _every(self, rows: int, batch: int) -> int:

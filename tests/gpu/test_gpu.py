@@ -99,9 +99,9 @@ def test_heads_draft_behind_steps_of_several_sequences(kind, dtype, long, monkey
     model, sizes = long(dtype), compare_drafts(monkeypatch)
     head = random_head("eagle3", model) if kind in ("auto", "rasd") else HEADS[kind].fresh(model)
     llm = LLM(model, drafter=kind, **{"heads" if kind == "auto" else "drafter_path": head})
-    lengths, prompts = [30, 90, 60, 45, 30, 75], [*PROMPTS, LONG[:PAGE], LONG[3 : PAGE + 1]]
+    lengths, prompts = [30, 200, 60, 45, 30, 75], [*PROMPTS, LONG[:PAGE], LONG[3 : PAGE + 1]]
     for options in ({}, SAMPLED):
-        plain = LLM(model, drafter="none").generate(prompts, max_new_tokens=90, ignore_eos=True, **options)
+        plain = LLM(model, drafter="none").generate(prompts, max_new_tokens=200, ignore_eos=True, **options)
         sizes.clear()
         asked = [
             replace(request, max_new_tokens=count)

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import transformers
@@ -286,13 +286,13 @@ class Texts:
             for prompt, kept in zip(distinct, self.read[own], strict=True):
                 for _ in engine.run([Request(prompt, 1)], kept=kept):
                     pass
-                if not own and kept.slot is not None and kept.session is not None:
+                if not own and kept.session is not None:
                     kept.session.close()
-                    kept.session = NOBODY
+                    kept.session = None
             for number in range(len(distinct), len(self.prompts)):
                 first = self.read[own][number % len(distinct)].slot
                 assert first is not None, "it was read above"
-                self.read[own].append(Kept(copy_of(engine.target, first), NOBODY))
+                self.read[own].append(Kept(copy_of(engine.target, first)))
         return self.read[own]
 
     def close(self) -> None:
@@ -303,18 +303,6 @@ class Texts:
                 elif kept.slot is not None:
                     next(iter(self.engines.values())).target.close(kept.slot)
         self.read.clear()
-
-
-class Nobody(DraftSession):
-    """Stands for whoever observed a text: sessions that copy nothing are shown its tokens."""
-
-    parts: ClassVar[dict[str, DraftSession]] = {}  # as if it were auto's
-
-    def propose(self, root: int, budget: Budget) -> Any:
-        raise NotImplementedError
-
-
-NOBODY: Any = Nobody()
 
 
 @torch.inference_mode()
@@ -352,6 +340,9 @@ def run(engine: Engine, prompts: list[list[int]], read: list[Kept], tokens: int,
     found, own = Run(), list[Any]()
     requests = [Request(prompt, tokens, max_draft=nodes, watch=own.append) for prompt in prompts]
     readings = [engine.read(request, copy_from=kept) for request, kept in zip(requests, read, strict=True)]
+    for reading, kept in zip(readings, read, strict=True):
+        if kept.session is None and not can.layers(engine.drafter):  # nobody to copy from: it is shown the tokens
+            reading.sequence.session.observe(Seen(reading.text[: reading.slot.length], 0))
     while left := [reading for reading in readings if reading.left]:
         engine.read_on(left)
     if errors := [reading.error for reading in readings if reading.error is not None]:

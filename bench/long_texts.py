@@ -540,8 +540,8 @@ def shape_rows(
 def texts(given: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """As many tokens in pieces of each length."""
     tokenizer, _ = load_tokenizer(given.model)
-    files = [encode(read_text(Path(file)), tokenizer, template=False) for file in given.text]
-    tokens = [token for file in files for token in file][: given.most or None]
+    files = [read for file in given.text if (read := read_text(Path(file))).strip()]  # some are empty
+    tokens = [token for file in files for token in encode(file, tokenizer, template=False)][: given.most or None]
     begin, rows, share = 0, list[dict[str, Any]](), len(tokens) // len(given.contexts)
     with Path(given.out).open("w", encoding="utf-8") as out:
         for context in given.contexts:

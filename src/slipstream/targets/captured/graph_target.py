@@ -63,6 +63,12 @@ def bucket(n: int, sizes: Sequence[int]) -> int:
     return -(-n // sizes[-1]) * sizes[-1]
 
 
+def are_long(slots: Sequence[Slot]) -> bool:
+    """Whether several sequences have long texts. Attention divides its work by the number of tiles that a step may have.
+    With one for each row, a batch that verifies drafts of long texts would keep a quarter of the GPU busy."""
+    return len(slots) > 1 and max([slot.length for slot in slots]) >= LONG
+
+
 @dataclass
 class HistoryState:
     """How much of a sequence's output the device's tables for penalties contain."""
@@ -288,8 +294,9 @@ class GraphTarget(Target):
             return None
         # At least ROWS[1] rows, which take no longer than one: then nearly all drafts have the same shape.
         rows = bucket(max(ROWS[1], sum(sizes)), ROWS)
-        first = self._shape(len(slots), rows, max(sizes), each=self._each(slots, sizes))
-        one = self._each(slots, [1] * len(slots))
+        long = are_long(slots)
+        first = self._shape(len(slots), rows, max(sizes), each=sizes if long else None)
+        one = [1] * len(slots) if long else None
         later = self._shape(len(slots), bucket(len(slots), ROWS), max(sizes) + depth - 1, each=one)
         made = self._chain(first, later, depth, vocabulary)
         if made is None:
@@ -362,7 +369,9 @@ class GraphTarget(Target):
         depth = max([tree.depth for tree in drafts], default=0) + 1
         ends = sum(map(len, drafts)) + texts if texts else None
         reports_attention = not texts and any([slot.wants_attention for slot in slots])
-        each = None if texts else self._each(slots, [len(t) - before for t, before in zip(trees, known, strict=True)])
+        each = None
+        if not texts and are_long(slots):
+            each = [len(tree) - before for tree, before in zip(trees, known, strict=True)]
         shape = self._shape(len(slots), rows, depth, ends, each)
         step = self.step(shape, want.layers, way or BEST, reports_attention)
         movable = step.shape.reach
@@ -389,17 +398,12 @@ class GraphTarget(Target):
                 slot.set_attended(step.attended[row, : slot.length // PAGE + 1].clone())
             row += len(tree) - before
 
-    def _each(self, slots: Sequence[Slot], rows: Sequence[int]) -> Sequence[int] | None:
-        """The rows of each sequence, if a step should be captured for about as many tiles as they need: where texts are
-        long. Attention divides its work by the number of tiles that there may be. With one for each row, a batch that
-        verifies drafts would keep a quarter of the GPU busy."""
-        return rows if max(slot.length for slot in slots) >= LONG else None
-
     def _shape(
         self, sequences: int, rows: int, depth: int, ends: int | None = None, each: Sequence[int] | None = None
     ) -> Shape:
         """The shape of a step with enough room. ends: for a step that reads text, the number of rows after which a
-        token is wanted; None for a step of trees, where that is every row. each: see `_each`."""
+        token is wanted; None for a step of trees, where that is every row. each: the rows of each sequence, if the step
+        should be captured for about as many tiles as they need, see `are_long`."""
         text = ends is not None
         sequences = bucket(sequences, SEQUENCES)
         many = (text or sequences == 1) and rows * min(self.groups) >= 2 * WIDE

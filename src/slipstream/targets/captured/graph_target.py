@@ -64,8 +64,8 @@ def bucket(n: int, sizes: Sequence[int]) -> int:
 
 
 def are_long(slots: Sequence[Slot]) -> bool:
-    """Whether several sequences have long texts. Attention divides its work by the number of tiles that a step may have.
-    With one for each row, a batch that verifies drafts of long texts would keep a quarter of the GPU busy."""
+    """Whether several sequences have long texts. Attention divides its work by the number of tiles that a step may
+    have: with one for each row, a batch that verifies drafts of long texts would keep a quarter of the GPU busy."""
     return len(slots) > 1 and max([slot.length for slot in slots]) >= LONG
 
 

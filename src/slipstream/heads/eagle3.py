@@ -97,8 +97,8 @@ class Eagle3(VocabularyHead, FeatureHead):
 
     @torch.no_grad()
     def start_layer(self, model: Any) -> None:
-        """Start from the target's last layer, which reads the last of the states unchanged; training then needs a third
-        of the steps. Where that layer has another form than Llama's, all stays random."""
+        """Start from the target's last layer, which reads the last of the states unchanged: the loss then falls faster
+        at first. Where that layer has another form than Llama's, all stays random."""
         size, act = self.config.hidden_size, getattr(model.config.get_text_config(), "hidden_act", None)
         if self.config.width != size or act != self.config.hidden_act:
             return

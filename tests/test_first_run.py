@@ -35,6 +35,7 @@ LATE = """
 import gc, sys
 from numba.core.dispatcher import Dispatcher
 import slipstream
+from slipstream.datastores.live import LiveText
 
 def known():
     every = [f for f in gc.get_objects() if isinstance(f, Dispatcher) and f.__module__.startswith("slipstream")]
@@ -44,6 +45,10 @@ with slipstream.load(dtype="bfloat16") as llm:
     before = known()
     llm.generate(["Name three rivers.", "Write a poem about the rain in Spain."], max_new_tokens=24)
     llm.generate("Count to twenty: one, two, one, two, one, two,", max_new_tokens=24)
+    llm.generate("The river runs through the valley. " * 100, max_new_tokens=24)
+    live = LiveText()
+    for length in (1, 512, 511, 1024):
+        live.extend([7] * length)
     print(*sorted(known() - before), sep="\\n")
 """
 

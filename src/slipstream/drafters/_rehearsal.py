@@ -13,7 +13,9 @@ import torch
 from slipstream.budget import Budget
 from slipstream.budget.costs import TRIAL, Costs
 from slipstream.budget.pilot import Draft, Pilot, Source, Text
+from slipstream.datastores.live import SHORT
 from slipstream.drafters import _capabilities as can
+from slipstream.drafters._retrieval import RetrievalSession
 from slipstream.drafters.base import Drafter, Hidden, Seen
 from slipstream.request import Request
 from slipstream.sampling import Sampler, Sampling
@@ -64,8 +66,18 @@ def rehearse(target: Target, pilot: Pilot, parts: Mapping[str, Drafter], layers:
         trial.choose([Draft(Text(), whole, limit.nodes)], trial.sources().values())
         trial.judge()
         trial.calibration.learn(whole, words)
-    whole.top_k(1)  # as a draft that is too large, and
-    places(whole, whole)  # as whoever looks for nodes of its own: what compiles in a first answer delays it
+    # What compiles in a first answer delays it: what cuts a draft that is too large, looks for nodes of its own and
+    # follows a path; what sorts a long prompt, and merges a long answer into it.
+    whole.top_k(1)
+    places(whole, whole)
+    TokenTree.chain(root, words[:1]).child(0, words[0])
+    text = words * (1 + SHORT // len(words))
+    for name, session in sessions.items():
+        if isinstance(session, RetrievalSession):
+            longer = parts[name].begin(request)
+            for piece in (text, text[: SHORT // 2], text[: SHORT // 2]):
+                longer.observe(Seen(piece, 0))
+            longer.close()
 
     def start_all(step: FixedStep) -> None:
         for name in pilot.heads:

@@ -500,8 +500,8 @@ class WatcherSession(DraftSession):
 def test_under_load_a_drafter_that_rests_gets_no_states_of_prompts(llm, resting):
     llm.engine.drafter = drafter = Watcher(llm.target)
     drafter.resting = resting
-    first = llm.engine.run(llm.requests(PROMPT, max_new_tokens=5, ignore_eos=True))
-    next(first)
-    (*_, second) = llm.engine.run(llm.requests(PROMPT[::-1], max_new_tokens=5, ignore_eos=True))
-    assert drafter.given == [True, not resting]
-    assert len(list(first)[-1].tokens) == len(second.tokens) == 5
+    runs = [llm.engine.run(llm.requests([i, *PROMPT], max_new_tokens=5, ignore_eos=True)) for i in range(5, 10)]
+    for run in runs:
+        next(run)
+    assert drafter.given == [True] * 4 + [not resting]
+    assert [len(list(run)[-1].tokens) for run in runs] == [5] * 5

@@ -39,6 +39,7 @@ from slipstream.tree import TokenTree, fuse
 log = logging.getLogger("slipstream")
 
 MIN_SHARED = 32  # a copy of a text's cache pays only if at least so many tokens of its prefix are shared
+LOADED = 4  # running texts from which on it counts what a prompt's states cost that nobody asks for
 
 
 class Engine:
@@ -409,10 +410,11 @@ class Engine:
         return included, pieces
 
     def _reading_layers(self, readings: Iterable[Reading]) -> tuple[int, ...]:
-        """The layers whose hidden states the drafter needs: none if it knows all of these texts, or if it rests beside
-        other texts, as under load. Should it be asked about these texts later, its drafts are somewhat worse."""
+        """The layers whose hidden states the drafter needs: none if it knows all of these texts, or if it rests under
+        load. Should it be asked about these texts later, its drafts are somewhat worse."""
         known = all(reading.again for reading in readings) and not can.in_pages(self.drafter)
-        return () if known else can.step_layers(self.drafter) if self._open else can.layers(self.drafter)
+        wanted = can.layers if len(self._open) < LOADED else can.step_layers
+        return () if known else wanted(self.drafter)
 
     def _record_pieces(
         self, readings: list[Reading], pieces: list[list[int]], scores: list[Scores], seconds: float

@@ -335,6 +335,16 @@ def test_shares_of_the_weight_that_roots_have_on_pages(shared, tile, heads, opti
     assert not lone[1:].any()
 
 
+def test_splits_are_merged_alike_in_parts_and_whole(monkeypatch):
+    """Few heads of rows are merged by several programs each; up to 4 splits at once, or 16."""
+    inputs = random_inputs(PAIR, [5000 if CUDA else 900, 300, 33], 2, 9, EXACT_DTYPES[0], seed=3)
+    parts = attend(*inputs)
+    monkeypatch.setattr(exact, "FEW", 0)
+    same_bits(attend(*inputs), parts)
+    monkeypatch.setattr(exact, "CHUNKS", (1, 1))
+    same_bits(attend(*inputs), parts)
+
+
 @pytest.mark.parametrize(("heads", "options"), KINDS if CUDA else [(GROUPED, FULL), (LARGE, WINDOW)], ids=str)
 @pytest.mark.parametrize("n", [40, 300] if CUDA else [40])
 def test_wide_tiles_are_attention(n, heads, options):

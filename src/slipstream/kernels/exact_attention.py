@@ -7,18 +7,20 @@ position adds an exact zero. So the result does not depend on the row's place in
 rows, on where its keys lie in memory, or on the cache's capacity. Nor does it depend on the height of a tile: tensor
 cores compute each row alike, a maximum has no order, and weights are summed pairwise.
 
-There are two launches. The first computes partials. A block that holds committed text alone is the same for all rows of
-a sequence: a program reads it once for a tile of rows, and merges splits that are complete. The tail blocks, from the
-one that holds the end of the text on, also hold drafted tokens: they are read row by row, along the row's path. A
-tail block becomes a text block as the text grows, and must give the same bits then. So both kinds run the same
-instructions on tiles of the same shape, and differ in data only. The second launch merges tail blocks into their
-splits, then the splits, with the same function that the first launch uses.
+First come partials. A block that holds committed text alone is the same for all rows of a sequence: a program reads it
+once for a tile of rows, and merges splits that are complete. The tail blocks, from the one that holds the end of the
+text on, also hold drafted tokens: they are read row by row, along the row's path. A tail block becomes a text block as
+the text grows, and must give the same bits then. So both kinds run the same instructions, and differ in data only. The
+last launch merges tail blocks into their splits, then the splits, with the same function that the first one uses.
+
+Where there is no table of tiles, as for a lone sequence, tail blocks come before text: behind it they may find no room
+on a GPU that it fills. Beside wide tiles they have a launch of their own: they need low ones, as a row has few heads.
 
 Text may lie in pages of PAGE positions, anywhere in the cache: a table says where each page of a sequence is.
 
-`block_weights` and `page_shares` are given to measure what the roots attend to. Then the first launch also stores the
-weight of each text block for each root, and a third launch turns these into shares per page. Without them the first two
-launches run exactly the same instructions.
+`block_weights` and `page_shares` are given to measure what the roots attend to. Then partials come with the weight of
+each text block for each root, and one more launch turns these into shares per page. Without them the others run exactly
+the same instructions.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ import torch
 import triton  # type: ignore[import-not-found, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
 
-from slipstream.kernels.overlap import overlap, wait_turn
+from slipstream.kernels.overlap import let_next, overlap, wait_last, wait_turn
 from slipstream.kernels.sizes import BLOCK, PAGE, TILE, WIDE
 
 # These, BLOCK and PAGE decide the bits, so none may depend on the number of rows or sequences or on the capacity.
@@ -37,12 +39,13 @@ from slipstream.kernels.sizes import BLOCK, PAGE, TILE, WIDE
 NARROW, MIDDLE = 64, 256
 
 # These divide the work among programs and do not change the bits.
-WARPS = {TILE: 2, WIDE: 4}  # of the first launch: the wide products of a Hopper need four
-COMBINING = 1  # warps of the second launch
+WARPS = {TILE: 2, WIDE: 4}  # of partials: the wide products of a Hopper need four
+COMBINING = 1  # warps of the last launch
 STAGES = 3  # blocks that a program loads ahead
 SHARED = 512  # about how many programs read text blocks: more than fill a GPU, few where capacity is unused
-CHUNK = 8  # splits that the second launch loads at a time
-PAGES_AT_ONCE = 32  # pages that the third launch reads at a time
+CHUNKS = 16, 4  # splits that the last launch loads at a time, while there are more than 4, and then
+FEW = 512  # heads of rows up to which it cuts values into parts of 32
+PAGES_AT_ONCE = 32  # pages that shares are added up for at a time
 OWN = 512  # about how many programs read tail blocks: above that, a program handles several key heads
 
 LOG2_E = 1.4426950408889634
@@ -178,11 +181,13 @@ def exact_attention(
     )
 
     out = torch.empty((b, n, heads, dv), dtype=query.dtype, device=query.device)
-    span = min(tile, groups * max(1, b * n * kv_heads // OWN))
+    apart = tiles is None and tile > TILE  # tail blocks have a launch of their own
+    span = min(TILE if apart else tile, groups * max(1, b * n * kv_heads // OWN))
+    wide_v = triton.next_power_of_2(max(dv, 16))
     constants = {
         "HEADS": heads,
         "DV": dv,
-        "PAD_V": triton.next_power_of_2(max(dv, 16)),
+        "PAD_V": wide_v,
         "BLOCK": BLOCK,
         "PAGE": PAGE,
         "NARROW": NARROW,
@@ -192,22 +197,28 @@ def exact_attention(
         "enable_fp_fusion": False,  # only tl.fma rounds a product and a sum once; the compiler must not choose
         **overlap(),
     }
+    texts, tails = launch.tiles * kv_heads * launch.turns, n * -(-heads // span)
+    for height, some_texts, some_tails in ((TILE, 0, tails), (tile, texts, 0)) if apart else ((tile, texts, tails),):
+        # fmt: off
+        _partials[(some_texts + some_tails, b)](
+            query, keys, values, rows, lengths, depths, paths, tables, tiles, scratch.stats, scratch.sums,
+            block_weights, *query.stride()[:3], *keys.stride()[:3], *values.stride()[:3],
+            *rows.stride(), depths.stride(0), *paths.stride()[:2], 0 if tables is None else tables.stride(0),
+            n, launch.slots, launch.splits, launch.tiles, launch.turns, span,
+            scale if soft_cap else scale * LOG2_E, soft_cap or 0.0, window or 0,
+            GROUPS=groups, DK=d, PAD_K=triton.next_power_of_2(max(d, 16)), TILE=height, CAP=bool(soft_cap),
+            STAGES=STAGES, TEXTS=some_texts > 0, TAILS=some_tails > 0,
+            # float32 and large heads need more registers than two warps have.
+            num_warps=4 if query.dtype == torch.float32 or dv > 128 else WARPS[height],
+            **constants,
+        )
+        # fmt: on
+    part = min(wide_v, 32 if heads * n * b <= FEW and not launch.merged else 128)
     # fmt: off
-    _partials[(launch.tiles * kv_heads * launch.turns + n * -(-heads // span), b)](
-        query, keys, values, rows, lengths, depths, paths, tables, tiles, scratch.stats, scratch.sums, block_weights,
-        *query.stride()[:3], *keys.stride()[:3], *values.stride()[:3],
-        *rows.stride(), depths.stride(0), *paths.stride()[:2], 0 if tables is None else tables.stride(0),
-        n, launch.slots, launch.splits, launch.tiles, launch.turns, span,
-        scale if soft_cap else scale * LOG2_E, soft_cap or 0.0, window or 0,
-        GROUPS=groups, DK=d, PAD_K=triton.next_power_of_2(max(d, 16)), TILE=tile, CAP=bool(soft_cap), STAGES=STAGES,
-        # float32 and large heads need more registers than two warps have.
-        num_warps=4 if query.dtype == torch.float32 or dv > 128 else WARPS[tile],
-        **constants,
-    )
-    _combine[(heads, n, b)](
+    _combine[(heads * (wide_v // part), n, b)](
         lengths, depths, scratch.stats, scratch.sums, out, *lengths.stride(), depths.stride(0),
         n, launch.slots, launch.splits, window or 0,
-        TAIL=launch.tail, CHUNK=CHUNK, num_warps=COMBINING, **constants,
+        TAIL=launch.tail, PART=part, LARGE=CHUNKS[0], SMALL=CHUNKS[1], num_warps=COMBINING, **constants,
     )
     if page_shares is not None:
         _share[(heads, n)](
@@ -305,10 +316,11 @@ def _partials(  # type: ignore[no-untyped-def]
     PAD_K: tl.constexpr, PAD_V: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr,
     NARROW: tl.constexpr, MIDDLE: tl.constexpr,
     WINDOW: tl.constexpr, MERGED: tl.constexpr, CAP: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
+    TEXTS: tl.constexpr, TAILS: tl.constexpr,
 ):
     # fmt: on
-    """Partials of text blocks, by the first `tiles × key heads × turns` programs ("shared"), and of tail blocks, by the
-    other programs ("own").
+    """Partials of text blocks if TEXTS, by `tiles × key heads × turns` programs ("shared"), and of tail blocks if
+    TAILS, by other programs ("own"): those come last if there is a table of tiles, else first.
 
     A shared program: a tile of rows × grouped heads, one key head, some splits of text, block after block. It stores
     each split in slot `split`; or, if MERGED, all complete splits in slot 0 and the last, incomplete one in slot 1.
@@ -319,12 +331,22 @@ def _partials(  # type: ignore[no-untyped-def]
     PER: tl.constexpr = PAGE // BLOCK
     KV_HEADS: tl.constexpr = HEADS // GROUPS
     program, sequence = tl.program_id(0), tl.program_id(1)
-    wait_turn(EARLY)
+    # Text after a launch of tail blocks need not wait for that one: when it may begin, all launches before have ended.
+    AFTER: tl.constexpr = EARLY and not TAILS
+    if AFTER:
+        let_next(EARLY)
+    else:
+        wait_turn(EARLY)
 
-    shared = program < tiles * KV_HEADS * turns
-    kv_head, turn = program // tiles % KV_HEADS, program // tiles // KV_HEADS
-    own = tl.maximum(program - tiles * KV_HEADS * turns, 0)
     spans = (HEADS + span - 1) // span
+    if tile_table is None:
+        tails = n * spans if TAILS else 0
+        shared = program >= tails if TEXTS and TAILS else tl.full((), TEXTS, tl.int1)
+        own, program = program, tl.maximum(program - tails, 0)
+    else:
+        shared = program < tiles * KV_HEADS * turns
+        own = tl.maximum(program - tiles * KV_HEADS * turns, 0)
+    kv_head, turn = program // tiles % KV_HEADS, program // tiles // KV_HEADS
     begin_head, node = own % spans * span, own // spans
     end_head = tl.minimum(begin_head + span, HEADS)
 
@@ -364,12 +386,14 @@ def _partials(  # type: ignore[no-untyped-def]
     begin_block = tl.maximum(cut * PER, seen)
     end_block = tl.where(turn + 1 == turns, whole, tl.minimum(next_cut * PER, whole))
     if (last_position < 0) | (shared & (begin_block >= end_block)):
+        wait_last(AFTER)
         return
 
     dk, dv = tl.arange(0, PAD_K), tl.arange(0, PAD_V)
     q_mask = valid[:, None] if DK == PAD_K else valid[:, None] & (dk < DK)
     query += sequence.to(tl.int64) * q_sequence
-    q = tl.load(query + ((head * q_head + row * q_row)[:, None] + dk), mask=q_mask, other=0.0)  # (TILE, PAD_K)
+    FROM: tl.constexpr = ".cg" if AFTER else ""  # not from a cache that only waiting is sure to bring up to date
+    q = tl.load(query + ((head * q_head + row * q_row)[:, None] + dk), mask=q_mask, other=0.0, cache_modifier=FROM)
     if tables is None:
         keys += pool_row.to(tl.int64) * k_row
         values += pool_row.to(tl.int64) * v_row
@@ -471,21 +495,41 @@ def _partials(  # type: ignore[no-untyped-def]
             tl.store(stat + to * 2, top, mask=valid)
             tl.store(stat + (to * 2 + 1), total, mask=valid)
             tl.store(wide_sum + to * DV, acc, mask=sum_mask)
+    wait_last(AFTER)
+
+
+@triton.jit
+def _fold(top, total, acc, stats, sums, first, last, pitch, dv, inside, DV: tl.constexpr, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Merge CHUNK splits from `first` on, those before `last`, one after the other. All are loaded before any is
+    merged."""
+    one = tl.arange(0, 1)
+    tops, totals, accs = (), (), ()
+    for i in tl.static_range(CHUNK):
+        there = first + i + one < last  # (1,)
+        slot = (first + i) * pitch
+        tops += (tl.load(stats + slot * 2 + one, mask=there, other=float("-inf")),)  # type: ignore[assignment]
+        totals += (tl.load(stats + slot * 2 + 1 + one, mask=there, other=0.0),)  # type: ignore[assignment]
+        accs += (tl.load(sums + slot * DV + dv, mask=there[:, None] & inside, other=0.0),)  # type: ignore[assignment]
+    for i in tl.static_range(CHUNK):
+        top, total, acc = _merge(top, total, acc, tops[i], totals[i], accs[i])
+    return top, total, acc
 
 
 # fmt: off
 @triton.jit(do_not_specialize=["row_sequence", "row_row", "depth_sequence", "n", "slots", "splits", "window"])
 def _combine(  # type: ignore[no-untyped-def]
     lengths, depths, stats, sums, out, row_sequence, row_row, depth_sequence, n, slots, splits, window,
-    TAIL: tl.constexpr, CHUNK: tl.constexpr, HEADS: tl.constexpr, DV: tl.constexpr, PAD_V: tl.constexpr,
+    TAIL: tl.constexpr, PART: tl.constexpr, LARGE: tl.constexpr, SMALL: tl.constexpr,
+    HEADS: tl.constexpr, DV: tl.constexpr, PAD_V: tl.constexpr,
     BLOCK: tl.constexpr, PAGE: tl.constexpr, NARROW: tl.constexpr, MIDDLE: tl.constexpr,
     WINDOW: tl.constexpr, MERGED: tl.constexpr, EARLY: tl.constexpr,
 ):
     # fmt: on
-    """Merge the partials of one head of one row: text splits first, then the splits that have tail blocks."""
+    """Merge the partials of one head of one row, PART of its values: text splits first, then the splits that have tail
+    blocks."""
     PER: tl.constexpr = PAGE // BLOCK
-    head, row, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    wait_turn(EARLY)
+    PARTS: tl.constexpr = PAD_V // PART
+    head, row, sequence = tl.program_id(0) // PARTS, tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths + sequence * row_sequence + row * row_row)
     depth = tl.load(depths + sequence * depth_sequence + row)
     position = length + depth
@@ -495,36 +539,30 @@ def _combine(  # type: ignore[no-untyped-def]
     inner = row * HEADS + head
     stats += (sequence.to(tl.int64) * slots * pitch + inner) * 2
     sums += (sequence.to(tl.int64) * slots * pitch + inner) * DV
-    dv = tl.arange(0, PAD_V)[None, :]
+    dv = (tl.program_id(0) % PARTS * PART + tl.arange(0, PART))[None, :]
     inside = dv < DV
 
     top = tl.full((1,), float("-inf"), tl.float32)
     total = tl.zeros((1,), tl.float32)
-    acc = tl.zeros((1, PAD_V), tl.float32)
+    acc = tl.zeros((1, PART), tl.float32)
     one = tl.arange(0, 1)
     begin = _split_of(seen // PER, NARROW, MIDDLE)
     text_splits = tl.where(whole > seen, _split_of(tl.maximum(whole - 1, 0) // PER, NARROW, MIDDLE) + 1, 0)
     complete = tl.where(depth >= 0, _split_of(whole // PER, NARROW, MIDDLE), text_splits)
     padding = depth < -1
     last = tl.where(padding, 0, complete)
+    wait_turn(EARLY)
     if MERGED:
         there = last + one > begin  # (1,)
         top = tl.load(stats + one, mask=there, other=float("-inf"))
         total = tl.load(stats + one + 1, mask=there, other=0.0)
         acc = tl.load(sums + dv, mask=there[:, None] & inside, other=0.0)
     else:
-        for first in range(begin, last, CHUNK):
-            number = tl.arange(0, CHUNK)
-            there = first + number < last  # (CHUNK,)
-            slot = (first + number) * pitch
-            tops = tl.load(stats + slot * 2, mask=there, other=float("-inf"))
-            totals = tl.load(stats + slot * 2 + 1, mask=there, other=0.0)
-            accs = tl.load(sums + slot[:, None] * DV + dv, mask=there[:, None] & inside, other=0.0)
-            for i in tl.static_range(CHUNK):  # merged one after the other
-                part_top = tl.max(tl.where(number == i, tops, float("-inf")), 0) + total * 0
-                part_total = tl.sum(tl.where(number == i, totals, 0.0), 0) + total * 0
-                part_acc = tl.sum(tl.where((number == i)[:, None], accs, 0.0), 0)[None, :]
-                top, total, acc = _merge(top, total, acc, part_top, part_total, part_acc)
+        large = begin + tl.maximum(last - begin + LARGE - SMALL - 1, 0) // LARGE * LARGE
+        for first in range(begin, large, LARGE):
+            top, total, acc = _fold(top, total, acc, stats, sums, first, last, pitch, dv, inside, DV, LARGE)
+        for first in range(large, last, SMALL):
+            top, total, acc = _fold(top, total, acc, stats, sums, first, last, pitch, dv, inside, DV, SMALL)
     # The splits that have tail blocks.
     end = tl.where(padding | (depth < 0), 0, _split_of(tl.maximum(position, 0) // PAGE, NARROW, MIDDLE) + 1)
     for split in range(tl.maximum(complete, begin), end):

@@ -2,7 +2,7 @@
 
 A step of a small model is hundreds of kernels of a microsecond or two, and without overlap the gaps between them take
 as long again. Every kernel first waits for the previous one and then allows the next to launch. So when a kernel
-starts its work, all earlier ones have ended.
+starts its work, all earlier ones have ended. (One that calls `let_next` needs nothing of the previous one.)
 """
 
 from __future__ import annotations
@@ -29,6 +29,20 @@ def wait_turn(EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
     if EARLY:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def let_next(EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Allow the next kernel to launch, without having waited for the previous one. `wait_last` must follow."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def wait_last(EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
+    """At a kernel's end: so that it ends after all earlier ones, where a program has not waited before."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
 
 
 @triton.jit

@@ -406,7 +406,8 @@ class GraphTarget(Target):
         should be captured for about as many tiles as they need, see `are_long`."""
         text = ends is not None
         sequences = bucket(sequences, SEQUENCES)
-        many = (text or sequences == 1) and rows * min(self.groups) >= 2 * WIDE
+        products = rows * min(self.groups)
+        many = products >= 2 * WIDE if text else sequences == 1 and products >= WIDE
         tile = WIDE if many and self._may_be_wide else TILE
         tiles: tuple[int, ...] = ()
         if sequences > 1:  # at most: each sequence has at most one tile that is not full, and no tile is empty

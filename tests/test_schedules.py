@@ -69,7 +69,7 @@ class FakeEngine:
         self.open.add(slot)
         return Reading(sequence, slot, [*sequence.request.tokens, *sequence.tokens[:-1]], again=True)
 
-    def read(self, request, running=(), kept=None, copy_from=None):  # noqa: ARG002
+    def read(self, request, running=(), kept=None, copy_from=None, known=0):  # noqa: ARG002
         self.log.append(("begin", request.seed))
         assert copy_from is None or copy_from.slot in self.open
         slot = Slot([])
@@ -77,8 +77,8 @@ class FakeEngine:
             self.open.discard(kept.slot)
             kept.slot = None
         self.open.add(slot)
-        known = {"stats": Stats("fake", True), "tokens": [], "logprobs": [], "finish": None, "error": None}
-        return Reading(SimpleNamespace(request=request, slot=slot, session=None, **known), slot, request.tokens)
+        rest = {"stats": Stats("fake", True), "tokens": [], "logprobs": [], "finish": None, "error": None}
+        return Reading(SimpleNamespace(request=request, slot=slot, session=None, **rest), slot, request.tokens)
 
     def reads_along(self, running, readings):
         assert running

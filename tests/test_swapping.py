@@ -165,6 +165,11 @@ def test_a_trained_output_matrix_is_another_shape(model, tmp_path):
             llm.swap_head(untied)
 
 
+def queries(head):
+    """Weights that two new heads for one model do not share."""
+    return head.midlayer.self_attn.q_proj.weight
+
+
 @pytest.mark.slow
 def test_auto_swaps_by_name_and_asks_the_new_one_anew(model, tmp_path):
     folders = [folder_of(model, tmp_path / str(seed), seed) for seed in range(3)]
@@ -174,8 +179,8 @@ def test_auto_swaps_by_name_and_asks_the_new_one_anew(model, tmp_path):
         text = llm.generate(PROMPTS[0], **LONG).tokens
         assert llm.swap_head(folders[2], "eagle3-2") == "eagle3-2"
         parts, new = llm.engine.drafter.parts, load_head(folders[2], model)
-        assert torch.equal(parts["eagle3-2"].head.fc.weight, new.fc.weight)
-        assert not torch.equal(parts["eagle3"].head.fc.weight, new.fc.weight)
+        assert torch.equal(queries(parts["eagle3-2"].head), queries(new))
+        assert not torch.equal(queries(parts["eagle3"].head), queries(new))
         assert all(not any(group["eagle3-2"].due) for group in llm.engine.drafter.pilot._by_batch.values())
         assert llm.generate(PROMPTS[0], **LONG).tokens == text
 
@@ -193,7 +198,7 @@ def test_what_is_registered_instead_is_swapped_in(model, tmp_path):
         registry.remove(old)
         found = llm.reload_heads()
         assert (found.swapped, found.refused) == ({"eagle3": str(new)}, {})
-        assert torch.equal(llm.engine.drafter.parts["eagle3"].head.fc.weight, load_head(new, model).fc.weight)
+        assert torch.equal(queries(llm.engine.drafter.parts["eagle3"].head), queries(load_head(new, model)))
         assert llm.reload_heads().swapped == {}
         registry.add(folder_of(model, wide, 3, intermediate_size=64), model)
         registry.remove(new)

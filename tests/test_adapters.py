@@ -73,6 +73,8 @@ def test_the_tokenizer_is_the_adapters_or_else_the_bases(adapter):
 
 
 def test_a_relative_base_is_found_from_here_or_beside_the_adapter(adapter, tmp_path, monkeypatch):
+    (tmp_path / "some" / "where").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "some" / "where")  # with no "../base"
     for name in ("../base", "base"):  # as seen from the adapter's folder; from the one above, as if both had moved
         settings(adapter, base_model_name_or_path=name)
         load_model(adapter, device="cpu")

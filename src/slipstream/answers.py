@@ -171,9 +171,12 @@ def together(service: Service, requests: Sequence[Request], offline: bool = Fals
     jobs, ended = dict[int, Job](), dict[int, Running]()
 
     def submit(count: int) -> None:
+        new = {}
         for i, request in islice(coming, count):
             deliver = lambda update, i=i: updates.put((i, update))  # noqa: E731
-            jobs[i] = service.submit(Job(request, deliver, streams=False, offline=offline))
+            new[i] = Job(request, deliver, streams=False, offline=offline)
+        service.submit_all(new.values())
+        jobs.update(new)
 
     try:
         # Not all at once, since the service searches its waiting requests; but enough to keep the batch full.

@@ -20,6 +20,7 @@ import itertools
 import logging
 import threading
 import weakref
+from collections.abc import Collection
 from contextlib import nullcontext, suppress
 from copy import deepcopy
 from time import monotonic, sleep
@@ -72,22 +73,28 @@ class Service:
 
     def submit(self, job: Job) -> Job:
         """Queue a request. One that can't be answered is refused at once."""
-        check_prompt(job.request, self.engine.target)
-        check_drafting(job.request, self.engine.drafter)
+        self.submit_all([job])
+        return job
+
+    def submit_all(self, jobs: Collection[Job]) -> None:
+        """Queue requests, none of which is answered before all are there. They are refused together too."""
+        for job in jobs:
+            check_prompt(job.request, self.engine.target)
+            check_drafting(job.request, self.engine.drafter)
         with self._changed:
             if self._closing is not None:
                 raise ModelError("this service is closing: it takes no more requests")
-            if self.max_waiting is not None and len(self._waiting) >= self.max_waiting:
-                self.counts.refused += 1
+            if self.max_waiting is not None and len(self._waiting) + len(jobs) > self.max_waiting:
+                self.counts.refused += len(jobs)
                 raise BusyError(f"{len(self._waiting)} requests wait already, which is as many as may: try again later")
-            self.counts.requests += 1
-            job.number = next(self._numbers)
-            heapq.heappush(self._waiting, (job.priority, job.number, job))
+            self.counts.requests += len(jobs)
+            for job in jobs:
+                job.number = next(self._numbers)
+                heapq.heappush(self._waiting, (job.priority, job.number, job))
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="slipstream", daemon=True)
                 self._thread.start()
             self._changed.notify_all()
-        return job
 
     def cancel(self, job: Job) -> None:
         """End a request before its next step."""

@@ -13,7 +13,7 @@ import pytest
 from families import graphs
 from patience import PATIENCE
 from slipstream import LLM, BusyError, ModelError, OptionError, PromptError
-from slipstream.answers import Updates
+from slipstream.answers import Updates, together
 from slipstream.drafters import make
 from slipstream.engine import Engine
 from slipstream.errors import CacheFullError
@@ -272,6 +272,29 @@ def test_a_smaller_priority_goes_first_and_too_many_are_refused(llm):
     service.close()
     with pytest.raises(ModelError, match="closing"):
         service.submit(Job(llm.request([1], max_new_tokens=1), print))
+
+
+def test_a_list_that_is_queued_whole_is_finished_by_a_service_that_closes(llm, monkeypatch):
+    """Ends of its answers ask for more of the list, where there is no more: that is no request."""
+    service, step = Service(llm.engine), llm.engine.step
+
+    def closing(running, *readings):
+        if len(running) == 2:
+            service._closing = monotonic() + 100
+        step(running, *readings)
+
+    monkeypatch.setattr(llm.engine, "step", closing)
+    requests = llm.requests([[1, 2], [3, 4]], max_new_tokens=9, ignore_eos=True)
+    assert [len(running.tokens) for running in together(service, requests)] == [9, 9]
+    assert service._closing is not None
+    service.close()
+
+
+def test_requests_that_are_queued_together_are_refused_together(llm):
+    service = Service(llm.engine, max_waiting=2)
+    with pytest.raises(BusyError):
+        service.submit_all([Job(llm.request([1, 2], max_new_tokens=1), print) for _ in range(3)])
+    assert (service.waiting(), service.counts.refused, service.counts.requests) == (0, 3, 0)
 
 
 def test_what_can_not_be_answered_is_refused_at_once(llm):

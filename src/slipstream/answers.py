@@ -175,8 +175,9 @@ def together(service: Service, requests: Sequence[Request], offline: bool = Fals
         for i, request in islice(coming, count):
             deliver = lambda update, i=i: updates.put((i, update))  # noqa: E731
             new[i] = Job(request, deliver, streams=False, offline=offline)
-        service.submit_all(new.values())
-        jobs.update(new)
+        if new:  # else it may be closing already, which does not end what runs
+            service.submit_all(new.values())
+            jobs.update(new)
 
     try:
         # Not all at once, since the service searches its waiting requests; but enough to keep the batch full.

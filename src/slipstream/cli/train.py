@@ -275,6 +275,7 @@ def training_run(folder: Path, model: str | None, dtype: str | None, device: str
             if (folder / checkpoint.NAME).exists():
                 err.print(f"stopped: the same command with --resume goes on from {folder}", markup=False)
             raise
+    processes.close()  # not after an error: the others may wait for this one
 
 
 def print_head_result(done: Trained, kind: str, folder: Path) -> None:

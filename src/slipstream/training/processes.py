@@ -48,3 +48,9 @@ class Processes:
     def wait(self) -> None:
         if self._accelerator is not None:
             self._accelerator.wait_for_everyone()
+
+    def close(self) -> None:
+        """End the threads that talk to the other processes. Gloo's may still own the last tensor that was sent, and a
+        thread that frees it while Python ends aborts the process."""
+        if self._accelerator is not None:
+            self._accelerator.state.destroy_process_group()

@@ -97,6 +97,11 @@ def test_too_few_minutes_are_refused_before_any_is_spent(tmp_path):
         check(found, enough - 0.2, "cpu")
 
 
+def test_the_share_of_memory_reaches_the_target(tmp_path):
+    with pytest.raises(OptionError, match="memory=2.0: a share of what is free"):
+        tune(tiny_model("llama"), letters(), tmp_path / "t", TuneSettings(1, "redrafter"), memory=2)
+
+
 def test_a_worked_example():
     """20 minutes: 480 s for answers, 540 s for training, 180 s for the trial."""
     costs = Costs(answering=0.01, alone=0.05, step=0.5, learning=0.001)

@@ -33,6 +33,7 @@ def collect(
         int | None, typer.Option(help="Use at most this many turns of a conversation. Default: all.")
     ] = None,
     system: Annotated[str | None, typer.Option(help="The system message of prompts that have none.")] = None,
+    memory: o.Memory = 0.9,
     compile: Annotated[bool, typer.Option("--compile", help="On a GPU: compile first, to run faster.")] = False,
     ray: o.Ray = None,
     trust_remote_code: o.Trust = False,
@@ -56,7 +57,7 @@ def collect(
         from slipstream.training.collect import CollectSettings, collect_shared
         from slipstream.training.collect import collect as answer
     settings = CollectSettings(max_new_tokens, temperature, top_p, seed)
-    load = partial(_load, model, dtype, device, batch, compile, trust_remote_code)
+    load = partial(_load, model, dtype, device, batch, memory, compile, trust_remote_code)
     if ray is None:
         with busy("loading the model"):
             llm = load()
@@ -83,7 +84,13 @@ def collect(
 
 
 def _load(
-    model: str | None, dtype: str | None, device: str | None, batch: int, compile: bool, trust_remote_code: bool
+    model: str | None,
+    dtype: str | None,
+    device: str | None,
+    batch: int,
+    memory: float,
+    compile: bool,
+    trust_remote_code: bool,
 ) -> Any:
     """Load the target. At module level, so that it can be sent to Ray's workers."""
     from slipstream.llm import load
@@ -95,5 +102,6 @@ def _load(
         device=device,
         trust_remote_code=trust_remote_code,
         max_batch=batch,
+        memory=memory,
         compile=compile,
     )

@@ -56,6 +56,9 @@ Drafters = Annotated[str | None, typer.Option(help="The drafters that auto may u
 Accept = Annotated[
     str, typer.Option(help="The accept rule. match and rejection are exact; typical and lenient are LOSSY.")
 ]
+Memory = Annotated[
+    float, typer.Option(min=0.01, max=0.99, help="On a GPU: the share of its free memory that texts may take.")
+]
 Compile = Annotated[bool, typer.Option("--compile", help="On a GPU: compile each shape of step first (seconds).")]
 DrafterPath = Annotated[
     str | None, typer.Option("--drafter-path", help="A trained head: a folder or a hub id. Default: the one shipped.")

@@ -39,6 +39,7 @@ def serve(
     ] = None,
     learn: Annotated[bool, typer.Option("--learn", help="Append the answers to the drafter's store.")] = False,
     log_requests: Annotated[bool, typer.Option("--log-requests", help="A line for each; never what it says.")] = False,
+    memory: o.Memory = 0.9,
     compile: o.Compile = False,
     trust_remote_code: o.Trust = False,
 ) -> None:
@@ -51,7 +52,9 @@ def serve(
     where = f"http://{f'[{host}]' if ':' in host else host}:{sock.getsockname()[1]}"
     with Front(sock) as front:
         words = o.drafter_options(option, drafter_path, head, learn)
-        with open_llm(model, drafter, words, dtype, device, trust_remote_code, compile, max_batch=max_batch) as llm:
+        with open_llm(
+            model, drafter, words, dtype, device, trust_remote_code, compile, max_batch=max_batch, memory=memory
+        ) as llm:
             from slipstream.server.backend import Limits
             from slipstream.server.local import Local
 

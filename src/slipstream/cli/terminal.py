@@ -36,6 +36,7 @@ def open_llm(
     compile: bool = False,
     shown: bool = True,
     max_batch: int = 16,
+    memory: float = 0.9,
 ) -> LLM:
     """Load the model and drafter that the options name. Misspelt names are refused first. shown: whether the screen is
     free for a progress message."""
@@ -57,6 +58,7 @@ def open_llm(
             trust_remote_code=trust,
             compile=compile,
             max_batch=max_batch,
+            memory=memory,
             **options,
         )
     with suppress(OSError):

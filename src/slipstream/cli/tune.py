@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -60,6 +61,7 @@ def tune(
         int | None,
         typer.Option("--max-new-tokens", "-n", help="The most tokens of an answer. Default: 256, fewer on a slow CPU."),
     ] = None,
+    memory: o.Memory = 0.9,
     seed: Annotated[int, typer.Option(help="Seed of prompts, initial weights and the order of texts.")] = 0,
     share: Annotated[
         float, typer.Option(help="Work for at most this share of the time and pause for the rest, as beside a server.")
@@ -104,7 +106,8 @@ def tune(
     err.print(f"about {minutes:g} minutes on {target.device}; everything is kept in {folder}", markup=False)
     try:
         with training_bar(Processes(str(target.device))) as watch:
-            found = run(target, tokenizer, folder, settings, given, lambda text: err.print(text, markup=False), watch)
+            tell = partial(err.print, markup=False)
+            found = run(target, tokenizer, folder, settings, given, tell, watch, memory=memory)
     except KeyboardInterrupt:
         err.print(f"stopped: the same command goes on from here; so far: {folder / PAGE}", markup=False)
         raise

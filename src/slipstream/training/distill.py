@@ -30,7 +30,7 @@ from slipstream.training.cutting import cut_out
 from slipstream.training.data import Texts, read_texts
 from slipstream.training.distill_loop import DistillLoop, OwnTexts
 from slipstream.training.loop import TrainingPlan, Watch
-from slipstream.training.payoff import Pair, measure_pair
+from slipstream.training.payoff import MEMORY, Pair, measure_pair
 from slipstream.training.processes import Processes
 from slipstream.training.teacher import Speaker
 from slipstream.training.train import run
@@ -199,9 +199,9 @@ def prompts(held_out: Texts) -> list[list[int]]:
 
 def attempt(model: Any, tokenizer: Any, drafts: dict[str, tuple[Any, int]], inputs: Sequence[list[int]]) -> list[Trial]:
     """The trial: plain decoding and the drafts, each with its depth, in turns on every prompt."""
-    llms = {"plain": LLM(model, tokenizer, "none")}
+    llms = {"plain": LLM(model, tokenizer, "none", memory=MEMORY)}
     for name, (draft, depth) in drafts.items():
-        llms[name] = LLM(model, tokenizer, "model", draft_model=draft, depth=depth)
+        llms[name] = LLM(model, tokenizer, "model", draft_model=draft, depth=depth, memory=MEMORY)
     try:
         compare(llms, "warm", inputs[0])  # warm-up: code is loaded, steps are captured
         trials = [compare(llms, "held out", tokens) for tokens in inputs]

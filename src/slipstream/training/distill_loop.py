@@ -17,11 +17,11 @@ from slipstream.training.data import Batch, Texts, put_together
 from slipstream.training.divergences import Divergence, total_variation
 from slipstream.training.loop import Steps, TrainingPlan
 from slipstream.training.losses import pieces
+from slipstream.training.payoff import MEMORY
 from slipstream.training.processes import Processes
 from slipstream.training.teacher import Speaker
 
 TOGETHER = 32  # texts that the draft writes at a time
-MEMORY = 0.2  # share of a GPU's memory for the texts that the draft writes; training needs the rest
 
 
 class OwnTexts:

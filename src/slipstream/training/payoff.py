@@ -17,6 +17,7 @@ from slipstream.targets.timing import measure, nonsense
 
 # An optimistic acceptance: what draft models of a hundredth of their target's size reach on the easiest texts.
 BEST_ACCEPTANCE = 0.9
+MEMORY = 0.2  # share of a GPU's free memory for the texts of each model; training needs the rest
 DEPTHS = range(1, 17)  # depths considered; of a chain of 16 tokens with acceptance 0.9, 19% are accepted to the end
 
 
@@ -56,7 +57,7 @@ def measure_pair(model: Any, draft: Any) -> Pair:
     """Both are measured now: costs remembered from another time, when the machine was busy, may refuse a good pair."""
     found = []
     for each in (model, draft):
-        target = open_target(each)
+        target = open_target(each, memory=MEMORY)
         found.append(Costs(measure(target, nonsense(target)), bool(target.widths), target.flat))
         target.release()
     return Pair(*found)

@@ -59,6 +59,7 @@ AGAIN = 6  # times that an answer of the trial is given at most until nothing is
 LOG, EVALUATE = 20, 50  # steps between them, at most: few texts are held out, so an evaluation costs little
 
 Tell = Callable[[str], None]
+OpenLLM = Callable[..., LLM]  # of the model, with the given drafter and options
 
 
 def tune(
@@ -70,29 +71,32 @@ def tune(
     tell: Tell = lambda _: None,
     watch: Watch | None = None,
     costs: Costs | None = None,
+    memory: float = 0.9,
 ) -> Tuned:
     """given: prompts; if there are none, the model writes them. tell: called with messages about progress. watch:
-    called after each step of training. costs: of this machine; None: measure them."""
+    called after each step of training. costs: of this machine; None: measure them. memory: the share of a GPU's free
+    memory for texts."""
     if tokenizer is None:
         raise OptionError("tune needs the model's tokenizer: it writes and reads prompts as text")
     folder.mkdir(parents=True, exist_ok=True)
     run = Tuned.open(folder, settings, Lender.of(model).name)
+    open_llm = partial(LLM, model, tokenizer, memory=memory)
     if not run.accuracy:  # refuse impossible settings before anything is saved
         if settings.start is not None:
             start_from(settings.start, model, Lesson(settings.head), settings.sizes)
         if settings.store is not None:
             take_from_store(model, tokenizer, folder, run, tell)
         if run.plan is None:
-            run.plan = make_estimate(model, tokenizer, folder, run, given, tell, costs)
+            run.plan = make_estimate(open_llm, model, folder, run, given, tell, costs)
     try:
         if not run.accuracy:
             # Once training has begun, no texts are added, even if more minutes were given.
             if settings.store is None and not (folder / "head" / checkpoint.NAME).is_file():
-                with LLM(model, tokenizer, "none", max_batch=batch_of(model)) as llm:
+                with open_llm("none", max_batch=batch_of(model)) as llm:
                     answer(llm, folder, run, given, tell)
             learn(model, folder, run, tell, watch)
         if run.registered is None:
-            run_trial(model, tokenizer, folder, run, tell)
+            run_trial(open_llm, model, folder, run, tell)
             register_if_faster(model, folder, run)
     finally:  # also if interrupted, to show how far it came
         run.save(folder)
@@ -138,13 +142,13 @@ def batch_of(model: Any) -> int:
 
 
 def make_estimate(
-    model: Any, tokenizer: Any, folder: Path, run: Tuned, given: Sequence[Question], tell: Tell, costs: Costs | None
+    open_llm: OpenLLM, model: Any, folder: Path, run: Tuned, given: Sequence[Question], tell: Tell, costs: Costs | None
 ) -> Estimate:
     """Estimate what fits into the time, and report it; raise if that is too little for a useful head."""
     settings, batch = run.settings, batch_of(model)
     tell("measuring what fits into the time")
     ready = first_questions(given)
-    with LLM(model, tokenizer, "none", max_batch=batch) as llm:
+    with open_llm("none", max_batch=batch) as llm:
         sizes = name_sizes(settings.head, settings.sizes)
         costs = costs or measure(llm, model, settings.head, settings.start, batch, sizes)
         if settings.store is not None:
@@ -236,9 +240,9 @@ def learn(model: Any, folder: Path, run: Tuned, tell: Tell, watch: Watch | None)
     run.save(folder)
 
 
-def run_trial(model: Any, tokenizer: Any, folder: Path, run: Tuned, tell: Tell) -> None:
+def run_trial(open_llm: OpenLLM, model: Any, folder: Path, run: Tuned, tell: Tell) -> None:
     """The trial: plain decoding, `auto` as it was and `auto` with the head, in turns, on held-out prompts."""
-    llms = {name: LLM(model, tokenizer, **options) for name, options in contestants(model, folder, run).items()}
+    llms = {name: open_llm(**options) for name, options in contestants(model, folder, run).items()}
     asked = trial_prompts(folder, run, has_template(llms["plain"]))
     run.trials = []  # drop those of an interrupted run, in which `auto` had learnt other things
     clock, at_most = perf_counter(), 60 * TRYING * run.settings.minutes

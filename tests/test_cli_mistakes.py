@@ -55,7 +55,6 @@ def folder(tmp_path):
         ("bench --repeats 0", "--repeats 0 is out of range"),
         ("bench -n 0", "--max-new-tokens 0 is out of range"),
         ("bench --device banana", "device 'banana' can't be used"),
-        ("serve --memory 2", "2.0 is not in the range 0.01<=x<=0.99"),
         ("collect -p afile --out no/dir/lines", "no/dir/lines can't be written"),
         ("train medusa --data afile --out afile", "the folder afile can't be made"),
         ("export head --out afile", "afile is there already"),

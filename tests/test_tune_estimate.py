@@ -98,7 +98,7 @@ def test_too_few_minutes_are_refused_before_any_is_spent(tmp_path):
 
 
 def test_the_share_of_memory_reaches_the_target(tmp_path):
-    with pytest.raises(OptionError, match="memory=2.0: a share of what is free"):
+    with pytest.raises(OptionError, match=r"memory=2\.0: a share of what is free"):
         tune(tiny_model("llama"), letters(), tmp_path / "t", TuneSettings(1, "redrafter"), memory=2)
 
 

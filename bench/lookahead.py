@@ -8,6 +8,8 @@ The same with the clock of a larger model and the same acceptance: the time of d
 here, and a step takes the larger model's time for so many rows. `auto` answers once more with that clock, without
 heads, with `suffix` alone and with `suffix` and `lookahead`.
 
+With --pairs several fresh `auto` are compared with as many without `lookahead`, and nothing else is measured.
+
 --clock 7b       a Llama of 7B shape with random weights, measured here first: on a GPU, one command does it all
 --clock small    the same with a shape that a CPU can measure, to try it
 --clock 1:4,8:5  milliseconds by rows, measured elsewhere; rows in between cost as much as the next larger number
@@ -101,11 +103,16 @@ def contestants(given: argparse.Namespace, model: Any, tokenizer: Any) -> dict[s
             found[f"lookahead ({shape})"] = Contestant(llm)
         if shape in given.fused:
             found[f"with suffix ({shape})"] = fused(model, tokenizer, llm, given.memory)
-    if given.auto:
-        for name in ("auto", "auto less it"):
-            llm = LLM(model, tokenizer, "auto", **how)
-            others = [part for part in llm.engine.drafter.parts if part not in ("lookahead", "prediction")]
-            found[name] = Contestant(llm, {} if name == "auto" else {"drafters": others})
+    return found | (autos(model, tokenizer, given.memory) if given.auto else {})
+
+
+def autos(model: Any, tokenizer: Any, memory: float) -> dict[str, Contestant]:
+    """`auto` with and without `lookahead`. Each learns by itself, from nothing."""
+    found = {}
+    for name in ("auto", "auto less it"):
+        llm = LLM(model, tokenizer, "auto", memory=memory)
+        others = [part for part in llm.engine.drafter.parts if part not in ("lookahead", "prediction")]
+        found[name] = Contestant(llm, {} if name == "auto" else {"drafters": others})
     return found
 
 
@@ -137,6 +144,30 @@ def beside(everybody: dict[str, Contestant], repeats: int, prompts: int) -> dict
     }
     tell(f"auto with it, × without: {found}")
     return found
+
+
+def in_pairs(given: argparse.Namespace, model: Any, tokenizer: Any, prompts: list[str]) -> dict[str, Any]:
+    """All prompts, answered by several pairs of fresh `auto`, with and without `lookahead`. How fast with it, as a
+    multiple of without: each pair, and all together with a 95% interval over pairs."""
+    less, whole, same = [], [], 0
+    for number in range(given.pairs):
+        two = autos(model, tokenizer, given.memory)
+        for one in two.values():
+            Contestant(one.llm, one.options).answer(max(prompts, key=len), 8, None)
+        for i, prompt in enumerate(prompts):
+            turn = list(two.values())[:: 1 if (number + i) % 2 else -1]  # each begins as often as the other
+            first, second = [one.answer(prompt, given.tokens, None) for one in turn]
+            same += first == second
+        whole.append(sum(two["auto"].seconds))
+        less.append(sum(two["auto less it"].seconds))
+        choices = [step.choice for step in two["auto"].steps if step.choice]
+        asked = sum("lookahead" in choice.asked for choice in choices)
+        tell(f"pair {number + 1}: {less[-1] / whole[-1]:.3f} x without it; asked in {asked} of {len(choices)} steps")
+        for one in two.values():
+            one.llm.close()
+    by_pair = interval(np.array(less)[:, None], np.array(whole)[:, None])
+    tell(f"auto with it, × without: {by_pair}, {same} of {given.pairs * len(prompts)} texts equal")
+    return {"pairs": [round(a / b, 4) for a, b in zip(less, whole, strict=True)], "all": by_pair, "same_text": same}
 
 
 def priors(labels: Sequence[tuple[TokenTree, Sequence[int], int]]) -> list[Any]:
@@ -248,6 +279,9 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="*", default=["5,7,7", "5,15,15"], metavar="N,W,G")
     parser.add_argument("--clock", default="", help="7b, small, or ROWS:MS,…")
     parser.add_argument("--no-auto", dest="auto", action="store_false")
+    parser.add_argument(
+        "--pairs", type=int, default=0, help="only compare so many fresh `auto` with as many without it"
+    )
     parser.add_argument("--fused", nargs="*", default=["5,7,7"], metavar="N,W,G", help="of these, beside suffix")
     parser.add_argument("--seconds", type=float, default=1e9, help="no further prompt after that")
     given = parser.parse_args()
@@ -260,6 +294,9 @@ def main() -> None:
             patches.enter_context(mock.patch(f"{place}.recall", return_value=None))
             patches.enter_context(mock.patch(f"{place}.remember"))
         model, tokenizer = load_model(given.model, dtype=given.dtype, device=given.device)
+        if given.pairs:
+            print(json.dumps({"benchmark": "lookahead in pairs", **in_pairs(given, model, tokenizer, prompts)}))
+            return
         everybody = contestants(given, model, tokenizer)
         for one in everybody.values():  # code is loaded, caches grow, steps are captured
             Contestant(one.llm, one.options).answer(max(prompts, key=len), 8, None)

@@ -530,8 +530,9 @@ def _combine(  # type: ignore[no-untyped-def]
     PER: tl.constexpr = PAGE // BLOCK
     PARTS: tl.constexpr = PAD_V // PART
     head, row, sequence = tl.program_id(0) // PARTS, tl.program_id(1), tl.program_id(2)
-    length = tl.load(lengths + sequence * row_sequence + row * row_row)
-    depth = tl.load(depths + sequence * depth_sequence + row)
+    # Heads compute lengths shortly before: not from a cache that only waiting is sure to bring up to date.
+    length = tl.load(lengths + sequence * row_sequence + row * row_row, cache_modifier=".cg")
+    depth = tl.load(depths + sequence * depth_sequence + row, cache_modifier=".cg")
     position = length + depth
     whole = _text_blocks(length, depth, BLOCK)
     seen = _first_seen(length, depth, window, BLOCK, WINDOW)

@@ -177,6 +177,18 @@ def test_a_draw_reads_no_logits(tiny, monkeypatch):
     assert 0 <= scores.token(0, sampler) < target.vocabulary
 
 
+def test_nodes_that_are_not_known_yet_are_drawn_with_their_own_noise(tiny):
+    """As if the whole tree had been scored at once, beside another sequence."""
+    target, options = graphs(tiny("llama")), [Sampling(temperature=1.0), Sampling(temperature=1.5, top_k=9)]
+    slots = read(target, [[5, 6, 7], [9, 8]])
+    trees = [TokenTree.chain(8, [4, 3, 2, 1]), TokenTree.chain(3, [7, 6, 5])]
+    samplers = tuple(Sampler(sampling, [], seed) for seed, sampling in enumerate(options))
+    whole = target.score(slots, trees, Want(samplers=samplers))
+    expected = [[scores.token(node, samplers[i]) for node in (2, 3)] for i, scores in enumerate(whole)]
+    rest = target.extend(slots, trees, [2, 1], Want(samplers=samplers))
+    assert [[scores.token(node, samplers[i]) for node in (2, 3)] for i, scores in enumerate(rest)] == expected
+
+
 def test_all_that_was_said_is_penalised_however_much_it_is_at_once(tiny):
     """As after the cache has moved: the step is told of the whole output, of which it has room for a part."""
     target, prompt = graphs(tiny("llama")), [5, 6, 7]

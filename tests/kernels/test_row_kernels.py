@@ -5,6 +5,7 @@ import pytest
 import torch
 from device import CUDA, DEVICE
 
+from slipstream.kernels import linear
 from slipstream.kernels.cache_write import move_cache
 from slipstream.kernels.layer_pieces import gated
 from slipstream.kernels.linear import parts, skinny_linear
@@ -45,6 +46,36 @@ def test_a_gated_product_is_the_product_and_then_the_gate(inner, inputs):
     x, weight, bias = noise(2, 35, inputs), noise(2 * inner, inputs, scale=0.05), noise(2 * inner, seed=1)
     for b in (None, bias):
         assert torch.equal(skinny_linear(x, weight, b, gated=True), gated(skinny_linear(x, weight, b)))
+
+
+@pytest.mark.parametrize("tile", [(256, 64, 3, 8), (128, 64, 4, 8)], ids=["256 high", "128 high"])
+@pytest.mark.parametrize(("outputs", "inputs"), [(600, 128), (512, 4096), (200, 112)])
+def test_high_tiles_keep_the_bits(outputs, inputs, tile, monkeypatch):
+    """Those of many rows, taken for products that would not fill a device."""
+    x, weight, bias = noise(150, inputs), noise(outputs, inputs, scale=0.05), noise(outputs, seed=1)
+    before, names = noise(150, outputs, seed=2), ("HIGH", "DEEP", "STAGES", "num_warps")
+    products = [
+        lambda: skinny_linear(x, weight),
+        lambda: skinny_linear(x, weight, bias, before),
+        lambda: skinny_linear(x, weight, bias, gated=True),
+    ]
+    expected = [product() for product in products]
+    monkeypatch.setattr(linear, "tile", lambda *_: dict(zip(names, tile, strict=True)) | {"ROWS": 128})
+    for product, usual in zip(products, expected, strict=True):
+        if CUDA:
+            assert torch.equal(product(), usual)
+        torch.testing.assert_close(product(), usual, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.skipif(not CUDA, reason="minutes in the interpreter")
+@pytest.mark.parametrize(("outputs", "inputs"), [(8192, 1024), (512, 8192), (40000, 112)])
+def test_products_of_many_rows_are_those_of_few(outputs, inputs):
+    x, weight = noise(2048, inputs), noise(outputs, inputs, scale=0.05)
+    assert linear.tile(2048, outputs, parts(outputs, inputs))["HIGH"] == 256
+    few = [torch.cat([skinny_linear(some, weight, gated=g) for some in x.split(64)]) for g in (False, True)]
+    for rows in (129, 300, 1024, 2048):
+        for g in (False, True):
+            assert torch.equal(skinny_linear(x[:rows], weight, gated=g), few[g][:rows])
 
 
 def test_few_outputs_are_summed_up_in_parts():

@@ -381,7 +381,7 @@ class GraphTarget(Target):
             if slot.pending is not None and len(slot.pending) > movable:
                 self._move_pending(slot)
         fill(step.host, self.arena.table, self.groups, slots, trees, known, texts, step.shape.tile)
-        self._fill_draws(step, slots, trees, want.samplers, texts)
+        self._fill_draws(step, slots, trees, want.samplers, known, texts)
         self.arena.upload_table()
         step(want.during if way else None)  # tokens chosen on the host are not known while the step runs
         if reports_attention:
@@ -517,24 +517,27 @@ class GraphTarget(Target):
         slots: Sequence[Slot],
         trees: Sequence[TokenTree],
         samplers: Sequence[Sampler | None],
+        known: Sequence[int],
         texts: int,
     ) -> None:
         """Fill in how each sequence draws its tokens, its noise, and its new tokens for the tables for penalties."""
+        if step.choice == BEST and not texts:
+            return
         host, drafts = step.host, len(trees) - texts
+        sizes = np.array([len(tree) - before for tree, before in zip(trees, known, strict=True)])  # rows of each
         if texts:
-            sizes = [len(tree) for tree in trees]
-            nodes = sum(sizes[:drafts])
+            nodes = sizes[:drafts].sum()
             host.ends[:] = 0
             host.ends[:nodes] = np.arange(nodes)
-            host.ends[nodes : nodes + texts] = np.cumsum(sizes)[drafts:] - 1
+            host.ends[nodes : nodes + texts] = sizes.cumsum()[drafts:] - 1
         if step.choice == BEST:
             return
         every = [sampler for sampler in samplers if sampler is not None]  # a step that draws has all samplers
-        positions, ends = host.positions[0], np.array([len(tree) for tree in trees])  # ends: of each sequence
+        positions = host.positions[0]
         if step.shape.ends < step.shape.rows:
-            positions, ends[drafts:] = positions[host.ends], 1
-        host.draws.put([sampler.sampling for sampler in every], ends)
-        keys = noise_keys([(sampler.seed, sampler.sample_index) for sampler in every], ends, positions + 1)
+            positions, sizes[drafts:] = positions[host.ends], 1
+        host.draws.put([sampler.sampling for sampler in every], sizes)
+        keys = noise_keys([(sampler.seed, sampler.sample_index) for sampler in every], sizes, positions + 1)
         host.draws.keys[: len(keys), 0] = keys
         if step.history is None:
             return

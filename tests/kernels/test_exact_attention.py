@@ -357,6 +357,19 @@ def test_wide_tiles_are_attention(n, heads, options):
 
 
 @pytest.mark.skipif(not CUDA, reason="the interpreter's products of 64 rows may be rounded otherwise than those of 16")
+@pytest.mark.parametrize("options", [FULL, WINDOW], ids=str)
+@pytest.mark.parametrize("heads", [GROUPED, LLAMA_3, SMOL, MANY], ids=str)
+def test_a_row_has_the_same_bits_in_wide_tiles(heads, options):
+    """Whose tail blocks are read by a launch of their own, before that of text."""
+    for position in (0, 40, 700, 5000, 12000):
+        text, depth = Text(heads, torch.bfloat16, position + 1), min(position, 13)
+        alone = text.row(position, 0, **options)
+        for n, row in ((64, 37), (128, 127)):
+            found = text.row(position - depth, depth, n=n, row=row, seed=n, spare=130, tile=WIDE, **options)
+            same_bits(found, alone)
+
+
+@pytest.mark.skipif(not CUDA, reason="the interpreter's products of 64 rows may be rounded otherwise than those of 16")
 @pytest.mark.parametrize("shared", [1, 512])
 @pytest.mark.parametrize("options", [FULL, WINDOW], ids=str)
 @pytest.mark.parametrize("heads", [GROUPED, LLAMA_3, SMOL], ids=str)
@@ -373,16 +386,19 @@ def test_pieces_of_prompts_in_wide_tiles_keep_the_bits(heads, options, shared, m
 
 
 @pytest.mark.skipif(not CUDA, reason="minutes in the interpreter")
-@pytest.mark.parametrize("position", [8191, 8192, 8700, 33000])
-def test_long_texts_have_wider_splits(position):
+@pytest.mark.parametrize("tile", [TILE, WIDE])
+@pytest.mark.parametrize("position", [8191, 8192, 8700, 33000, 131000])
+def test_long_texts_have_wider_splits(position, tile):
     text = Text(SMALL, torch.bfloat16, position + 1)
     alone = text.row(position, 0)
     keys, values, table = in_pages([text])
     for begin in (position - 40, position - 300):
-        piece = of_list(keys, values, table, [text], [(0, None, p) for p in range(begin, position + 1)], 512)
+        rows = [(0, None, p) for p in range(begin, position + 1)]
+        piece = of_list(keys, values, table, [text], rows, 512, tile=tile)
         same_bits(piece[position - begin], alone)
-    chain = of_list(keys, values, table, [text], [(0, position - 90, position)], 1)
-    same_bits(chain[0], alone)
+    for n in (1, 64):
+        chain = of_list(keys, values, table, [text], [(0, position - 90, position)], n, tile=tile)
+        same_bits(chain[0], alone)
     expected = torch.nn.functional.scaled_dot_product_attention(
         text.queries[:, -1:].float(), text.keys.float(), text.values.float()
     )

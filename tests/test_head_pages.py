@@ -331,6 +331,32 @@ def test_states_that_nobody_asked_for_are_taken_over_unread(kind, pages, model, 
     retire(engine, first, second, third)
 
 
+@pytest.mark.parametrize("pages", [True, False])
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "dflash"])
+def test_a_prompts_unread_states_are_of_their_own_tokens_though_more_text_was_taken_over(kind, pages, model, heads):
+    """As in a chat, where nobody was asked about the answer before: its states were missed."""
+    engine = engine_of(kind, model, heads, pages=pages)
+    first, _, _ = begin(engine, LONG[:100], 30)
+    first.session.skip()
+    for _ in engine.target.prefill(first.slot, LONG[100:160], Want()):
+        pass
+    tokens = [*LONG[:160], 5, 6, 7]
+    second, trees, known = begin(engine, tokens, copy_from=first)
+    assert known == 159
+    third = engine.read(Request(tokens, 12, max_draft=8))  # reads the text whole, and misses the same states
+    for end, layers in ((100, engine.drafter.layers), (159, ()), (163, engine.drafter.layers)):
+        piece = third.text[third.slot.length : end]
+        (scores,) = engine.target.read([third.slot], [piece], Want(layers, samplers=(third.sequence.chooser,)))
+        engine._record_piece(third, piece, scores)
+    third.sequence.request.watch = lambda step: expected.append((step.tree.tokens.tolist(), step.tree.parents.tolist()))
+    expected = []
+    go_on(engine, second)
+    go_on(engine, third.sequence)
+    assert second.session.pairs == third.sequence.session.pairs
+    assert trees[1:] == expected
+    retire(engine, first, second, third.sequence)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["eagle", "eagle3", "dflash"])
 @pytest.mark.parametrize("seed", range(3))

@@ -388,12 +388,15 @@ class FeatureSession(HeadSession):
     def _take_states(self, unread: tuple[list[Hidden], list[int], int], length: int) -> None:
         """Take over the unread states of a text's first `length` tokens."""
         pieces, following, read = unread
-        left = length - (read - 1 - len(following))
+        left = min(length, read) - (read - 1 - len(following))
         self.following = following[: left - 1]
         for piece in pieces:
             if left > 0:
                 self.pieces.append(piece.beginning(left))
                 left -= len(piece.every)
+        if length > read:  # the states of what follows were missed
+            self.read = read
+            self._drop_states()
 
     def skip(self) -> None:
         super().keep()

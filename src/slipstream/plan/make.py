@@ -40,25 +40,25 @@ class Asked:
 
 def make(asked: Asked) -> dict[str, Any]:
     """The plan, ready for JSON."""
-    measured = asked.device == "here"
-    llm = LLM(*load_model(asked.model), "auto") if measured else None
+    llm = LLM(*load_model(asked.model), "auto") if asked.device == "here" else None
     shape = shape_of_model(asked.model) if llm is None else _shape(llm.model)
     counted = {s.drafter: s for s in _counted(asked, llm)}
     small = shape_of_model(asked.draft_model) if asked.draft_model else None
+    on = at = None  # the chip, and the place by batch: of a named device
     if llm is not None:
-        on, place = None, here(llm, asked.batch, asked.context, counted)
-        known = [name for name in advice.NEEDS if name in llm.engine.drafter.parts or name in ("pld", "suffix")]  # type: ignore[attr-defined]
+        place = here(llm, asked.batch, asked.context, counted)
+        known = {*llm.engine.drafter.parts, "pld", "suffix"}  # type: ignore[attr-defined]
     else:
         on = chip(asked.device)
         dtype = asked.dtype or on.dtype
         if dtype not in SIZES:
             raise OptionError(f"--dtype {dtype!r} is unknown: use {', '.join(SIZES)}")
         at = partial(advice.on_chip, asked.device, on, shape, context=asked.context, dtype=dtype, draft=small)
-        place = at(batch=asked.batch)
-        known = [name for name in advice.NEEDS if name != "model" or small is not None]
+        place = at(asked.batch)
+        known = set(advice.NEEDS) - ({"model"} if small is None else set())
     if unknown := [name for name in asked.drafters if name not in advice.NEEDS and name not in counted]:
         raise OptionError(f"--drafter {unknown[0]!r} can't be planned for: there are {', '.join(advice.NEEDS)}")
-    names = asked.drafters or list(counted) or known
+    names = asked.drafters or list(counted) or [name for name in advice.NEEDS if name in known]
     survivals = [counted.get(name) or advice.guess(name, asked.alpha) for name in names]
     rows = [advice.consider(one, place, _share(shape, one.drafter, small)) for one in survivals]
     best = max(rows, key=lambda row: row["best"]["speedup"]["value"] if row["best"] else 0.0)
@@ -74,7 +74,7 @@ def make(asked: Asked) -> dict[str, Any]:
             "plain": advice.plain_step(place, shape, on),
             "drafters": rows,
             "lenience": advice.lenience(best["alpha"]["value"], best["c"], place),
-            "batches": [] if llm is not None else advice.by_batch(survivals, lambda batch: at(batch=batch)),
+            "batches": [] if at is None else advice.by_batch(survivals, at),
         }
     )
 

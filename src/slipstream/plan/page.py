@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from functools import partial
 from html import escape
 from pathlib import Path
-from typing import Any
 
-from slipstream.evaluate.charts import PLAIN, looks, speedups
+from slipstream.evaluate.charts import PLAIN, Mark, looks, speedups
 from slipstream.evaluate.drawing import Places, horizontal, scale, svg, text, ticks, vertical, width_of
 from slipstream.evaluate.glossary import term
-from slipstream.evaluate.page import figure, headline, number, numbers, sheet
+from slipstream.evaluate.page import figure, headline, number, numbers, row_of, sheet
 from slipstream.plan.words import Document, best_first, of_others, summary
 from slipstream.user_files import write_text
 
@@ -96,7 +95,7 @@ def _charts(document: Document) -> str:
     return f'<div class="charts"><div>{left}</div><div>{right}</div></div>'
 
 
-def lines(series: Series, look: dict[str, Any], unit: str, across: str, doubling: bool, width: int) -> str:
+def lines(series: Series, look: dict[str, Mark], unit: str, across: str, doubling: bool, width: int) -> str:
     """A line for each drafter. doubling: values on the x axis are evenly spaced."""
     points = [point for _, found in series for point in found]
     if not points:
@@ -119,8 +118,7 @@ def lines(series: Series, look: dict[str, Any], unit: str, across: str, doubling
         parts.append(f'<path class="one" d="M{left:.1f} {y(1):.1f}H{width}"/>')
     for name, found in series:
         at = [(x(place[a]), y(b)) for a, b in found]
-        joined = "L".join(f"{a:.1f} {b:.1f}" for a, b in at)
-        parts.append(f'<path class="whisker" {look[name].paint} d="M{joined}"/>' if len(at) > 1 else "")
+        parts.append(look[name].line(at))
         parts += [look[name].mark(a, b, 0.8) for a, b in at]
     return svg(width, bottom + 40, parts, f"{unit} by {across}")
 
@@ -140,8 +138,7 @@ def _table(document: Document) -> str:
         speed, tokens, alpha = best["speedup"], best["tokens"], row["alpha"]
         cells = [_within(speed), _within(tokens), str(best["depth"]), number(best["rows"], 1), _within(alpha)]
         cells += [number(row["c"], 3), number(row["operations"], 1)]
-        items = "".join(f"<td>{cell}</td>" for cell in cells)
-        body.append(f'<tr class="row"><th scope="row">{escape(row["drafter"])}</th>{items}</tr>')
+        body.append(row_of(row["drafter"], cells))
     return numbers(heads, f"<tbody>{''.join(body)}</tbody>")
 
 

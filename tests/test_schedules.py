@@ -145,7 +145,7 @@ class FakeEngine:
 
 
 def put_back(service):
-    return [job.request.seed for *_, job in service._waiting if job.sequence is not None]
+    return [job.request.seed for job in service._waiting if job.sequence is not None]
 
 
 PLANS = ["", "", "", "", "fails to read", "breaks a reading", "fails to write", "breaks a step", "cancelled", "late"]

@@ -90,6 +90,14 @@ class Job:
     _texts: int = 0  # characters delivered so far
     _tokens: int = 0
 
+    def __lt__(self, other: Job) -> bool:
+        """Whether it is to be read before the other."""
+        return (self.priority, self.number) < (other.priority, other.number)
+
+    def late(self, now: float) -> bool:
+        """Whether its deadline has passed. now: by `monotonic`."""
+        return self.deadline is not None and now > self.deadline
+
     def new(self, finish: str | None = None, error: Exception | None = None) -> Update:
         tokens = self.sequence.tokens[self._tokens :] if self.sequence else []
         logprobs = self.sequence.logprobs[self._tokens :] if self.sequence else []

@@ -57,7 +57,7 @@ class Service:
         self.counts = Counts()
         self.running: list[Job] = []
         self.reading: list[Job] = []
-        self._waiting: list[tuple[int, int, Job]] = []  # a heap: priority, number, request
+        self._waiting: list[Job] = []  # a heap: the next to be read first
         self._numbers = itertools.count()
         self.kept = KeptTexts(engine)
         self._mailboxes = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Mailbox]()
@@ -90,7 +90,7 @@ class Service:
             self.counts.requests += len(jobs)
             for job in jobs:
                 job.number = next(self._numbers)
-                heapq.heappush(self._waiting, (job.priority, job.number, job))
+                heapq.heappush(self._waiting, job)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="slipstream", daemon=True)
                 self._thread.start()
@@ -163,9 +163,8 @@ class Service:
         self._drop_ended()
         with self.engine.turn():
             self._pages_short = self._pages_short and bool(self.running or self.reading)
-            while len(self.running) + len(self.reading) < self.engine.max_batch and not self._pages_short:
-                if not self._start_reading():
-                    break
+            while self._has_room and self._start_reading():
+                pass
             if self._step_and_read():
                 return
             if self.reading:
@@ -176,16 +175,29 @@ class Service:
     def _fill_batch_first(self) -> bool:
         """Whether to read more prompts before the next step, so that its batch is larger. Only if all running requests
         are offline, where the time of a single answer does not matter."""
-        room = len(self.running) + len(self.reading) < self.engine.max_batch and not self._pages_short
-        return bool(self.reading or (self._waiting and room)) and all([job.offline for job in self.running])
+        more = self.reading or (self._waiting and self._has_room)
+        return bool(more) and all([job.offline for job in self.running])
+
+    @property
+    def _has_room(self) -> bool:
+        """Whether another request may be read."""
+        return len(self.running) + len(self.reading) < self.engine.max_batch and not self._pages_short
+
+    @property
+    def _sequences(self) -> list[Sequence]:
+        return [job.sequence for job in self.running if job.sequence is not None]
+
+    @property
+    def _readings(self) -> list[Reading]:
+        return [job.reading for job in self.reading if job.reading is not None]
 
     def _start_reading(self) -> bool:
         """Begin reading the next waiting request, if it can be read with the others. Returns whether one was taken."""
         with self._changed:
             if not self._waiting:
                 return False
-            *_, job = self._waiting[0]
-        readings = [other.reading for other in self.reading if other.reading]
+            job = self._waiting[0]
+        readings = self._readings
         if not self.engine.has_rows_left(readings):  # asked in every round, and cheaper than looking for a prefix
             return False
         found, known = self._longest_prefix(job.request)
@@ -194,10 +206,10 @@ class Service:
         if isinstance(found, Kept):
             self.kept.use(found)
         with self._changed:
-            self._waiting.remove((job.priority, job.number, job))
+            self._waiting.remove(job)
             heapq.heapify(self._waiting)
         try:
-            job.reading = self._reading(job, found, known)
+            job.reading = self._begin_reading(job, found, known)
         except Exception as error:
             self._drop(job, "failed", error)
             return True
@@ -205,40 +217,37 @@ class Service:
         self.counts.found_tokens += job.reading.slot.length
         return True
 
-    def _reading(self, job: Job, found: Kept | Sequence | None, known: int) -> Reading:
+    def _begin_reading(self, job: Job, found: Kept | Sequence | None, known: int) -> Reading:
         """found: the text that shares the longest prefix, `known` tokens."""
-        if job.sequence is not None:
+        if job.sequence is not None:  # it was preempted
             return self.engine.reread(job.sequence)
-        running = [other.sequence for other in self.running if other.sequence is not None]
         # Without pages a copy is as large as what it is a copy of. So whoever goes on with a text takes its slot.
-        whole = not self._copies or (found is not None and found.slot is not None and known == found.slot.length)
-        if isinstance(found, Kept) and whole and not self.engine.target.paged:
+        whole = found is not None and found.slot is not None and known == found.slot.length
+        if isinstance(found, Kept) and not self.engine.target.paged and (whole or not self._copies):
             self.kept.take(found)
             return self.engine.read(job.request, kept=found, known=known)
-        return self.engine.read(job.request, running, copy_from=found, known=known)
+        return self.engine.read(job.request, self._sequences, copy_from=found, known=known)
 
     def _step_and_read(self) -> bool:
         """Take a step and read prompts in one forward. Returns whether that was done. If it fails, both are done one
         after the other, which shows which request the error belongs to."""
-        sequences = [job.sequence for job in self.running if job.sequence is not None]
-        readings = [job.reading for job in self.reading if job.reading]
+        sequences, readings = self._sequences, self._readings
         if not (sequences and readings and self.engine.reads_along(sequences, readings)):
             return False
-        failed = None
         try:
             self.engine.step(sequences, readings)
         except Exception as error:
-            failed = error
             if not isinstance(error, CacheFullError):
                 log.warning("a step that reads prompts failed; both are done apart: %s", error, exc_info=error)
-        else:
-            self._report_progress(list(self.running))
+            self._begin_answers()
+            return False
+        self._report_progress(list(self.running))
         self._begin_answers()
-        return failed is None
+        return True
 
     def _read(self) -> None:
         try:
-            self.engine.read_on([job.reading for job in self.reading if job.reading])
+            self.engine.read_on(self._readings)
         except CacheFullError as error:
             self._read_fewer(error)
         except Exception as error:
@@ -304,7 +313,7 @@ class Service:
         self._pages_short = True
         self.counts.put_back += 1
         with self._changed:
-            heapq.heappush(self._waiting, (job.priority, job.number, job))
+            heapq.heappush(self._waiting, job)
 
     def _make_room(self) -> bool:
         """Free pages for a step: a kept text, else the youngest request that is being read, else the youngest running
@@ -335,7 +344,7 @@ class Service:
 
     def _step(self) -> None:
         while True:
-            sequences = [job.sequence for job in self.running if job.sequence is not None]
+            sequences = self._sequences
             try:
                 self.engine.step(sequences)
             except CacheFullError as error:
@@ -388,8 +397,9 @@ class Service:
             later = sequence.stats.seconds - sequence.stats.first_token_seconds
             self.counts.per_token.see(later / (sequence.stats.new_tokens - 1), sequence.stats.new_tokens - 1)
         reason = sequence.finish or "stop"
-        late = reason == "cancelled" and job.deadline is not None and monotonic() > job.deadline
-        self._end(job, "timeout" if late else reason, sequence.error)
+        if reason == "cancelled" and job.late(monotonic()):
+            reason = "timeout"
+        self._end(job, reason, sequence.error)
 
     def _end(self, job: Job, finish: str, error: Exception | None = None) -> None:
         job.over = True
@@ -413,7 +423,7 @@ class Service:
             try:
                 mailbox.wake()
             except RuntimeError:  # the event loop is gone, and its callers with it
-                for job in [*self.running, *self.reading, *(job for *_, job in self._waiting)]:
+                for job in [*self.running, *self.reading, *self._waiting]:
                     if job.mailbox is mailbox:
                         job.request.cancel()
 
@@ -425,25 +435,23 @@ class Service:
         if self._closing is not None:
             with self._changed:
                 waiting, self._waiting = self._waiting, []
-            for *_, job in waiting:
+            for job in waiting:
                 self._drop(job, "cancelled")
         with self._changed:
-            there = [job for *_, job in self._waiting] + self.running + self.reading
+            there = self._waiting + self.running + self.reading
         for job in there:
-            late = job.deadline is not None and now > job.deadline
-            if late or (self._closing is not None and now > self._closing):
+            if job.late(now) or (self._closing is not None and now > self._closing):
                 job.request.cancel()
         with self._changed:
-            gone = [job for *_, job in self._waiting if job.request.cancelled]
+            gone = [job for job in self._waiting if job.request.cancelled]
             if gone:
-                self._waiting = [each for each in self._waiting if not each[-1].request.cancelled]
+                self._waiting = [job for job in self._waiting if not job.request.cancelled]
                 heapq.heapify(self._waiting)
         for job in [job for job in self.reading if job.request.cancelled]:
             gone.append(job)
             self._stop_reading(job)
         for job in gone:
-            late = job.deadline is not None and now > job.deadline
-            self._drop(job, "timeout" if late else "cancelled")
+            self._drop(job, "timeout" if job.late(now) else "cancelled")
 
     def _stop_reading(self, job: Job) -> None:
         assert job.reading is not None

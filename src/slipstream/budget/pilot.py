@@ -94,6 +94,15 @@ class Source:
         self.gains[self.level] = before + max(NEWEST, 1 / (2 + observations)) * (gain - before)
         self.observations[self.level] = observations + 1
 
+    def invested(self, gain: float, lost: float, allowed: float) -> float:
+        """For a source that invests, after a step: record its relative gain in tokens, and the seconds that it lost.
+        Returns 0, since it finds nothing at first; or all that it lost so far, if that is more than it may."""
+        assert self.returns is not None
+        self.realised += NEWEST * (gain / self.returns[self.beside] - self.realised)
+        deficit = max(0.0, self.deficit + lost)
+        lost, self.deficit = (deficit, 0.0) if deficit > allowed else (0.0, deficit)
+        return lost
+
 
 @dataclass(eq=False)
 class Text:
@@ -145,6 +154,16 @@ class Choice(NamedTuple):
     plain: float  # tokens per second of plain decoding
 
 
+class Unjudged(NamedTuple):
+    """A step whose sources are not judged yet."""
+
+    sources: list[Source]  # that were asked
+    drafts: Sequence[Draft]
+    rate: float  # the best expected tokens per second
+    seconds: float  # expected, drafting included
+    tokens: float  # expected
+
+
 class Pilot:
     def __init__(
         self,
@@ -169,30 +188,33 @@ class Pilot:
         self._trial: Source | None = None  # the head on trial
         self._trial_left = 0  # drafts that are left of its trial
         self._levels = np.zeros(LEVELS)  # how often heads were considered at each level, recent steps counting more
-        # Input of `judge` for the latest step: sources asked, drafts, best rate, seconds of the step, expected tokens.
-        self._unjudged: tuple[list[Source], Sequence[Draft], float, float, float] | None = None
+        self._unjudged: Unjudged | None = None  # the latest step, until `judge`
 
     def sources(self, batch: int = 1) -> dict[str, Source]:
         """The sources for batches of about this size: the time and gain of a draft depend on it."""
         size = batch.bit_length()
-        found = self._by_batch.get(size)
-        if found is None:
+        if size not in self._by_batch:
             smaller = self._by_batch.get(max((known for known in self._by_batch if known < size), default=0), {})
-            found = self._by_batch[size] = {}
-            for i, name in enumerate(self.drafters):
-                for most in (*self.heads.get(name, ()), sys.maxsize):
-                    way = name if most == sys.maxsize else f"{name}:{most}"
-                    found[way] = Source(way, name, i, most, name in self.heads, returns=self.returns.get(name))
-                    before = smaller.get(way)
-                    if before is not None and before.known:
-                        found[way].drafting = TypicalTime(TRIAL - 2, math.inf)  # code is loaded: two drafts tell enough
-                    if before is not None and any(before.observations):
-                        # A further row costs more in a larger batch. So where it gained nothing, it is not tried at
-                        # once, but as if a trial had just been lost.
-                        wait = self._wait(TRIAL * before.drafting.seconds / self.costs.seconds(1, batch))
-                        gains = [before.gain(level) for level in range(LEVELS)]
-                        found[way].due = [0 if gain > 0 else self.steps + wait for gain in gains]
-        return found
+            self._by_batch[size] = {source.name: source for source in self._new_sources()}
+            for name, before in smaller.items():
+                self._inherit(self._by_batch[size][name], before, batch)
+        return self._by_batch[size]
+
+    def _new_sources(self) -> Iterator[Source]:
+        for i, name in enumerate(self.drafters):
+            for most in (*self.heads.get(name, ()), sys.maxsize):
+                way = name if most == sys.maxsize else f"{name}:{most}"
+                yield Source(way, name, i, most, name in self.heads, returns=self.returns.get(name))
+
+    def _inherit(self, source: Source, before: Source, batch: int) -> None:
+        """Start from what is known of a source in smaller batches."""
+        if before.known:
+            source.drafting = TypicalTime(TRIAL - 2, math.inf)  # code is loaded: two drafts tell enough
+        if any(before.observations):
+            # A further row costs more in a larger batch. So where it gained nothing, it is not tried at once, but as if
+            # a trial had just been lost.
+            wait = self._wait(TRIAL * before.drafting.seconds / self.costs.seconds(1, batch))
+            source.due = [0 if before.gain(level) > 0 else self.steps + wait for level in range(LEVELS)]
 
     def _wait(self, lost: float) -> int:
         """Steps after which a source is tried again that lost the time of so many plain steps (`EXPLORING`)."""
@@ -281,7 +303,7 @@ class Pilot:
         resting = not most and min([draft.share for draft in drafts]) < 1 / 2
         names, verified = tuple([s.name for s in sources]), sum(map(len, kept)) - batch
         self.last = Choice(names, resting, verified, tokens, tokens / taken, plain)
-        self._unjudged = sources, drafts, best, taken, tokens
+        self._unjudged = Unjudged(sources, drafts, best, taken, tokens)
         return kept
 
     def decline(self, names: Container[str], batch: int) -> int:
@@ -306,34 +328,37 @@ class Pilot:
         """
         if self._unjudged is None:
             return
-        (sources, drafts, rate, taken, expected), self._unjudged = self._unjudged, None
-        batch, group = len(drafts), self.sources(len(drafts)).values()
-        step = self.costs.seconds(1, batch)
-        for source in sources:
+        step, self._unjudged = self._unjudged, None
+        batch = len(step.drafts)
+        plain = self.costs.seconds(1, batch)
+        for source in step.sources:
             if not source.known:
                 continue
-            tokens, without = float(batch), batch / step
-            if others := [s for s in sources if s is not source]:
-                worth, _ = self._batch_tokens(self._rank(drafts, others, source.number)[0])
-                spent, seconds = self._expected_seconds(others, len(worth), batch)
-                nodes, without = best_nodes(worth, seconds, spent, 0.0)
-                tokens = worth[nodes]
-            gain = rate / without - 1
+            tokens, rate = self._without(source, step)
+            gain = step.rate / rate - 1
             source.learn(gain)
-            rivals = [s.gains[source.level] for s in group if s.head and s is not source] if source.head else []
-            lost = taken * (1 - (1 + gain) / (1 + max([0.0, *rivals])))
+            every = self.sources(batch).values() if source.head else ()
+            rivals = [s.gains[source.level] for s in every if s.head and s is not source]
+            lost = step.seconds * (1 - (1 + gain) / (1 + max([0.0, *rivals])))
             if source.late_start or source is self._trial:
                 lost += source.start_cost
-            if source.returns is not None:  # it finds nothing at first, so it may lose as much as a trial: TRIAL steps
-                delivered = (expected / tokens - 1) / source.returns[source.beside]
-                source.realised += NEWEST * (delivered - source.realised)
-                deficit = max(0.0, source.deficit + lost)
-                lost, source.deficit = (deficit, 0.0) if deficit > TRIAL * step else (0.0, deficit)
-            source.due[source.level] = self.steps + self._wait(lost / step)
+            if source.returns is not None:
+                lost = source.invested(step.tokens / tokens - 1, lost, allowed=TRIAL * plain)
+            source.due[source.level] = self.steps + self._wait(lost / plain)
             if source.head and gain <= 0:  # the more tokens are expected already, the less a head adds
                 for level in range(source.level + 1, LEVELS):
                     if not source.observations[level]:
                         source.due[level] = max(source.due[level], source.due[source.level])
+
+    def _without(self, source: Source, step: Unjudged) -> tuple[float, float]:
+        """The expected tokens of a step, and its tokens per second, had this source not been asked."""
+        batch, others = len(step.drafts), [s for s in step.sources if s is not source]
+        if not others:
+            return batch, batch / self.costs.seconds(1, batch)
+        expected, _ = self._batch_tokens(self._rank(step.drafts, others, source.number)[0])
+        spent, seconds = self._expected_seconds(others, len(expected), batch)
+        nodes, rate = best_nodes(expected, seconds, spent, 0.0)
+        return expected[nodes], rate
 
     def rehearsed(self) -> None:
         """Before the first answer, once drafting times are known: a head's draft that takes longer than a plain step

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from slipstream.budget import Budget
@@ -88,49 +89,74 @@ class PilotedDrafter(JointDrafter):
             for session, root in zip(mine, roots, strict=True):
                 session.label(root)
         drafts = [
-            Draft(session.text, TokenTree.root(root), budget.nodes)
+            SessionDraft(session.text, TokenTree.root(root), budget.nodes, session, root, budget)
             for session, root, budget in zip(mine, roots, budgets, strict=True)
         ]
-        able = [  # by sequence: the parts that can propose something
-            {name for name in session.names if budget.nodes and not session.silent(name)}
-            for session, budget in zip(mine, budgets, strict=True)
-        ]
-        names = set().union(*able)
-        unstarted = {name for session in mine for name in session.parts if session.lags(name)}
-        if ahead:
-            unstarted |= {name for session in mine for name, part in session.parts.items() if can.unstarted(part)}
-        taken: dict[Source, float] = {}
-        beside: list[TokenTree | None] = [None] * len(mine)
+        names = set().union(*(draft.able for draft in drafts))
+        unstarted, taken = self._unstarted(mine, ahead), dict[Source, float]()
         for source in self.pilot.asks(names, drafts, unstarted):
-            who = [i for i, parts in enumerate(able) if source.drafter in parts]
-            asking = Stopwatch()
-            first = any([mine[i].show(source.drafter) for i in who])
-            found = self.parts[source.drafter].propose(
-                [mine[i].parts[source.drafter] for i in who],
-                [roots[i] for i in who],
-                [budgets[i].upto(source.most, source.beside) for i in who],
-            )
-            taken[source] = asking.seconds()
-            source.took(taken[source], first or source.drafter in unstarted)
-            for i, proposal in zip(who, found, strict=True):
-                tree, new = drafts[i].tree, proposal.tree.cut(budgets[i].depth)
-                if len(new) > 1:
-                    drafts[i].tree = fuse([tree, new]) if len(tree) > 1 else new
-                beside[i] = proposal.beside or beside[i]
+            late = source.drafter in unstarted
+            taken[source] = self._ask(source, [draft for draft in drafts if source.drafter in draft.able], late)
         if not taken:
             self.resting, self._resting = self.pilot.decline(names, len(mine)), list(sessions)
             return [Proposal(draft.tree) for draft in drafts]
-        for session, draft in zip(mine, drafts, strict=True):
-            session.proposed(draft.tree)
+        for draft in drafts:
+            draft.session.proposed(draft.tree)
         kept = self.pilot.choose(drafts, taken)
         self.pilot.fusing.see((whole.seconds() - sum(taken.values())) / len(mine))
-        return [Proposal(tree, beside=window) for tree, window in zip(kept, beside, strict=True)]
+        return [Proposal(tree, beside=draft.beside) for tree, draft in zip(kept, drafts, strict=True)]
+
+    def _unstarted(self, sessions: Sequence[PilotedSession], ahead: bool) -> set[str]:
+        """The parts of which a draft could have been started ahead, and was not. ahead: whether drafts of these
+        sessions could be started while the last step ran."""
+        found = {name for session in sessions for name in session.parts if session.lags(name)}
+        if ahead:
+            found |= {name for session in sessions for name, part in session.parts.items() if can.unstarted(part)}
+        return found
+
+    def _ask(self, source: Source, drafts: Sequence[SessionDraft], late: bool) -> float:
+        """Add a source's proposals to the drafts. Returns the seconds that it took. late: whether it was not started
+        ahead."""
+        name, asking = source.drafter, Stopwatch()
+        first = any([draft.session.show(name) for draft in drafts])
+        found = self.parts[name].propose(
+            [draft.session.parts[name] for draft in drafts],
+            [draft.root for draft in drafts],
+            [draft.budget.upto(source.most, source.beside) for draft in drafts],
+        )
+        seconds = asking.seconds()
+        source.took(seconds, first or late)
+        for draft, proposal in zip(drafts, found, strict=True):
+            draft.add(proposal)
+        return seconds
 
     def _look_back(self) -> None:
         """Learn from past steps: what the drafters of the last one gained, and how long steps took."""
         self.pilot.judge()
         while self._steps:
             self.pilot.costs.observe(*self._steps.popleft())
+
+
+@dataclass(eq=False)
+class SessionDraft(Draft):
+    """The draft for one session in one step."""
+
+    session: PilotedSession
+    root: int
+    budget: Budget
+    beside: TokenTree | None = None  # further nodes to verify: see `Proposal`
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        session = self.session
+        # The parts that can propose something.
+        self.able = {name for name in session.names if self.budget.nodes and not session.silent(name)}
+
+    def add(self, proposal: Proposal) -> None:
+        new = proposal.tree.cut(self.budget.depth)
+        if len(new) > 1:
+            self.tree = fuse([self.tree, new]) if len(self.tree) > 1 else new
+        self.beside = proposal.beside or self.beside
 
 
 class PilotedSession(JointSession):

@@ -39,7 +39,7 @@ from slipstream.tree import TokenTree, fuse
 log = logging.getLogger("slipstream")
 
 MIN_SHARED = 32  # a copy of a text's cache pays only if at least so many tokens of its prefix are shared
-LOADED = 4  # running texts from which on it counts what a prompt's states cost that nobody asks for
+LOADED = 4  # from so many running texts on, prompts are read without states while the drafter rests
 
 
 class Engine:
@@ -477,37 +477,48 @@ class Engine:
     ) -> Slot | None:
         """A slot that has read a prefix of the prompt, with the session brought to the same point. None if there is no
         text to reuse."""
-        again = can.rereads(self.drafter)
-        if again is None:
+        if can.rereads(self.drafter) is None:
             if kept is not None:
                 self.forget(kept)
             return None
-        own: Slot | None = None
         if kept is not None and kept.slot is not None:
-            own, other = kept.slot, kept.session
-            kept.slot = kept.session = None
-            source = own
-        else:
-            original = copy_from or same_prompt(request, running)
-            if original is None or original.slot is None:
-                return None
-            source, other = original.slot, original.session
-        taken = own is not None
+            return self._take_over(kept, kept.slot, request, session, known)
+        original = copy_from or same_prompt(request, running)
+        if original is None or original.slot is None:
+            return None
+        known = self._resume(session, original.session, original.slot, request, known)
+        slot = self.target.fork(original.slot)
         try:
-            known = max(0, (known or source.shared(request.tokens[:-1])) - again)
-            if other is not None and known:  # before pages are shared, since the other session may write keys there
-                known = can.settled(other, known)
-                can.resume(session, other, request.tokens[:known])
-            own = own or self.target.fork(source)
-            self.target.truncate(own, known)
+            self.target.truncate(slot, known)
         except BaseException:
-            if own is not None:
-                self.target.close(own)
+            self.target.close(slot)
+            raise
+        return slot
+
+    def _take_over(self, kept: Kept, slot: Slot, request: Request, session: DraftSession, known: int) -> Slot:
+        """The slot of a kept text, cut to the prefix. Its session ends."""
+        other = kept.session
+        kept.slot = kept.session = None
+        try:
+            self.target.truncate(slot, self._resume(session, other, slot, request, known))
+        except BaseException:
+            self.target.close(slot)
             raise
         finally:
-            if taken and other is not None:
+            if other is not None:
                 other.close()
-        return own
+        return slot
+
+    def _resume(
+        self, session: DraftSession, other: DraftSession | None, source: Slot, request: Request, known: int
+    ) -> int:
+        """Start a session from another, whose slot is `source`. Returns how many tokens of
+        the prompt need not be read. known: see `read`."""
+        known = max(0, (known or source.shared(request.tokens[:-1])) - (can.rereads(self.drafter) or 0))
+        if other is not None and known:  # before pages are shared, since the other session may write keys there
+            known = can.settled(other, known)
+            can.resume(session, other, request.tokens[:known])
+        return known
 
     def _propose(self, running: list[Sequence]) -> list[TokenTree]:
         budgets = [s.budget(self.target) for s in running]

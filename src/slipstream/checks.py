@@ -1,11 +1,12 @@
-"""Checks of numbers and lists that a user gives: wrong types are refused by the option's name."""
+"""Checks of what a user gives: wrong types are refused by the option's name."""
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable
-from typing import Any
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, SupportsIndex
 
 from slipstream.errors import OptionError
 
@@ -37,3 +38,31 @@ def listed(name: str, value: Any, of: str) -> list[Any]:
     if isinstance(value, str | bytes) or not isinstance(value, Iterable):
         raise OptionError(f"{name}={value!r} is a {type(value).__name__}: give a list of {of}")
     return value.tolist() if hasattr(value, "tolist") else list(value)
+
+
+def separated(given: str | Sequence[str]) -> list[str]:
+    """The words of a list, or of a string that separates them by commas."""
+    words = given.split(",") if isinstance(given, str) else given
+    return [word.strip() for word in words if word.strip()]
+
+
+def biases(given: Any) -> dict[int, float]:
+    """A checked logit_bias: what is added to the logits of which ids. Minus infinity rules an id out."""
+    if given is not None and not isinstance(given, Mapping):
+        raise OptionError(f"logit_bias={given!r} is a {type(given).__name__}: give a dict of ids and numbers")
+    return {
+        integer("logit_bias", token): value if value == -math.inf else real("logit_bias", value)
+        for token, value in (given or {}).items()
+    }
+
+
+def seeds(seed: SupportsIndex | Sequence[SupportsIndex] | None, count: int) -> list[int]:
+    """One seed per prompt, from one for all or from a list; None: fresh ones, reported in the results."""
+    if seed is None:
+        return [secrets.randbits(32) for _ in range(count)]
+    seed = seed.tolist() if hasattr(seed, "tolist") else seed
+    if not isinstance(seed, Sequence) or isinstance(seed, str | bytes):
+        return [integer("seed", seed)] * count
+    if len(seed) != count:
+        raise OptionError(f"{len(seed)} seeds for {count} prompts: give one, or one per prompt")
+    return [integer("seed", one) for one in seed]

@@ -5,12 +5,9 @@ from __future__ import annotations
 import asyncio
 import copy
 import gc
-import math
-import secrets
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
-from numbers import Integral
 from pathlib import Path
 from threading import Lock
 from typing import Any, Literal, SupportsIndex, Unpack, overload
@@ -20,7 +17,7 @@ import torch
 from slipstream import drafters
 from slipstream.accept import Rule, make_rule
 from slipstream.answers import AsyncStream, Result, Stream, answered, result, together
-from slipstream.checks import integer, listed, real
+from slipstream.checks import biases, integer, listed, real, seeds, separated
 from slipstream.drafters import _capabilities as can
 from slipstream.drafters import _swapping as swapping
 from slipstream.drafters._joint import JointDrafter
@@ -38,7 +35,7 @@ from slipstream.sequence import Kept, check_prompt
 from slipstream.sequence import Sequence as Running
 from slipstream.service import Service
 from slipstream.targets import load_model, open_target
-from slipstream.text import Detokenizer, Prompt, alike, encode, split_batch, tokenised
+from slipstream.text import Detokenizer, Prompt, encode, end_tokens, predictions, split_batch, tokenised
 from slipstream.trace.record import Recorder
 
 PROCESSORS = "transformers' LogitsProcessor objects"
@@ -237,14 +234,14 @@ class LLM:
         prompts, many = split_batch(prompt)
         n = integer("n", n, 1)
         sample = integer("sample", wishes.pop("sample", 0), 0)
-        seeds = spread(wishes.pop("seed", None), len(prompts))
+        each_seed = seeds(wishes.pop("seed", None), len(prompts))
         prediction = wishes.pop("prediction", None)
-        predictions = one_each(prediction, len(prompts)) if many else [prediction]
+        expected = predictions(prediction, len(prompts)) if many else [prediction]
         wishes = self._with_grammar(wishes)
         alone = len(prompts) * n == 1
         requests = [
-            self.request(p, sample=sample + i, seed=seed, prediction=expected, shared=not alone, **wishes)
-            for p, seed, expected in zip(prompts, seeds, predictions, strict=True)
+            self.request(p, sample=sample + i, seed=seed, prediction=prediction, shared=not alone, **wishes)
+            for p, seed, prediction in zip(prompts, each_seed, expected, strict=True)
             for i in range(n)
         ]
         for request in requests:  # all are checked before the first is answered
@@ -302,7 +299,7 @@ class LLM:
         prompts, many = split_batch(prompt)
         if many:
             raise PromptError(f"stream takes one prompt, found {len(prompts)}: call it once for each, or use generate")
-        (seed,) = spread(wishes.pop("seed", None), 1)
+        (seed,) = seeds(wishes.pop("seed", None), 1)
         return self.request(prompts[0], seed=seed, **self._with_grammar(wishes))
 
     def chat(self, system: str | None = None) -> Chat:
@@ -342,15 +339,11 @@ class LLM:
                 f"generate has no option {', '.join(sorted(unknown))}; "
                 f"those for sampling are {', '.join(sorted(known))}"
             )
-        if max_draft is None:
-            max_draft = (
-                can.default_draft(self.engine.drafter, self.target) if prediction is None else MAX_DRAFT_PREDICTED
-            )
-        stop = [stop] if isinstance(stop, str) else listed("stop", stop, "strings")
-        if wrong := [s for s in stop if not isinstance(s, str)]:
-            raise OptionError(f"stop names {wrong[:5]}: give strings, and token ids as stop_tokens")
-        if stop and self.tokenizer is None:
-            raise OptionError("stop strings need a tokenizer: load the model with tokenizer=…")
+        if max_draft is None and prediction is not None:
+            max_draft = MAX_DRAFT_PREDICTED
+        elif max_draft is None:
+            max_draft = can.default_draft(self.engine.drafter, self.target)
+        stop = self._stop_strings(stop)
         tokens = encode(prompt, self.tokenizer, template)
         ends = {integer("stop_tokens", token) for token in listed("stop_tokens", stop_tokens, "token ids")}
         processors = listed("processors", processors, PROCESSORS)
@@ -372,13 +365,21 @@ class LLM:
             stop=Detokenizer(self.tokenizer, stop, frozenset(ends) | (frozenset() if ignore_eos else self.eos)),
             collection=collection,
             max_draft=max_draft,
-            drafters=None if drafters is None else tuple(names(drafters)),
+            drafters=None if drafters is None else tuple(separated(drafters)),
             prediction=None if prediction is None else list(self._ids(prediction, "a prediction")),
             logprobs=logprobs,
         )
         if trace:
             request.watch = self._recorder(prompt, request, None if trace is True else trace)
         return request
+
+    def _stop_strings(self, given: str | Sequence[str] | None) -> list[str]:
+        stop = [given] if isinstance(given, str) else listed("stop", given, "strings")
+        if wrong := [s for s in stop if not isinstance(s, str)]:
+            raise OptionError(f"stop names {wrong[:5]}: give strings, and token ids as stop_tokens")
+        if stop and self.tokenizer is None:
+            raise OptionError("stop strings need a tokenizer: load the model with tokenizer=…")
+        return stop
 
     def _recorder(self, prompt: Prompt, request: Request, sink: Callable[[dict[str, Any]], None] | None) -> Recorder:
         if not isinstance(prompt, str):
@@ -444,7 +445,7 @@ class Chat:
     def stream(self, content: str, **options: Unpack[Options]) -> Stream:
         """Send a message and stream the answer. Both are added to the conversation once there is an answer, even one
         that is cut short. The message follows everything that is in the conversation when the stream is first read."""
-        (options["seed"],) = spread(options.get("seed"), 1)
+        (options["seed"],) = seeds(options.get("seed"), 1)
         return ChatStream(self, {"role": "user", "content": content}, self.llm._with_grammar(options))
 
     def close(self) -> None:
@@ -491,51 +492,3 @@ def arranged(results: list[Result], prompt: Any, n: int) -> Any:
     """Results in the form that `generate` returns: one for one prompt, else lists."""
     groups: list[Any] = results if n == 1 else [results[i : i + n] for i in range(0, len(results), n)]
     return groups if split_batch(prompt)[1] else groups[0]
-
-
-def names(given: str | Sequence[str]) -> list[str]:
-    """Names from a list, or from a string that separates them by commas."""
-    words = given.split(",") if isinstance(given, str) else given
-    return [word.strip() for word in words if word.strip()]
-
-
-def biases(given: Any) -> dict[int, float]:
-    """A checked logit_bias: what is added to the logits of which ids. Minus infinity rules an id out."""
-    if given is not None and not isinstance(given, Mapping):
-        raise OptionError(f"logit_bias={given!r} is a {type(given).__name__}: give a dict of ids and numbers")
-    return {
-        integer("logit_bias", token): value if value == -math.inf else real("logit_bias", value)
-        for token, value in (given or {}).items()
-    }
-
-
-def spread(seed: SupportsIndex | Sequence[SupportsIndex] | None, count: int) -> list[int]:
-    """One seed per prompt, from one for all or from a list; None: fresh ones, reported in the results."""
-    if seed is None:
-        return [secrets.randbits(32) for _ in range(count)]
-    seed = seed.tolist() if hasattr(seed, "tolist") else seed
-    if not isinstance(seed, Sequence) or isinstance(seed, str | bytes):
-        return [integer("seed", seed)] * count
-    if len(seed) != count:
-        raise OptionError(f"{len(seed)} seeds for {count} prompts: give one, or one per prompt")
-    return [integer("seed", one) for one in seed]
-
-
-def one_each(prediction: Any, count: int) -> list[Any]:
-    """One prediction per prompt, from one for all or from a list."""
-    if not isinstance(prediction, Sequence) or isinstance(prediction, str | bytes):
-        return [prediction] * count
-    if alike(prediction, Integral):
-        return [prediction] * count
-    if len(prediction) != count:
-        raise OptionError(f"{len(prediction)} predictions for {count} prompts: give one, or one per prompt")
-    return list(prediction)
-
-
-def end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
-    """All token ids that end an answer, by the generation config, the model's config and the tokenizer."""
-    ends: set[int] = set()
-    for place in (getattr(model, "generation_config", None), model.config.get_text_config(), tokenizer):
-        ids = getattr(place, "eos_token_id", None)
-        ends.update([ids] if isinstance(ids, int) else ids or [])
-    return frozenset(ends)

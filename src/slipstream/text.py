@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from slipstream.errors import PromptError
+from slipstream.errors import OptionError, PromptError
 
 Messages = Sequence[Mapping[str, Any]]
 Prompt = str | Sequence[int] | Messages
@@ -47,6 +47,15 @@ def alike(items: Iterable[Any], kind: type) -> bool:
     return all(issubclass(one, kind) for one in set(map(type, items)))
 
 
+def predictions(given: Any, count: int) -> list[Any]:
+    """One prediction per prompt, from one for all or from a list."""
+    if not isinstance(given, Sequence) or isinstance(given, str | bytes) or alike(given, Integral):
+        return [given] * count
+    if len(given) != count:
+        raise OptionError(f"{len(given)} predictions for {count} prompts: give one, or one per prompt")
+    return list(given)
+
+
 def encode(prompt: Prompt, tokenizer: Any, template: bool = True) -> list[int]:
     """Token ids. A string is one user message to a model with a chat template, unless template is False."""
     if not isinstance(prompt, str) and alike(prompt, Integral):
@@ -78,6 +87,15 @@ def tokenised(text: str, tokenizer: Any, *, special: bool = True) -> list[int]:
         if not cuts and inner.encode_special_tokens == tokenizer.split_special_tokens:
             return list(inner.encode_batch_fast([text], add_special_tokens=special)[0].ids)
     return list(tokenizer(text, add_special_tokens=special)["input_ids"])
+
+
+def end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
+    """All token ids that end an answer, by the generation config, the model's config and the tokenizer."""
+    ends: set[int] = set()
+    for place in (getattr(model, "generation_config", None), model.config.get_text_config(), tokenizer):
+        ids = getattr(place, "eos_token_id", None)
+        ends.update([ids] if isinstance(ids, int) else ids or [])
+    return frozenset(ends)
 
 
 class Detokenizer:

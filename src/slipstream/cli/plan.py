@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from slipstream.checks import separated
 from slipstream.cli import options as o
 from slipstream.cli.terminal import busy, ensure_embedded, err, out
 from slipstream.errors import OptionError
@@ -56,7 +57,7 @@ def plan(
         from slipstream.drafters import find
         from slipstream.plan.make import Asked, make
 
-        names = [name.strip() for name in drafter.split(",") if name.strip()]
+        names = separated(drafter)
         options = o.parse_options(find(names[0]).Options, option) if option and names else {}
         request = Asked(model, names, batch, context, device, dtype, survival or [], guessed, draft_model, options)
         document = make(request)

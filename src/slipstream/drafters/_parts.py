@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream import drafters as registry
+from slipstream.checks import separated
 from slipstream.datastores.dense import vector_manifest as dense
 from slipstream.drafters._head import HeadDrafter
 from slipstream.drafters._joint import JointDrafter
@@ -97,7 +98,7 @@ def paths(options: AutoOptions) -> list[str]:
 def listed(given: Any) -> list[Any]:
     """A list, from a list, from a single item, or from a string that separates items by commas."""
     if isinstance(given, str):
-        return [word.strip() for word in given.split(",") if word.strip()]
+        return separated(given)
     return [given] if isinstance(given, Path | Head) else list(given)
 
 

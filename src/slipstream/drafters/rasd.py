@@ -12,6 +12,7 @@ import numpy as np
 from slipstream import drafters as registry
 from slipstream.budget import Budget
 from slipstream.budget.calibration import Calibration, belief
+from slipstream.checks import separated
 from slipstream.compiled import compiled
 from slipstream.drafters import _capabilities as can
 from slipstream.drafters._joint import JointDrafter, JointSession
@@ -54,7 +55,7 @@ class RasdOptions:
                 )
 
     def names(self) -> list[str]:
-        return [name.strip() for name in self.retrievers.split(",") if name.strip()]
+        return separated(self.retrievers)
 
 
 def _known(generates: bool) -> str:

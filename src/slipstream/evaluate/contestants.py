@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from slipstream.errors import OptionError
-from slipstream.llm import LLM, end_tokens
+from slipstream.llm import LLM
 from slipstream.stats import Stats
+from slipstream.text import end_tokens
 
 PEERS = ("hf", "hf-pld", "hf-assisted")
 HF_LOOKUP_TOKENS = 10  # what transformers' documentation uses for prompt lookup

@@ -46,7 +46,7 @@ class TreeTarget(Target):
         self._slots: list[Slot | None] = []  # by row
         accepted = inspect.signature(unwrapped(model).forward).parameters
         self._takes_positions = "position_ids" in accepted
-        self._keeps_logits = "logits_to_keep" in accepted
+        self._takes_logits_to_keep = "logits_to_keep" in accepted
         self._packed = PackedLayers.of(model)
         self.packed_from = self._packed.fewest
 
@@ -184,7 +184,7 @@ class TreeTarget(Target):
         }
         if self._takes_positions:
             inputs["position_ids"] = torch.from_numpy(query).to(self.device)
-        if last_only and self._keeps_logits:
+        if last_only and self._takes_logits_to_keep:
             inputs["logits_to_keep"] = 1
         if want.layers:
             inputs["output_hidden_states"] = True

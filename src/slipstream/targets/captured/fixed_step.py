@@ -89,19 +89,15 @@ class FixedStep:
         target: StepTarget,
         shape: Shape,
         layers: tuple[int, ...],
-        choice: str,
+        way: str,
         reports_attention: bool = False,
         captured: bool = True,
     ) -> None:
-        """choice: BEST, DRAWN or DRAWN_WITH_HISTORY. telling: also report what the roots attend to."""
-        self.target, self.shape, self.layers, self.choice, self.reports_attention = (
-            target,
-            shape,
-            layers,
-            choice,
-            reports_attention,
-        )
-        device, cuda, history = target.device, target.device.type == "cuda", choice == DRAWN_WITH_HISTORY
+        """way: how it chooses tokens, one of `sampling.WAYS`. reports_attention: whether it also reports what the roots
+        attend to."""
+        self.target, self.shape, self.layers, self.way = target, shape, layers, way
+        self.reports_attention = reports_attention
+        device, cuda, history = target.device, target.device.type == "cuda", way == DRAWN_WITH_HISTORY
         size = Inputs.size(shape, history)
         self._host = torch.zeros(size, dtype=torch.int32, pin_memory=cuda)
         self._device = torch.zeros(size, dtype=torch.int32, device=device)
@@ -168,7 +164,7 @@ class FixedStep:
 
     def _choose(self) -> torch.Tensor:
         """(2, 1, e) int32: the token after each end, and the bits of its logit."""
-        if self.choice == BEST:
+        if self.way == BEST:
             return best(self.logits[None])
         if self.history is not None:
             self.history.commit(self.inputs.owners, self.inputs.emitted)

@@ -105,7 +105,7 @@ class GraphTarget(Target):
         self.arena = Arena(shapes, self.context + BEYOND, memory)
         self._heads, self._shapes = int(self._config.num_attention_heads), tuple(dict.fromkeys(shapes))
         self.groups = tuple(dict.fromkeys(self._heads // shape.heads for shape in self._shapes))
-        self._keeps_logits = "logits_to_keep" in inspect.signature(unwrapped(model).forward).parameters
+        self._takes_logits_to_keep = "logits_to_keep" in inspect.signature(unwrapped(model).forward).parameters
         self.context = min(self.context, self.arena.longest)
         self._stand_ins = StandIns(model)
         with self._stand_ins.in_place():
@@ -210,7 +210,7 @@ class GraphTarget(Target):
 
     def read(self, slots: Sequence[Slot], pieces: Sequence[Sequence[int]], want: Want) -> list[Scores]:
         """By steps whose rows are text, not nodes."""
-        if choice(want.samplers) == DRAWN_WITH_HISTORY:
+        if way_of(want.samplers) == DRAWN_WITH_HISTORY:
             want = want._replace(samplers=())  # the host chooses the first token: it has no output to penalise yet
         return self.score_and_read([], [], slots, pieces, want)[1]
 
@@ -364,7 +364,7 @@ class GraphTarget(Target):
         """Run one step for all trees. Returns it, and whether it chose tokens by the rules of all samplers. known:
         nodes of each tree that were computed before. texts: how many of the last trees are chains that are read as
         text."""
-        way = choice(want.samplers)
+        way = way_of(want.samplers)
         drafts = trees[: len(trees) - texts]
         depth = max([tree.depth for tree in drafts], default=0) + 1
         ends = sum(map(len, drafts)) + texts if texts else None
@@ -415,7 +415,7 @@ class GraphTarget(Target):
             if each is not None and rows * self.arena.longest <= DIVISIBLE:
                 needed = [bucket(sum(-(-n * g // tile) for n in each), TILES) for g in self.groups]
                 tiles = tuple(map(min, tiles, needed))
-        ends = min(rows, bucket(ends, SEQUENCES)) if ends is not None and self._keeps_logits else rows
+        ends = min(rows, bucket(ends, SEQUENCES)) if ends is not None and self._takes_logits_to_keep else rows
         most = min(rows, DEEPEST)
         if text:  # coarser sizes, for few shapes: rows are many, and paths of drafts among them short
             depth = bucket(depth, (1, *DEPTHS))
@@ -424,7 +424,7 @@ class GraphTarget(Target):
         return Shape(sequences, rows, depth, ends, tiles, tile)
 
     def chooses(self, sampler: Sampler | None) -> bool:
-        return choice([sampler]) in (BEST, DRAWN)
+        return way_of([sampler]) in (BEST, DRAWN)
 
     def _rows(self, sizes: Sequence[int], want: Want) -> int:
         """How many rows to compute for trees of so many. For one sequence fewer than `want.rows` only if that changes
@@ -442,11 +442,11 @@ class GraphTarget(Target):
         captured for the trial will be used later. text: whether it is a step that reads text."""
         if (rows, text) not in self._alike:
             with preparing:
-                self._alike[rows, text] = self._read_alike(rows, layers) if text else self._try(rows, layers)
+                self._alike[rows, text] = self._text_alike(rows, layers) if text else self._tree_alike(rows, layers)
         return self._alike[rows, text]
 
     @torch.inference_mode()
-    def _read_alike(self, rows: int, layers: tuple[int, ...]) -> bool:
+    def _text_alike(self, rows: int, layers: tuple[int, ...]) -> bool:
         """Try a width of steps that read text."""
         self.alike(ROWS[1], layers)  # makes the reference
         assert self._sample is not None
@@ -463,7 +463,7 @@ class GraphTarget(Target):
         return slot
 
     @torch.inference_mode()
-    def _try(self, rows: int, layers: tuple[int, ...]) -> bool:
+    def _tree_alike(self, rows: int, layers: tuple[int, ...]) -> bool:
         """Try a width of steps that score trees."""
         slot, tree = self._sample_text(), TokenTree.chain(SAMPLE[0], SAMPLE[1][: rows - 1])
         step, _ = self._replay([slot], [tree], rows, Want(layers), [0])
@@ -475,12 +475,12 @@ class GraphTarget(Target):
         self._sample = found if same else self._sample
         return same
 
-    def step(self, shape: Shape, layers: tuple[int, ...], chosen: str, reports_attention: bool = False) -> FixedStep:
-        if chosen == DRAWN_WITH_HISTORY and self._histories is not None and self.arena.rows > len(self._histories[0]):
+    def step(self, shape: Shape, layers: tuple[int, ...], way: str, reports_attention: bool = False) -> FixedStep:
+        if way == DRAWN_WITH_HISTORY and self._histories is not None and self.arena.rows > len(self._histories[0]):
             self._steps = {key: step for key, step in self._steps.items() if key[2] != DRAWN_WITH_HISTORY}
             self._history_states.clear()
             self._histories = None
-        key = (shape, layers, chosen, reports_attention)
+        key = (shape, layers, way, reports_attention)
         if key not in self._steps:
             self._steps[key] = FixedStep(self, *key)
         return self._steps[key]
@@ -521,7 +521,7 @@ class GraphTarget(Target):
         texts: int,
     ) -> None:
         """Fill in how each sequence draws its tokens, its noise, and its new tokens for the tables for penalties."""
-        if step.choice == BEST and not texts:
+        if step.way == BEST and not texts:
             return
         host, drafts = step.host, len(trees) - texts
         sizes = np.array([len(tree) - before for tree, before in zip(trees, known, strict=True)])  # rows of each
@@ -530,7 +530,7 @@ class GraphTarget(Target):
             host.ends[:] = 0
             host.ends[:nodes] = np.arange(nodes)
             host.ends[nodes : nodes + texts] = sizes.cumsum()[drafts:] - 1
-        if step.choice == BEST:
+        if step.way == BEST:
             return
         every = [sampler for sampler in samplers if sampler is not None]  # a step that draws has all samplers
         positions = host.positions[0]
@@ -571,7 +571,7 @@ def same_bits_in_wide_tiles(device: torch.device, dtype: torch.dtype) -> bool:
     return device.type == "cuda" and dtype != torch.float32 and torch.cuda.get_device_capability(device)[0] in (8, 9)
 
 
-def choice(samplers: Sequence[Sampler | None]) -> str | None:
+def way_of(samplers: Sequence[Sampler | None]) -> str | None:
     """How a step must choose tokens for these sequences. None: the host chooses them."""
     ways = {None if sampler is None else sampler.sampling.within_step for sampler in samplers}
     return None if None in ways else max(ways, key=WAYS.index, default=None)

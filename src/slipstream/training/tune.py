@@ -17,6 +17,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
@@ -35,6 +36,7 @@ from slipstream.training import checkpoint
 from slipstream.training.collect import CollectSettings, collect, has_template
 from slipstream.training.estimate import (
     ANSWERING,
+    LEAST_TRIALS,
     TRAINING,
     TRYING,
     Costs,
@@ -59,7 +61,53 @@ AGAIN = 6  # times that an answer of the trial is given at most until nothing is
 LOG, EVALUATE = 20, 50  # steps between them, at most: few texts are held out, so an evaluation costs little
 
 Tell = Callable[[str], None]
-OpenLLM = Callable[..., LLM]  # of the model, with the given drafter and options
+
+
+@dataclass(frozen=True)
+class Work:
+    """What every phase needs."""
+
+    model: Any
+    tokenizer: Any
+    folder: Path
+    run: Tuned
+    given: Sequence[Question]  # prompts; if there are none, the model writes them
+    tell: Tell
+    memory: float
+
+    @property
+    def head(self) -> Path:
+        return self.folder / "head"
+
+    @property
+    def training_begun(self) -> bool:
+        return (self.head / checkpoint.NAME).is_file()
+
+    @property
+    def first_questions(self) -> Sequence[Question]:
+        """The given questions; if there are none, every other built-in one. The others are for the trial."""
+        return self.given or [Question(prompt.turns[:1]) for prompt in builtin()[::2]]
+
+    @property
+    def batch(self) -> int:
+        """Answers at a time. Fewer on a CPU, where every row of a step takes time, but not so few that a step's first
+        row is most of it."""
+        return 16 if self.model.device.type == "cpu" else 128
+
+    def open_llm(self, drafter: str, **options: Any) -> LLM:
+        return LLM(self.model, self.tokenizer, drafter, memory=self.memory, **options)
+
+    def save(self) -> None:
+        self.run.save(self.folder)
+
+    @contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        """Add the time of a block to a phase, even if it is interrupted."""
+        clock = perf_counter()
+        try:
+            yield
+        finally:
+            self.run.spent[phase] = self.run.spent.get(phase, 0.0) + perf_counter() - clock
 
 
 def tune(
@@ -80,37 +128,37 @@ def tune(
         raise OptionError("tune needs the model's tokenizer: it writes and reads prompts as text")
     folder.mkdir(parents=True, exist_ok=True)
     run = Tuned.open(folder, settings, Lender.of(model).name)
-    open_llm = partial(LLM, model, tokenizer, memory=memory)
+    work = Work(model, tokenizer, folder, run, given, tell, memory)
     if not run.accuracy:  # refuse impossible settings before anything is saved
         if settings.start is not None:
             start_from(settings.start, model, Lesson(settings.head), settings.sizes)
         if settings.store is not None:
-            take_from_store(model, tokenizer, folder, run, tell)
+            take_from_store(work)
         if run.plan is None:
-            run.plan = make_estimate(open_llm, model, folder, run, given, tell, costs)
+            run.plan = make_estimate(work, costs)
     try:
         if not run.accuracy:
             # Once training has begun, no texts are added, even if more minutes were given.
-            if settings.store is None and not (folder / "head" / checkpoint.NAME).is_file():
-                with open_llm("none", max_batch=batch_of(model)) as llm:
-                    answer(llm, folder, run, given, tell)
-            learn(model, folder, run, tell, watch)
+            if settings.store is None and not work.training_begun:
+                with work.open_llm("none", max_batch=work.batch) as llm:
+                    answer(work, llm)
+            learn(work, watch)
         if run.registered is None:
-            run_trial(open_llm, model, folder, run, tell)
-            register_if_faster(model, folder, run)
+            run_trial(work)
+            register_if_faster(work)
     finally:  # also if interrupted, to show how far it came
-        run.save(folder)
+        work.save()
         write_page(run, model, folder)
     return run
 
 
-def register_if_faster(model: Any, folder: Path, run: Tuned) -> None:
+def register_if_faster(work: Work) -> None:
     """Register the head if it is faster beyond noise. It replaces the head that training started from."""
+    run, model, old = work.run, work.model, work.run.settings.start
     run.registered = run.at_least("without") > 1 and run.gain("plain") > 1
     if not run.registered:
         return
-    add(folder / "head", model)
-    old = run.settings.start
+    add(work.head, model)
     if old is not None and str(Path(old).resolve()) in {entry.folder for entry in entries_for(model)}:
         remove(old)
 
@@ -120,87 +168,64 @@ def planned(run: Tuned) -> Estimate:
     return run.plan
 
 
-def first_questions(given: Sequence[Question]) -> Sequence[Question]:
-    """The given questions; if there are none, every other built-in one. The others are for the trial."""
-    return given or [Question(prompt.turns[:1]) for prompt in builtin()[::2]]
-
-
-@contextmanager
-def timed(run: Tuned, phase: str) -> Iterator[None]:
-    """Add the time of a block to a phase, even if it is interrupted."""
-    clock = perf_counter()
-    try:
-        yield
-    finally:
-        run.spent[phase] = run.spent.get(phase, 0.0) + perf_counter() - clock
-
-
-def batch_of(model: Any) -> int:
-    """Answers at a time. Fewer on a CPU, where every row of a step takes time, but not so few that a step's first row
-    is most of it."""
-    return 16 if model.device.type == "cpu" else 128
-
-
-def make_estimate(
-    open_llm: OpenLLM, model: Any, folder: Path, run: Tuned, given: Sequence[Question], tell: Tell, costs: Costs | None
-) -> Estimate:
+def make_estimate(work: Work, costs: Costs | None) -> Estimate:
     """Estimate what fits into the time, and report it; raise if that is too little for a useful head."""
-    settings, batch = run.settings, batch_of(model)
-    tell("measuring what fits into the time")
-    ready = first_questions(given)
-    with open_llm("none", max_batch=batch) as llm:
+    settings, model, batch = work.run.settings, work.model, work.batch
+    work.tell("measuring what fits into the time")
+    ready = work.first_questions
+    with work.open_llm("none", max_batch=batch) as llm:
         sizes = name_sizes(settings.head, settings.sizes)
         costs = costs or measure(llm, model, settings.head, settings.start, batch, sizes)
         if settings.store is not None:
-            begin = Given(texts=run.prompts, tokens=count_tokens(folder))
+            begin = Given(texts=work.run.prompts, tokens=count_tokens(work.folder))
         else:
             turns = sum(len(question.turns) for question in ready) / max(1, len(ready))
             ends = ending(llm, ready[:batch])
-            begin = Given(prompts=len(given) or None, builtin=len(ready), turns=turns or 1.0, ending=ends)
+            begin = Given(prompts=len(work.given) or None, builtin=len(ready), turns=turns or 1.0, ending=ends)
     working = settings.minutes * settings.share
     found = estimate(costs, working, begin, settings.max_new_tokens, model.device.type == "cpu")
     check(found, working, str(model.device))
-    tell(found.in_words(working))
+    work.tell(found.in_words(working))
     return found
 
 
 # ---- prompts and answers
 
 
-def take_from_store(model: Any, tokenizer: Any, folder: Path, run: Tuned, tell: Tell) -> None:
+def take_from_store(work: Work) -> None:
     """Take the answers that a datastore holds when the run begins."""
-    if (folder / ANSWERS).exists():
+    if (work.folder / ANSWERS).exists():
         return
-    store, collection = Path(str(run.settings.store)), run.settings.collection
-    run.prompts = take_answers(store, collection, model, tokenizer, folder)
-    tell(f"{run.prompts:,} answers from {store}")
-    run.save(folder)
+    store, collection = Path(str(work.run.settings.store)), work.run.settings.collection
+    work.run.prompts = take_answers(store, collection, work.model, work.tokenizer, work.folder)
+    work.tell(f"{work.run.prompts:,} answers from {store}")
+    work.save()
 
 
-def answer(llm: LLM, folder: Path, run: Tuned, given: Sequence[Question], tell: Tell) -> None:
+def answer(work: Work, llm: LLM) -> None:
     """Write or take prompts and answer them, until the time of this phase is used up."""
-    file, out = folder / "prompts.jsonl", folder / ANSWERS
+    run, file = work.run, work.folder / "prompts.jsonl"
     collecting = CollectSettings(planned(run).max_new_tokens, seed=run.settings.seed)
     asked = read_prompts(file)
     known = {question.id for question in asked}
-    source: Iterator[Question] = iter(q for q in first_questions(given) if q.id not in known)
-    if not given:
+    source: Iterator[Question] = iter(q for q in work.first_questions if q.id not in known)
+    if not work.given:
         source = chain(source, write_prompts(llm, asked, run.settings.seed))
     at_most = 60 * ANSWERING * run.settings.minutes
     while True:
-        with timed(run, "answering"):
+        with work.timed("answering"):
             # In the first turn: prompts that an interrupted run has not answered.
             clock = perf_counter()
-            found = collect(llm, split(asked)[0], out, collecting)
+            found = collect(llm, split(asked)[0], work.folder / ANSWERS, collecting)
             pause(perf_counter() - clock, run.settings.share)
         run.prompts = len(asked)
-        run.save(folder)
+        work.save()
         part = min(1.0, run.spent["answering"] / at_most)
         if asked:
-            tell(f"answering: {len(asked):,} prompts, {found.tokens:,} tokens more, {part:.0%} of its time")
+            work.tell(f"answering: {len(asked):,} prompts, {found.tokens:,} tokens more, {part:.0%} of its time")
         if asked and part >= 1:
             return
-        with timed(run, "answering"):
+        with work.timed("answering"):
             new = [q for q in islice(source, llm.engine.max_batch) if q.id not in known]
         if not new and not asked:
             raise OptionError(
@@ -216,9 +241,9 @@ def answer(llm: LLM, folder: Path, run: Tuned, given: Sequence[Question], tell: 
 # ---- the head
 
 
-def learn(model: Any, folder: Path, run: Tuned, tell: Tell, watch: Watch | None) -> None:
-    tell("training")
-    place = folder / "head"
+def learn(work: Work, watch: Watch | None) -> None:
+    run, going = work.run, work.training_begun
+    work.tell("training")
     share = TRAINING if run.settings.store is None else ANSWERING + TRAINING
     plan = TrainingPlan(
         minutes=share * run.settings.minutes,
@@ -229,25 +254,25 @@ def learn(model: Any, folder: Path, run: Tuned, tell: Tell, watch: Watch | None)
         log_every=max(1, min(LOG, planned(run).steps // LINES)),
         eval_every=max(1, min(EVALUATE, planned(run).steps // LOOKS)),
     )
-    going = (place / checkpoint.NAME).is_file()
-    if place.exists() and not going:  # killed before its first checkpoint: start training anew
-        shutil.rmtree(place)
+    if work.head.exists() and not going:  # killed before its first checkpoint: start training anew
+        shutil.rmtree(work.head)
     lesson, sizes = Lesson(run.settings.head), name_sizes(run.settings.head, run.settings.sizes)
-    start = run.settings.start
-    with timed(run, "training"):
-        done = train(model, [folder / ANSWERS], place, lesson, plan, sizes, start=start, resume=going, watch=watch)
+    data, start = [work.folder / ANSWERS], run.settings.start
+    with work.timed("training"):
+        done = train(work.model, data, work.head, lesson, plan, sizes, start=start, resume=going, watch=watch)
     run.accuracy = done.accuracy
-    run.save(folder)
+    work.save()
 
 
-def run_trial(open_llm: OpenLLM, model: Any, folder: Path, run: Tuned, tell: Tell) -> None:
+def run_trial(work: Work) -> None:
     """The trial: plain decoding, `auto` as it was and `auto` with the head, in turns, on held-out prompts."""
-    llms = {name: open_llm(**options) for name, options in contestants(model, folder, run).items()}
-    asked = trial_prompts(folder, run, has_template(llms["plain"]))
+    run = work.run
+    llms = {name: work.open_llm(**options) for name, options in contestants(work.model, work.folder, run).items()}
+    asked = trial_prompts(work.folder, run, has_template(llms["plain"]))
     run.trials = []  # drop those of an interrupted run, in which `auto` had learnt other things
     clock, at_most = perf_counter(), 60 * TRYING * run.settings.minutes
     try:
-        with timed(run, "trying"):
+        with work.timed("trying"):
             for kind, prompt in asked:
                 try:
                     began = perf_counter()
@@ -259,8 +284,8 @@ def run_trial(open_llm: OpenLLM, model: Any, folder: Path, run: Tuned, tell: Tel
                     continue
                 run.trials.append(found)
                 gained = f"{run.gain('plain'):.2f} × plain, {run.gain('without'):.2f} × auto before"
-                tell(f"trying: {len(run.trials)} prompts, {gained}")
-                if len(run.trials) >= 4 and perf_counter() - clock > at_most:
+                work.tell(f"trying: {len(run.trials)} prompts, {gained}")
+                if len(run.trials) >= LEAST_TRIALS and perf_counter() - clock > at_most:
                     break
     finally:
         for llm in llms.values():

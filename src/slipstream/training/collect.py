@@ -26,6 +26,7 @@ from slipstream.llm import LLM
 from slipstream.request import Request
 from slipstream.sequence import Sequence as Running
 from slipstream.sequence import check_prompt
+from slipstream.targets.base import shared
 from slipstream.text import Prompt
 from slipstream.training.prompts import Question
 from slipstream.workers import Workers, results
@@ -183,9 +184,7 @@ class Talk:
         tokenizations), those no longer count.
         """
         answer, asked = result(ended), ended.request.tokens
-        same = 0
-        while same < min(len(self.tokens), len(asked)) and self.tokens[same] == asked[same]:
-            same += 1
+        same = shared(self.tokens, asked)
         self.answers = [(begin, min(end, same)) for begin, end in self.answers if begin < same]
         self.answers.append((len(asked), len(asked) + len(answer.tokens)))
         self.tokens = asked + answer.tokens

@@ -9,7 +9,7 @@ from families import graphs
 from slipstream import LLM
 from slipstream.budget import Budget, step_budget
 from slipstream.drafters.base import Seen
-from slipstream.drafters.lookahead import Draft, Lookahead, Pool, Window
+from slipstream.drafters.lookahead import Lookahead, Pool, Trie, Window
 from slipstream.errors import OptionError
 from slipstream.request import Request
 from slipstream.tree import TokenTree, fuse
@@ -146,17 +146,17 @@ def contains(tree, tokens):
 def test_a_window_of_one_level_after_another_by_hand():
     """ngram 4, two columns: level 0 begins three wide, without the root's own column."""
     window = Window(4, [11, 12, 13])
-    draft = Draft(10)
+    draft = Trie(10)
     assert window.put(draft) == [1, 2, 3]
     assert window.shift(10, [21, 22, 23]) == []
     assert window.levels == [[12, 13], [21, 22, 23]]
-    draft = Draft(20)
+    draft = Trie(20)
     last = window.put(draft)  # 21 after the root, 22 after 20 12, 23 after 20 12 13
     assert [draft.tokens[node] for node in last] == [21, 22, 23]
     assert [draft.tokens[draft.parents[node]] for node in last] == [20, 12, 13]
     assert window.shift(20, [31, 32, 33]) == []
     assert window.levels == [[13], [22, 23], [32, 33]]
-    draft = Draft(30)
+    draft = Trie(30)
     last = window.put(draft)
     assert [draft.tokens[node] for node in last] == [32, 33]
     assert window.shift(30, [42, 43]) == [(30, (22, 32, 42)), (13, (23, 33, 43))]
@@ -174,7 +174,7 @@ def test_a_window_becomes_narrower_and_wider_at_its_end():
             step, [20 + step] * len(narrow.levels[-1])
         )
         wide.widen(3, [[1, 2, 3]] * len(wide.levels))
-        draft = Draft(step)
+        draft = Trie(step)
         assert len(wide.put(draft)) == len(wide.levels[-1]) == len(narrow.levels[-1]) + 3
 
 
@@ -213,7 +213,7 @@ def test_the_pool_keeps_the_latest():
 
 
 def test_alike_nodes_are_one_node():
-    draft = Draft(5)
+    draft = Trie(5)
     assert draft.add(0, (7, 8)) == [1, 2]
     assert draft.add(0, (7, 9)) == [1, 3]
     assert draft.child(0, 7) == 1

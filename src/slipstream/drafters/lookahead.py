@@ -115,14 +115,13 @@ class LookaheadSession(DraftSession):
             self.window = Window(self._ngram, self._guess(width + self._ngram - 3, root))
         elif more := width - self.window.width:
             self.window.widen(more, [self._guess(more, root) for _ in self.window.levels])
-        draft = Draft(root)
-        last = self.window.put(draft)
-        hopes = np.zeros(len(draft.tokens), np.float32)  # raw scores: the window is not expected to be accepted
-        cells = TokenTree.build(draft.tokens, draft.parents, source="lookahead", raw=hopes)
+        trie = Trie(root)
+        last = self.window.put(trie)
+        hopes = np.zeros(len(trie.tokens), np.float32)  # raw scores: the window is not expected to be accepted
+        cells = TokenTree.build(trie.tokens, trie.parents, source="lookahead", raw=hopes)
         self._cells = cells, last
-        if (
-            budget.beside is not None and len(cells) - 1 > budget.beside
-        ):  # a window that does not have all of its levels yet may be a little larger than the budget
+        # A window that does not have all of its levels yet may be a little larger than the budget.
+        if budget.beside is not None and len(cells) - 1 > budget.beside:
             cells = cells.prune(np.arange(len(cells)) <= budget.beside)
         return Proposal(tree, beside=cells)
 
@@ -162,13 +161,13 @@ class Window:
             level[:more] if more < 0 else level + new for level, new in zip(self.levels, guesses, strict=True)
         ]
 
-    def put(self, draft: Draft) -> list[int]:
-        """Add the window to a draft. Returns the nodes of the last level, column by column."""
-        level = [0, *draft.add(0, self.levels[0])]
+    def put(self, trie: Trie) -> list[int]:
+        """Add the window to a trie. Returns the nodes of the last level, column by column."""
+        level = [0, *trie.add(0, self.levels[0])]
         if len(self.levels) == 1:
             return level[1:]
         for tokens in self.levels[1:]:
-            level = [draft.child(node, token) for node, token in zip(level, tokens, strict=True)]
+            level = [trie.child(node, token) for node, token in zip(level, tokens, strict=True)]
         return level
 
     def shift(self, root: int, choices: Sequence[int | None]) -> list[tuple[int, Ngram]]:
@@ -207,7 +206,7 @@ class Pool:
         return list(reversed(self._known[first])) if first in self._known else []
 
 
-class Draft:
+class Trie:
     """A tree that grows token by token, without duplicates among the children of a node."""
 
     def __init__(self, root: int) -> None:

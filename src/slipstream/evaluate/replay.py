@@ -206,7 +206,7 @@ class Replayed(Contestant):
     def _answer(self, prompt: list[int], decoding: Decoding) -> Answer:
         number = self._numbers[tuple(prompt)]
         item = self.target.play(number)
-        verify = [item.first_token_seconds]
+        verify, emitted = [item.first_token_seconds], list[int]()
 
         def watch(step: Step) -> None:
             if step.draft_seconds:  # not the prompt's step
@@ -214,11 +214,10 @@ class Replayed(Contestant):
             if self.watch is not None:
                 self.watch(step)
 
-        def stop(_token: int) -> str | None:  # stop where the recorded text ended
-            emitted.append(_token)
+        def stop(token: int) -> str | None:  # where the recorded text ended
+            emitted.append(token)
             return "stop" if len(emitted) == len(item.plain) else None
 
-        emitted: list[int] = []
         request = Request(
             tokens=item.tokens,
             max_new_tokens=decoding.max_new_tokens,

@@ -93,7 +93,6 @@ class BeamDrafter(ChainDrafter):
     """The head's most probable paths."""
 
     Options = BeamOptions
-    names: Tensor | None = None  # (V',) the token ids of the logits of `few`; None: all tokens
 
     def __init__(self, target: Target, tokenizer: Any, options: BeamOptions) -> None:
         super().__init__(target, tokenizer, options)

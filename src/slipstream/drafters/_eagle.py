@@ -72,8 +72,7 @@ class FeatureDrafter(ChainDrafter):
 
     def __init__(self, target: Target, tokenizer: Any, options: FeatureOptions) -> None:
         super().__init__(target, tokenizer, options)
-        self._ids = self.head.draft_ids  # (V',)
-        guessable = self.head.config.vocab_size if self._ids is None else len(self._ids)
+        guessable = self.head.config.vocab_size if self.names is None else len(self.names)
         self.width, self.length = min(options.width, guessable), min(options.depth, self.head.reach or options.depth)
         self.growth = self.grows(guessable)
         self.cache: Keys = self.new_cache()
@@ -82,10 +81,6 @@ class FeatureDrafter(ChainDrafter):
         self.max_states = self.length + 2  # a whole accepted path's, and one before it
         if not self.fixed:
             self.sizes = (SMALL,)
-
-    def token_names(self) -> list[tuple[Tensor, Tensor]]:
-        ids = self.head.draft_ids
-        return [] if self._ids is None or ids is None else [(self._ids, ids)]
 
     def new_cache(self) -> Keys:
         config, dtype = self.head.config, self.head.dtype
@@ -222,10 +217,10 @@ class FeatureDrafter(ChainDrafter):
 
     def logits(self, carry: Carry, depth: int) -> Tensor:
         logits = self.own_logits(carry, depth)
-        if self._ids is None:
+        if self.names is None:
             return logits
         every = logits.new_full((*logits.shape[:2], self.head.config.vocab_size), -torch.inf)
-        return every.index_copy(2, self._ids, logits)
+        return every.index_copy(2, self.names, logits)
 
     def advance(self, carry: Carry, chain: Tensor, tokens: Tensor, depth: int) -> Carry:
         b, w = tokens.shape
@@ -242,9 +237,9 @@ class FeatureDrafter(ChainDrafter):
         for depth in range(growth.depth):
             if self.first and not depth:
                 first = likeliest(self.own_logits(carry, 0)[:, 0], self.first)
-                first = first if self._ids is None else self._ids[first]
+                first = first if self.names is None else self.names[first]
             logp, ids = self.children(carry, depth, growth.branch)
-            tokens, chain, number = growth.grow(depth, logp, ids, number, self._ids, record)
+            tokens, chain, number = growth.grow(depth, logp, ids, number, self.names, record)
             if depth + 1 < growth.depth:
                 carry = self.advance(carry, chain, tokens, depth + 1)
         return growth.keep(record, first)

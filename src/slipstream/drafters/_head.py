@@ -76,6 +76,7 @@ class HeadDrafter(Drafter):
         self.head, self.folder = open_head(self.kind, options.drafter_path, target)
         self.first = options.first
         self.source = self.kind  # its name in trees; `auto` renames several heads of one kind
+        self.names = self.own_names()  # captures read this tensor, so a swap writes into it
         self.layers = self.head.layers(self.head.lender.layers)
         self.device = next(self.head.parameters()).device
         self.fixed = self.device.type == "cuda"  # whether all drafts have one shape, so that one capture serves all
@@ -106,13 +107,14 @@ class HeadDrafter(Drafter):
         for name, tensor in mine.items():
             tensor.copy_(its[name])
         self.head.refresh()
-        for tensor, now in self.token_names():
-            tensor.copy_(now)
+        names = self.own_names()
+        if self.names is not None and names is not None:
+            self.names.copy_(names)
         self.folder = folder
 
-    def token_names(self) -> list[tuple[Tensor, Tensor]]:
-        """Pairs of a tensor of token ids that this drafter took from its head, and the head's own after a swap."""
-        return []
+    def own_names(self) -> Tensor | None:
+        """(V',) the token id of each id that the head predicts; None: they are the same."""
+        return self.head.draft_ids
 
     def propose(
         self, sessions: Sequence[DraftSession], roots: Sequence[int], budgets: Sequence[Budget]

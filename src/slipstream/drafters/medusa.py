@@ -44,8 +44,7 @@ class MedusaDrafter(ChainDrafter):
 
     def __init__(self, target: Target, tokenizer: Any, options: MedusaOptions) -> None:
         super().__init__(target, tokenizer, options)
-        self._ids = self.head.draft_ids  # (V',)
-        self._guessable = self.head.config.vocab_size if self._ids is None else len(self._ids)
+        self._guessable = self.head.config.vocab_size if self.names is None else len(self.names)
         self.width, self.length = min(options.width, self._guessable), self.head.reach
         self.paths = self._choose_tree()[: options.nodes]
         parents = check_tree(self.paths, self.head.reach, self._guessable)
@@ -54,10 +53,6 @@ class MedusaDrafter(ChainDrafter):
         at = [(len(path) - 1) * self._ranks + path[-1] for path in self.paths]
         self._at = torch.tensor(at, device=self.device)  # (n,) in a table of depths × ranks
         self._parents = torch.tensor(parents, device=self.device)
-
-    def token_names(self) -> list[tuple[Tensor, Tensor]]:
-        ids = self.head.draft_ids
-        return [] if self._ids is None or ids is None else [(self._ids, ids)]
 
     def _choose_tree(self) -> Sequence[RankPath]:
         given = self.options.tree
@@ -77,8 +72,8 @@ class MedusaDrafter(ChainDrafter):
         p = (top.values - logits.logsumexp(-1, keepdim=True)).exp()
         tokens, p = (x.flatten(1)[:, self._at] for x in (top.indices, p))  # (b, n)
         first = likeliest(logits[:, 0], self.first) if self.first else None
-        if self._ids is not None:
-            tokens, first = self._ids[tokens], None if first is None else self._ids[first]
+        if self.names is not None:
+            tokens, first = self.names[tokens], None if first is None else self.names[first]
         return pack_first(pack(tokens, self._parents.expand_as(tokens), p), first)
 
     # Predictions don't depend on a chain's tokens, so the carry is all logits and the number of chains.
@@ -89,9 +84,9 @@ class MedusaDrafter(ChainDrafter):
     def logits(self, carry: Carry, depth: int) -> Tensor:
         every, chains = carry
         logits = every[:, depth, None]
-        if self._ids is not None:
+        if self.names is not None:
             whole = logits.new_full((len(logits), 1, self.head.config.vocab_size), -torch.inf)
-            logits = whole.index_copy(2, self._ids, logits)
+            logits = whole.index_copy(2, self.names, logits)
         return logits.expand(-1, chains, -1)
 
     def advance(self, carry: Carry, chain: Tensor, tokens: Tensor, depth: int) -> Carry:  # noqa: ARG002

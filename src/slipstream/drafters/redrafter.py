@@ -21,13 +21,11 @@ class RecurrentDrafter(BeamDrafter):
 
     def __init__(self, target: Target, tokenizer: Any, options: BeamOptions) -> None:
         super().__init__(target, tokenizer, options)
-        self.names = self.head.likely_ids
         if self.names is not None:
             self.width = min(self.width, len(self.names))
 
-    def token_names(self) -> list[tuple[Tensor, Tensor]]:
-        ids = self.head.likely_ids
-        return [] if self.names is None or ids is None else [(self.names, ids)]
+    def own_names(self) -> Tensor | None:
+        return self.head.likely_ids
 
     def start(self, *inputs: Tensor) -> Carry:
         states, roots = inputs

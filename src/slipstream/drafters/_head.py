@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from slipstream.drafters.base import Drafter, DraftSession, Hidden, Proposal, Seen
+from slipstream.drafters.base import BatchedSession, Drafter, DraftSession, Hidden, Proposal, Seen
 from slipstream.errors import DrafterError, OptionError
 from slipstream.heads import Head, load_head, registry
 from slipstream.heads.base import Lender
@@ -283,7 +283,7 @@ class Ahead(NamedTuple):
     line: int
 
 
-class HeadSession(DraftSession):
+class HeadSession(BatchedSession):
     """One sequence: the state that chose its root, and its noise."""
 
     def __init__(self, drafter: HeadDrafter, request: Request) -> None:
@@ -338,9 +338,6 @@ class HeadSession(DraftSession):
 
     def drafted(self, root: int) -> None:
         """Called after a draft was made from this root."""
-
-    def propose(self, root: int, budget: Budget) -> Proposal:
-        return self.drafter.propose([self], [root], [budget])[0]
 
     def close(self) -> None:
         """Drop the queued draft. It must have ended first: its capture may be freed next."""

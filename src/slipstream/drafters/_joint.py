@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 from slipstream import drafters as registry
 from slipstream.drafters import _capabilities as can
-from slipstream.drafters.base import Drafter, DraftSession, Hidden, Proposal, Seen
+from slipstream.drafters.base import BatchedSession, Drafter, DraftSession, Hidden, Seen
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from slipstream.budget import Budget
     from slipstream.datastores.live import EarlierAnswers
     from slipstream.request import Request
     from slipstream.targets.base import Slot
@@ -71,7 +70,7 @@ class JointDrafter(Drafter):
             can.ended(part, request, tokens)
 
 
-class JointSession(DraftSession):
+class JointSession(BatchedSession):
     """One sequence: a session of each part, and the drafts whose nodes are not all labelled yet."""
 
     def __init__(self, drafter: JointDrafter, parts: dict[str, DraftSession]) -> None:
@@ -122,9 +121,6 @@ class JointSession(DraftSession):
                 can.resume(part, known[name], tokens)
             else:
                 part.observe(Seen(tokens, 0))
-
-    def propose(self, root: int, budget: Budget) -> Proposal:
-        return self.drafter.propose([self], [root], [budget])[0]
 
     def proposed(self, tree: TokenTree) -> None:
         """Remember a draft with each source's raw scores, verified or not, until the text labels it."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 
-from slipstream.drafters.base import DraftSession, Proposal
+from slipstream.drafters.base import BatchedSession, Proposal
 from slipstream.errors import OptionError
 from slipstream.kernels.ops import best_tokens
 from slipstream.sampling import Sampler, gumbel
@@ -140,7 +140,7 @@ def _read_levels(target: Target, growing: list[Growing], vocabulary: int, best: 
     return [Level(*each) for each in zip(logits.split(sizes), logp.split(sizes), ids.split(sizes), strict=True)]
 
 
-class LevelSession(DraftSession):
+class LevelSession(BatchedSession):
     """One sequence of a drafter that grows its trees level by level."""
 
     def __init__(self, options: Any, request: Request, source: str) -> None:

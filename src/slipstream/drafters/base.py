@@ -112,7 +112,8 @@ class Drafter(ABC):
     def propose(
         self, sessions: Sequence[DraftSession], roots: Sequence[int], budgets: Sequence[Budget]
     ) -> list[Proposal]:
-        """Drafts for a batch. Override this where drafting together is cheaper than one by one."""
+        """Drafts for a batch. Override this where drafting together is cheaper than one by one, and let sessions be
+        `BatchedSession`s."""
         return [s.propose(r, b) for s, r, b in zip(sessions, roots, budgets, strict=True)]
 
 
@@ -128,3 +129,12 @@ class DraftSession(ABC):
 
     def close(self) -> None:  # noqa: B027  (a session may hold nothing)
         """The sequence ended."""
+
+
+class BatchedSession(DraftSession):
+    """A session of a drafter whose `propose` drafts for several sequences together."""
+
+    drafter: Drafter
+
+    def propose(self, root: int, budget: Budget) -> Proposal:
+        return self.drafter.propose([self], [root], [budget])[0]

@@ -18,7 +18,7 @@ from slipstream.datastores.dense.nearest import Drafts, Vectors
 from slipstream.datastores.dense.remote import RemoteFinder
 from slipstream.datastores.dense.vector_manifest import Origin
 from slipstream.drafters._retrieval import open_store
-from slipstream.drafters.base import Drafter, DraftSession, Proposal, Seen
+from slipstream.drafters.base import BatchedSession, Drafter, DraftSession, Proposal, Seen
 from slipstream.errors import OptionError
 from slipstream.tree import TokenTree
 
@@ -117,7 +117,7 @@ class Dresd(Drafter):
             )
 
 
-class DresdSession(DraftSession):
+class DresdSession(BatchedSession):
     """One sequence: the state that chose its root, and perhaps all states of its text."""
 
     state: Tensor | None = None  # (H,); None: it was not observed
@@ -139,9 +139,6 @@ class DresdSession(DraftSession):
     def ask(self, root: int) -> Asked:
         assert self.state is not None, "a session without a state is not asked"
         return Asked(self.collection, self.state, root, self.own)
-
-    def propose(self, root: int, budget: Budget) -> Proposal:
-        return self.drafter.propose([self], [root], [budget])[0]
 
 
 def tree_of(root: int, drafts: Drafts, depth: int) -> TokenTree:

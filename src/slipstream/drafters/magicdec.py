@@ -127,9 +127,6 @@ class MagicDecSession(LevelSession):
         """Whether the text is too short: leaving out keys would save less than a forward takes."""
         return self._slot is None or self._slot.length < max(self.options.shortest, 1)
 
-    def propose(self, root: int, budget: Budget) -> Proposal:
-        return self.drafter.propose([self], [root], [budget])[0]
-
     def grow(self, root: int, budget: Budget) -> Grower:
         """Grow a draft."""
         depth = min(budget.depth, self.options.depth)

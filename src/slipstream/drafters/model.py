@@ -103,9 +103,6 @@ class DraftModelSession(LevelSession):
         self.draft.truncate(self.slot, known)
         self._unread = tokens[known:]
 
-    def propose(self, root: int, budget: Budget) -> Proposal:
-        return self.drafter.propose([self], [root], [budget])[0]
-
     def grow(self, root: int, budget: Budget) -> Grower:
         """Grow a draft."""
         positions = self.draft.context - 1 - self.slot.length - len(self._unread)

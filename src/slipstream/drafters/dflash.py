@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +13,6 @@ from slipstream.drafters._beams import Carry
 from slipstream.drafters._blocks import BlockCarry, BlockDrafter
 from slipstream.drafters._eagle import FeatureOptions
 from slipstream.heads.dflash import DFlash
-from slipstream.heads.keys import Attention
 from slipstream.kernels.ops import best_tokens
 
 if TYPE_CHECKING:
@@ -59,12 +57,8 @@ class DFlashDrafter(BlockDrafter):
     # ---- the text
 
     def remember(self, session: FeatureSession, tokens: Tensor, states: Tensor, row: Tensor, positions: Tensor) -> None:  # noqa: ARG002
-        looks = self._looks(self.cache.through(row, self.cache.columns(session.row, positions)))
+        looks = self.cache.through(row, self.cache.columns(session.row, positions)).for_each()
         self.head.remember(self.head.read(states), positions, looks)
-
-    def _looks(self, look: Attention) -> Sequence[Attention]:
-        """The same attention for each layer."""
-        return [replace(look, layer=n) for n in range(self.head.config.num_hidden_layers)]
 
     # ---- drafting
 
@@ -77,7 +71,7 @@ class DFlashDrafter(BlockDrafter):
         # Padding's columns would overlap with the block's: move them after it.
         columns = torch.where(positions < ends[1][:, None], columns, free[:, None] + places)
         paths = own[:, None].repeat(1, places, 1)  # each place attends to all of them
-        looks = self._looks(self.cache.through(rows, torch.cat((columns, own), dim=1), ends[1], paths))
+        looks = self.cache.through(rows, torch.cat((columns, own), dim=1), ends[1], paths).for_each()
         positions = torch.cat((positions, ends[1:].t()), dim=1)
         hidden = self.head.fill(self.head.block_of(roots), self.head.read(states), positions, looks)
         hidden = self.head.guessing(hidden, depths)

@@ -9,7 +9,7 @@ ring. Drafted tokens come after it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -83,12 +83,8 @@ class SpireDrafter(FeatureDrafter):
         config, last = self.head.config, session.length + positions.shape[1] - 1
         some = config.seen(positions[0], last).nonzero()[:, 0]
         index = positions[:, some]
-        looks = self._looks(self.cache.through(row, config.column(index)))
+        looks = self.cache.through(row, config.column(index)).for_each()
         self.head.remember(self.head.read(states[:, some]), index, looks)
-
-    def _looks(self, look: Attention) -> Sequence[Attention]:
-        """The same attention for each layer."""
-        return [replace(look, layer=n) for n in range(self.head.config.num_hidden_layers)]
 
     # ---- drafting
 
@@ -131,9 +127,9 @@ class SpireDrafter(FeatureDrafter):
         look: Attention,
     ) -> Drafted:
         """Read tokens (b, w) into the last columns of their paths. memory: states of the text, see `Spire.step`."""
-        streams, normed = self.head.step(self.head.embed(tokens), memory, positions, self._looks(look))
+        streams, normed = self.head.step(self.head.embed(tokens), memory, positions, look.for_each())
         left = self.head.left(streams)
         if left is not None:  # overwrites the keys that the tokens used for themselves
-            looks = self._looks(self.cache.through(at.rows, paths[..., -1]))
+            looks = self.cache.through(at.rows, paths[..., -1]).for_each()
             self.head.remember(left, positions[:, -tokens.shape[1] :], looks)
         return Drafted(normed, at, paths, used)

@@ -277,6 +277,10 @@ class Attention:
         text = self._count < self.columns.shape[1]
         return [replace(self, layer=n, everyone=text and n < count - 1) for n in range(count)]
 
+    def for_each(self) -> list[Attention]:
+        """One for each layer, all the same."""
+        return [replace(self, layer=n) for n in range(len(self.cache.layers))]
+
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """(b, heads, n, d), (b, kv, n, d), (b, kv, n, d) -> (b, w, heads, d)."""
         keys, values = self.cache.layers[self.layer]

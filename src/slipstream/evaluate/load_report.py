@@ -18,7 +18,8 @@ from slipstream.evaluate.glossary import term
 from slipstream.evaluate.load import LoadPlan, Row
 from slipstream.evaluate.page import figure, headline, number, numbers, row_of, sheet
 from slipstream.evaluate.remote import Server
-from slipstream.evaluate.report import commit, cpu_name, finite
+from slipstream.evaluate.report import commit, finite
+from slipstream.targets.timing import cpu_name
 from slipstream.user_files import write_text
 from slipstream.version import __version__
 

@@ -19,6 +19,7 @@ from rich.table import Table
 from slipstream.evaluate.contestants import Decoding
 from slipstream.evaluate.metrics import ALL, Ratio, Row
 from slipstream.targets import Target
+from slipstream.targets.timing import cpu_name
 from slipstream.version import __version__
 
 VERSION = 1
@@ -64,14 +65,6 @@ def provenance(model: str, target: Target) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "commit": commit(),
     }
-
-
-def cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    return next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.machine())
 
 
 def commit() -> str | None:

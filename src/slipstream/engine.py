@@ -187,15 +187,14 @@ class Engine:
         scored, forward = perf_counter(), taken.seconds()
         plain = all(len(tree) == 1 for tree in trees) and self._chosen_on_device(running)
         if plain and can.idle(self.drafter):
-            if not readings:
-                can.measured(self.drafter, [1] * len(running), forward)
+            self._measured([1] * len(running), forward, readings)
             for sequence, tree, score in zip(running, trees, scores, strict=True):
                 sequence.pending = PendingResult(tree, score, (scored - clock) / len(running))
             self._step_ahead(running)
             return
         verdicts = [self._decide(*each) for each in zip(running, trees, scores, strict=True)]
-        if not readings:  # a plain step counts its forward alone: the host's part overlaps with the next forward
-            can.measured(self.drafter, [len(tree) for tree in trees], forward if plain else taken.seconds())
+        # A plain step counts its forward alone: the host's part overlaps with the next forward.
+        self._measured([len(tree) for tree in trees], forward if plain else taken.seconds(), readings)
         self._mark_inexact(running)
         times = (t / len(running) for t in (drafted - clock, scored - drafted, perf_counter() - scored))
         draft_seconds, verify_seconds, host_seconds = times
@@ -233,18 +232,14 @@ class Engine:
             score.hidden = {layer: score.hidden[layer] for layer in layers}
         return scores
 
-    def _may_run_ahead(self, running: list[Sequence]) -> bool:
-        """Whether the next forward can begin as soon as the tokens of the latest one are known."""
-        return can.idle(self.drafter) and self._chosen_on_device(running)
-
     def _chosen_on_device(self, running: list[Sequence]) -> bool:
         return all([sequence.chosen_on_device for sequence in running])
 
     def _step_ahead(self, running: list[Sequence], readings: Collection[Reading] = ()) -> None:
         """Begin the next plain forward, if its inputs are known, and verify the pending results while it runs."""
         pending = self._take_pending(running)
-        room = all([sequence.slot.length < self.target.context for sequence in running])
-        if len(pending) == len(running) and room and self._may_run_ahead(running):
+        known = len(pending) == len(running) and can.idle(self.drafter) and self._chosen_on_device(running)
+        if known and all([sequence.slot.length < self.target.context for sequence in running]):
             try:
                 self._score_ahead(running, pending, readings)
             except Exception:
@@ -281,13 +276,17 @@ class Engine:
         trees = TokenTree.roots([result.score.token(0, sequence.sampler) for sequence, result in pending])
         can.rest(self.drafter)
         scores = self._forward(running, trees, readings, lambda _: self._verify_pending(pending, overtaken=True))
-        if not readings:
-            can.measured(self.drafter, [1] * len(running), taken.seconds())
+        self._measured([1] * len(running), taken.seconds(), readings)
         self._mark_inexact(running)
         seconds = (perf_counter() - clock) / len(running)
         for sequence, tree, score in zip(running, trees, scores, strict=True):
             if sequence.finish is None:
                 sequence.pending = PendingResult(tree, score, seconds)
+
+    def _measured(self, rows: list[int], seconds: float, readings: Collection[Reading]) -> None:
+        """Tell the drafter how long a step took. If it read prompts besides, this says nothing about other steps."""
+        if not readings:
+            can.measured(self.drafter, rows, seconds)
 
     def _mark_inexact(self, running: list[Sequence]) -> None:
         if len(running) > 1 and not self.target.exact_together:

@@ -70,10 +70,8 @@ class EmbedSettings:
     chunk_tokens: int = 1 << 15  # tokens of a chunk: the most that a worker loses when it is killed
 
     def __post_init__(self) -> None:
-        if (
-            min(1 if self.dims is None else self.dims, self.window, self.sample, self.batch_tokens, self.chunk_tokens)
-            < 1
-        ):
+        dims = 1 if self.dims is None else self.dims
+        if min(dims, self.window, self.sample, self.batch_tokens, self.chunk_tokens) < 1:
             raise OptionError(f"dims, window, sample, batch_tokens and chunk_tokens must be at least 1, found {self}")
         if not 0 <= self.overlap < self.window:
             raise OptionError(f"0 <= overlap < window must hold, found {self.overlap} and {self.window}")
@@ -135,6 +133,7 @@ class _Build:
     ) -> None:
         self.store, self.folder, self.workers = store, folder, workers
         self.settings, self.progress = settings, progress
+        self.done = self.total = 0  # positions that this build has read, and that it has to read
         origin, context = workers.submit(_about).result()
         if (folder / NAME).exists():
             self.manifest = self._continued(origin)
@@ -178,7 +177,7 @@ class _Build:
         self._sweep()
         due = self._due()
         known = sum(1 for texts in self.texts.values() for _ in texts.documents()) - len(due)
-        self.done, self.total = 0, sum(int(keys_of(len(d.tokens))) for d in due)
+        self.total = sum(int(keys_of(len(d.tokens))) for d in due)
         transform = read_transform(self.folder, self.manifest) or self._fit(due)
         self._reduce(transform)
         self._read(self._due(), "reading", transform)

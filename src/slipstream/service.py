@@ -40,8 +40,8 @@ log = logging.getLogger("slipstream")
 # A running answer's updates are delivered in the first step of every 20 ms. Readers do not notice. A small model on a
 # GPU writes a token of each answer every millisecond or two, and delivering each takes as long as writing it.
 PACE = 0.02
-# Seconds to sleep once a first token is told, as short as can be: else whoever reads it waits for Python's lock until
-# the next step is launched, milliseconds later where its draft takes the host that long.
+# Seconds to sleep after a first token was delivered, as short as can be: this lets its reader take Python's lock, which
+# the next step holds for milliseconds where its draft takes the host that long.
 MOMENT = 1e-6
 IDLE_SECONDS = 5.0  # seconds without work after which the thread ends; the next request starts another
 MAX_KEPT = 4  # kept texts at most, without pages: each holds memory for its whole length

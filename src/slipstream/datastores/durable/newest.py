@@ -97,31 +97,35 @@ def find_newest(folder: Path) -> Findings:
 
 def _complete(state: Findings) -> None:
     """If the store has files that only a later manifest can have named, add them."""
-    m, files = state.manifest, files_of(state.folder)
+    m, folder, files = state.manifest, state.folder, files_of(state.folder)
     named = {e.name for e in m.segments} | {m.log}
-    newer = {
-        n: f for n, f in files.items() if n not in named and m.id and f.store == m.id and f.generation >= m.generation
-    }
-    newer = {n: f for n, f in newer.items() if not _within(n, f, m, files, state.folder)}
+    later = [n for n, f in files.items() if n not in named and _is_as_new(f, m)]
+    newer = [n for n in later if not _within(n, files[n], m, files, folder)]
     if not newer:
         return
     there = {n: f for n, f in files.items() if n in newer or n in named}
-    kept, logs = _without_duplicates(state.folder, there)
+    kept, logs = _without_duplicates(folder, there)
     superseded = {name for n in kept for name, _ in there[n].header["made_from"]}
+    # A damaged segment stays, to be mended, unless its documents are in another.
     entries = [e for e in m.segments if e.name in kept or (e.name not in there and e.name not in superseded)]
     entries += [SegmentEntry.of(n, files[n].header, files[n].id) for n in kept if n not in named]
     state.manifest, state.logs = replace(m, segments=tuple(entries)), logs
     if m.log not in logs and len(logs) == 1:
         (log,) = logs
         state.manifest = replace(state.manifest, log=log, log_id=files[log].id)
-    state.aside += [state.folder / e.name for e in m.segments if e not in entries and (state.folder / e.name).exists()]
-    state.aside += [state.folder / n for n in newer if n not in kept and n not in logs]
-    if m.log not in logs and (state.folder / m.log).exists():
-        state.aside.append(state.folder / m.log)
+    state.aside += [folder / e.name for e in m.segments if e not in entries and (folder / e.name).exists()]
+    state.aside += [folder / n for n in newer if n not in kept and n not in logs]
+    if m.log not in logs and (folder / m.log).exists():
+        state.aside.append(folder / m.log)
     shown = ", ".join(sorted(newer))
     state.sentences.append(
         f"{NAME} was older than {shown}: they are part of the store again; what was removed since may be back"
     )
+
+
+def _is_as_new(file: StoreFile, m: Manifest) -> bool:
+    """Whether a file is this store's, and not older than the manifest. A store of format 1 has no id to tell by."""
+    return m.id != "" and file.store == m.id and file.generation >= m.generation
 
 
 def _within(name: str, file: StoreFile, m: Manifest, files: dict[str, StoreFile], folder: Path) -> bool:
@@ -129,10 +133,8 @@ def _within(name: str, file: StoreFile, m: Manifest, files: dict[str, StoreFile]
     switched to the file."""
     if name.endswith(".log"):
         return (folder / name).stat().st_size <= PAGE
-    return bool(file.header["made_from"]) and all(
-        (origin == m.log or origin in {e.name for e in m.segments}) and _is_there(folder, origin, id, files)
-        for origin, id in file.header["made_from"]
-    )
+    named, origins = {m.log, *(e.name for e in m.segments)}, file.header["made_from"]
+    return bool(origins) and all(name in named and _is_there(folder, name, id, files) for name, id in origins)
 
 
 def _is_there(folder: Path, name: str, id: str, files: dict[str, StoreFile]) -> bool:

@@ -36,7 +36,8 @@ def _superseded(path: Path, manifest: Manifest, gone: str, place: Place) -> bool
     if path.suffix == ".log":
         head = _head(path)
         _not_newer(path, head.store, head.generation, manifest)
-        return (gone != "" and gone == head.log) or (head.store == manifest.id != "" and _is_empty(path))
+        ours = manifest.id != "" and head.store == manifest.id
+        return (gone != "" and gone == head.log) or (ours and _is_empty(path))
     try:
         segment = Segment(path)
     except DamagedError:
@@ -46,11 +47,15 @@ def _superseded(path: Path, manifest: Manifest, gone: str, place: Place) -> bool
     if gone and gone == segment.sum:
         return True
     there = {e.name: e.sum for e in manifest.segments if e.sum}
-    log = f"{manifest.log_id}:"
-    return bool(header["made_from"]) and all(
-        there.get(name) == id if name != manifest.log else id.startswith(log) and int(id[len(log) :]) <= place.length
-        for name, id in header["made_from"]
-    )
+
+    def is_there(name: str, id: str) -> bool:
+        """Whether a file that this one was made from is named, and unchanged. Of a log, the id tells how much of it."""
+        if name != manifest.log:
+            return there.get(name) == id
+        log, _, length = id.partition(":")
+        return log == manifest.log_id and length != "" and int(length) <= place.length
+
+    return bool(header["made_from"]) and all(is_there(*origin) for origin in header["made_from"])
 
 
 def _not_newer(path: Path, store: str, generation: int, manifest: Manifest) -> None:

@@ -533,6 +533,38 @@ def test_where_nobody_gains_steps_are_plain_and_nobody_reads_their_states(steps,
 
 
 @pytest.mark.slow
+def test_a_rest_goes_on_as_texts_come_and_go(steps, tiny, monkeypatch):
+    """Whether anybody is asked is decided for a batch, not for its texts. A prediction is asked at once."""
+    steps(DEAR)
+    for place in ("_piloted", "_rehearsal"):
+        monkeypatch.setattr(f"slipstream.drafters.{place}.Stopwatch", lambda: SimpleNamespace(seconds=lambda: 1e-3))
+    llm, asked = LLM(tiny("llama"), drafter="auto", drafters="suffix", max_batch=4), []
+    drafter = llm.engine.drafter
+    asks = drafter.pilot.asks
+
+    def counted(names, *rest):
+        asked.append(sorted(names))
+        return asks(names, *rest)
+
+    monkeypatch.setattr(drafter.pilot, "asks", counted)
+    plain = LLM(tiny("llama"), drafter="none").generate(REPEATING, max_new_tokens=60, ignore_eos=True).tokens
+    lengths = [10 + 2 * i for i in range(24)]
+
+    def answered(**options):
+        requests = [llm.request(REPEATING, max_new_tokens=n, ignore_eos=True, **options) for n in lengths]
+        ended = [sequence for sequence in llm.engine.run(requests) if sequence.finish]
+        assert sorted(sequence.tokens for sequence in ended) == [plain[:n] for n in lengths]
+
+    answered()  # trials
+    asked.clear()
+    answered()
+    assert len(asked) < len(lengths) / 2
+    asked.clear()
+    answered(prediction=plain)
+    assert asked[0] == ["prediction", "suffix"]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["eagle3", "redrafter", "medusa"])
 def test_heads_that_draft_behind_steps_are_known_before_the_first_answer(kind, tiny, monkeypatch):
     """What a draft takes that was started behind its step is seen in the rehearsal, by drafts that were started so."""

@@ -36,6 +36,11 @@ class TypicalTime:
         self.times += 1
 
 
+def full(batch: int) -> int:
+    """The next power of two. Batches between two of them count as alike, since most are full or nearly so."""
+    return 1 << (batch - 1).bit_length()
+
+
 class Costs:
     def __init__(self, seconds: Mapping[int, float], padded: bool = False, flat: bool = False) -> None:
         """seconds: of a step with one sequence, for some numbers of rows, 1 among them.
@@ -74,7 +79,7 @@ class Costs:
     def _multiple(self, verifies: bool, batch: int) -> float:
         """As seen in batches of about this size, or else of the nearest one, smaller ones first. 1 if in none: so plain
         steps count as cheap until they are known, and are known soon."""
-        size = batch.bit_length()
+        size = full(batch)
         known = [other for (kind, other), seen in self._multiples.items() if kind == verifies and seen.known]
         if not known:
             return 1.0
@@ -91,7 +96,7 @@ class Costs:
         # Where drafts are verified, plain steps are rare, and something may delay each of them. If they were believed
         # to take longer than they do, drafts would go on that gain nothing.
         new = TypicalTime(falling=NEWEST if rows > 1 else 1 / TRIAL)
-        multiple = self._multiples.setdefault((rows > 1, batch.bit_length()), new)
+        multiple = self._multiples.setdefault((rows > 1, full(batch)), new)
         multiple.see(seconds / self.seconds(self._every(rows, batch)))
 
     def _every(self, rows: int, batch: int) -> int:

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.budget.calibration import NEWEST, Calibration
-from slipstream.budget.costs import TRIAL, Costs, TypicalTime
+from slipstream.budget.costs import TRIAL, Costs, TypicalTime, full
 from slipstream.budget.worth import best_nodes, rank
 from slipstream.tree import TokenTree
 
@@ -192,7 +192,7 @@ class Pilot:
 
     def sources(self, batch: int = 1) -> dict[str, Source]:
         """The sources for batches of about this size: the time and gain of a draft depend on it."""
-        size = batch.bit_length()
+        size = full(batch)
         if size not in self._by_batch:
             smaller = self._by_batch.get(max((known for known in self._by_batch if known < size), default=0), {})
             self._by_batch[size] = {source.name: source for source in self._new_sources()}
@@ -312,13 +312,13 @@ class Pilot:
         self.last = Choice((), False, 0, batch, plain, plain)
         due = [s.due[0] for s in self.sources(batch).values() if s.drafter in names]
         left = max(min(due, default=0) - self.steps, TRIAL if self._measures_plain(batch) else 1)
-        self._plain_due[batch.bit_length()] = self.steps + left + round(TRIAL / EXPLORING)
+        self._plain_due[full(batch)] = self.steps + left + round(TRIAL / EXPLORING)
         return left - 1
 
     def _measures_plain(self, batch: int) -> bool:
         """Whether to decode plainly for some steps, after many with drafts, in order to know what drafts must beat. One
         sequence needs no such steps, since all of its steps correct the curve."""
-        due = self._plain_due.setdefault(batch.bit_length(), self.steps + round(TRIAL / EXPLORING))
+        due = self._plain_due.setdefault(full(batch), self.steps + round(TRIAL / EXPLORING))
         return batch > 1 and self.steps >= due
 
     def judge(self) -> None:
@@ -387,7 +387,7 @@ class Pilot:
                 if bins.shape == self.calibration.bins[i].shape:
                     self.calibration.bins[i] = bins
             for size, group in known["sources"].items():
-                mine = self.sources(1 << int(size) - 1)
+                mine = self.sources(int(size))
                 for name, (seconds, gains, observations) in group.items():
                     if name in mine and len(gains) == len(observations) == LEVELS:
                         mine[name].drafting = TypicalTime(TRIAL, seconds)

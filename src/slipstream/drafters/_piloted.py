@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from slipstream.budget import Budget
 from slipstream.budget.calibration import NEWEST
-from slipstream.budget.costs import Costs
+from slipstream.budget.costs import Costs, full
 from slipstream.budget.pilot import Choice, Draft, Pilot, Source, Text
 from slipstream.drafters import _capabilities as can
 from slipstream.drafters._joint import JointDrafter, JointSession
@@ -38,7 +38,7 @@ class PilotedDrafter(JointDrafter):
         # latest ones are enough.
         self._steps = deque[tuple[int, int, float]](maxlen=round(1 / NEWEST))
         self.resting = 0  # further plain steps, in which no part is asked
-        self._resting = list[DraftSession]()  # the sequences of these steps
+        self._declined = Declined(set(), set(), 0)  # what was decided about them
         self._ahead = set[DraftSession]()  # the sessions whose drafts could be started while the last step ran
 
     def begin(self, request: Request) -> DraftSession:
@@ -56,6 +56,10 @@ class PilotedDrafter(JointDrafter):
     @property
     def idle(self) -> bool:
         return self.resting > 0
+
+    def renewed(self, name: str) -> None:
+        self.pilot.renew(name)
+        self.resting = 0
 
     def rest(self) -> None:
         self.resting -= 1
@@ -79,10 +83,10 @@ class PilotedDrafter(JointDrafter):
     def propose(
         self, sessions: Sequence[DraftSession], roots: Sequence[int], budgets: Sequence[Budget]
     ) -> list[Proposal]:
-        if self.resting and sessions == self._resting:
+        whole, mine = Stopwatch(), cast(Sequence[PilotedSession], sessions)
+        if self.resting and self._declined.holds_for(mine):
             self.rest()
             return [Proposal(tree) for tree in TokenTree.roots(roots)]
-        whole, mine = Stopwatch(), cast(Sequence[PilotedSession], sessions)
         ahead, self._ahead, self.resting = self._ahead.issuperset(sessions), set(), 0
         if not ahead:  # it was not done while the last step ran
             self._look_back()
@@ -98,7 +102,8 @@ class PilotedDrafter(JointDrafter):
             late = source.drafter in unstarted
             taken[source] = self._ask(source, [draft for draft in drafts if source.drafter in draft.able], late)
         if not taken:
-            self.resting, self._resting = self.pilot.decline(names, len(mine)), list(sessions)
+            self.resting = self.pilot.decline(names, len(mine))
+            self._declined = Declined(set(mine), names, full(len(mine)))
             return [Proposal(draft.tree) for draft in drafts]
         for draft in drafts:
             draft.session.proposed(draft.tree)
@@ -137,6 +142,28 @@ class PilotedDrafter(JointDrafter):
             self.pilot.costs.observe(*self._steps.popleft())
 
 
+@dataclass
+class Declined:
+    """That no part is asked depends on the size of the batch and on who could draft, not on the texts. So it holds as
+    texts come and go."""
+
+    sessions: set[PilotedSession]
+    parts: set[str]  # that could draft
+    size: int  # of the batch, see `full`
+
+    def holds_for(self, sessions: Sequence[PilotedSession]) -> bool:
+        if full(len(sessions)) != self.size:
+            return False
+        new = [session for session in sessions if session not in self.sessions]
+        if any(not session.able <= self.parts for session in new):
+            return False
+        if new:
+            for session in new:
+                session.label()
+            self.sessions = set(sessions)
+        return True
+
+
 @dataclass(eq=False)
 class SessionDraft(Draft):
     """The draft for one session in one step."""
@@ -148,9 +175,7 @@ class SessionDraft(Draft):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        session = self.session
-        # The parts that can propose something.
-        self.able = {name for name in session.names if self.budget.nodes and not session.silent(name)}
+        self.able = self.session.able if self.budget.nodes else set[str]()
 
     def add(self, proposal: Proposal) -> None:
         new = proposal.tree.cut(self.budget.depth)
@@ -216,9 +241,10 @@ class PilotedSession(JointSession):
             for name in self.parts.keys() - self._shown.keys():
                 can.skip(self.parts[name])
 
-    def silent(self, name: str) -> bool:
-        """Whether a part will propose nothing."""
-        return name in self.parts and can.silent(self.parts[name])
+    @property
+    def able(self) -> set[str]:
+        """The parts that can propose something."""
+        return {name for name in self.names if name not in self.parts or not can.silent(self.parts[name])}
 
     def lags(self, name: str) -> bool:
         """Whether a part that reads states has not seen all steps before the latest one."""

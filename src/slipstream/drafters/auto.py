@@ -41,7 +41,7 @@ class AutoDrafter(PilotedDrafter):
         names.discard("prediction")
         if request.prediction:  # asked whatever `drafters` says
             names.add("prediction")
-            self.pilot.renew("prediction")
+            self.renewed("prediction")
         return PilotedSession(self, request, [name for name in self.parts if name in names])
 
     def ended(self, request: Request, tokens: Sequence[int]) -> None:
@@ -49,6 +49,3 @@ class AutoDrafter(PilotedDrafter):
         self._answers += 1
         if hasattr(self, "_key") and self._answers.bit_count() == 1:  # the first, second, fourth, eighth, …
             remember("auto", self._key, self.pilot.known())
-
-    def renewed(self, name: str) -> None:
-        self.pilot.renew(name)

@@ -286,6 +286,8 @@ class Ahead(NamedTuple):
 class HeadSession(BatchedSession):
     """One sequence: the state that chose its root, and its noise."""
 
+    drafter: HeadDrafter
+
     def __init__(self, drafter: HeadDrafter, request: Request) -> None:
         self.drafter, self.request = drafter, request
         self.draws = drafter.options.mode == "sample" and not request.sampling.greedy

@@ -73,6 +73,8 @@ class JointDrafter(Drafter):
 class JointSession(BatchedSession):
     """One sequence: a session of each part, and the drafts whose nodes are not all labelled yet."""
 
+    drafter: JointDrafter
+
     def __init__(self, drafter: JointDrafter, parts: dict[str, DraftSession]) -> None:
         self.drafter, self.parts = drafter, parts
         self.begun = False  # whether the prompt is read

@@ -120,6 +120,7 @@ class Dresd(Drafter):
 class DresdSession(BatchedSession):
     """One sequence: the state that chose its root, and perhaps all states of its text."""
 
+    drafter: Dresd
     state: Tensor | None = None  # (H,); None: it was not observed
 
     def __init__(self, drafter: Dresd, request: Request) -> None:

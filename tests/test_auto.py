@@ -536,8 +536,8 @@ def test_where_nobody_gains_steps_are_plain_and_nobody_reads_their_states(steps,
 def test_a_rest_goes_on_as_texts_come_and_go(steps, tiny, monkeypatch):
     """Whether anybody is asked is decided for a batch, not for its texts. A prediction is asked at once."""
     steps(DEAR)
-    for place in ("_piloted", "_rehearsal"):
-        monkeypatch.setattr(f"slipstream.drafters.{place}.Stopwatch", lambda: SimpleNamespace(seconds=lambda: 1e-3))
+    for place in ("_piloted", "_rehearsal"):  # a draft takes about as long as a step of four texts
+        monkeypatch.setattr(f"slipstream.drafters.{place}.Stopwatch", lambda: SimpleNamespace(seconds=lambda: 0.05))
     llm, asked = LLM(tiny("llama"), drafter="auto", drafters="suffix", max_batch=4), []
     drafter = llm.engine.drafter
     asks = drafter.pilot.asks

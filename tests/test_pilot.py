@@ -852,7 +852,7 @@ def test_batches_of_another_size_are_known_for_themselves():
     (one,) = known(pilot, {"a": 0.1}, 1)
     (four,) = known(pilot, {"a": 0.3}, 4)
     assert one is not four
-    assert pilot.sources(5)["a"] is four
+    assert pilot.sources(3)["a"] is four
     texts = [Text() for _ in range(4)]
     choose(pilot, texts, [chain([1, 2, 3]) for _ in texts], [8] * 4, [four])
     pilot.judge()

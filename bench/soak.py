@@ -4,7 +4,6 @@ texts    200 requests to a service on the embedded model: every text equals plai
 many     10,000 requests from 64 threads to a tiny model: memory does not grow
 streams  500 streams in one event loop, a third of them dropped: the others get the same text as alone
 server   a server under 500 streams, some slow or cut, then 10,000 short requests: memory, statuses
-hits     questions about one long document, cached or not: tokens per step and time to the first token
 learn    a server that learns is killed again and again, then its disk is full: nothing acknowledged is lost
 
 Each part prints a line of JSON. --scale: share of the requests, to try it.
@@ -24,7 +23,6 @@ from typing import Any
 
 import slipstream
 from slipstream.jobs import Job
-from soak_hits import hits
 from soak_lab import WAYS, growth, real, resident, run_threads, said, tell, tiny
 from soak_server import learn, server
 
@@ -170,7 +168,6 @@ PARTS = {
     "texts": texts,
     "many": many,
     "streams": streams,
-    "hits": hits,
     "server": server,
     "learn": learn,
 }
@@ -182,9 +179,6 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--scale", type=float, default=1.0)
     parser.add_argument("--prompts", nargs="*", default=[], help="files; default: the built-in ones")
-    parser.add_argument("--prefix", type=int, default=4096, help="of hits: tokens of the document")
-    parser.add_argument("--questions", type=int, default=8, help="of hits: about it")
-    parser.add_argument("--drafters", nargs="+", default=["eagle3", "auto"], help="of hits")
     parser.add_argument("--requests", type=int, default=200, help="of texts, as are those below")
     parser.add_argument("--rate", type=float, default=2.0, help="requests per second")
     parser.add_argument("--tokens", type=int, default=48, help="of an answer, at most")

@@ -1,8 +1,13 @@
-"""The part `hits` of bench/soak.py: what cached beginnings of prompts save, and how drafters do with them."""
+"""What cached beginnings of prompts save: python bench/hits.py [--model MODEL] [--drafters NAME…] [--device cuda]
+
+Each question about one long document is asked where the document was read before (a hit), and where nothing was (a
+miss). For each drafter a line of JSON: tokens per step and the time to the first token of both.
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
 import random
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -17,6 +22,27 @@ from slipstream.jobs import Job, Update
 from slipstream.targets import load_model
 from slipstream.text import encode
 from soak_lab import real, tell
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", help="default: the embedded one")
+    parser.add_argument("--drafters", nargs="+", help="default: eagle3 and auto, or auto alone with --model")
+    parser.add_argument("--prompts", nargs="*", default=[], help="files of questions; default: the built-in ones")
+    parser.add_argument("--prefix", type=int, default=4096, help="tokens of the document")
+    parser.add_argument("--questions", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=48, help="of an answer")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--device", default="cpu")
+    given = parser.parse_args()
+    if given.questions < 1:
+        parser.error(f"--questions is at least 1, not {given.questions}")
+    model, tokenizer = load_model(given.model, dtype=given.dtype, device=given.device)
+    prompts = prompts_of(given, tokenizer)
+    for name in given.drafters or (["auto"] if given.model else ["eagle3", "auto"]):
+        found = hits_and_misses(LLM(model, tokenizer, name), prompts, given.tokens)
+        print(json.dumps({"benchmark": "hits", "seed": given.seed, "drafter": name, **found}), flush=True)
 
 
 @dataclass(frozen=True)
@@ -41,19 +67,16 @@ def ask(llm: LLM, prompt: list[int], tokens: int, collection: str) -> Asked:
     return Asked(list(update.sequence.tokens), first - clock, per_step, found)
 
 
-def hits(given: argparse.Namespace, rng: random.Random) -> dict[str, Any]:
-    """Each question about one document is asked where the document is known, and in a collection of its own, where
-    nothing is."""
-    model, tokenizer = load_model(dtype=given.dtype, device=given.device)
+def prompts_of(given: argparse.Namespace, tokenizer: Any) -> list[list[int]]:
+    """Of the document and one question each: one to begin with, then as many as are measured."""
     text = "\n\n".join(p.turns[0] for p in ([p for file in given.prompts for p in read(file)] or builtin()))
     words = tokenizer(text, add_special_tokens=False)["input_ids"]
     document = tokenizer.decode((words * (1 + given.prefix // len(words)))[: given.prefix])
-    questions = real(given.prompts, rng, 1 + max(2, int(given.questions * given.scale)))
-    prompts = [encode(f"{document}\n\n{question}", tokenizer, True) for question in questions]
-    return {name: hit_and_missed(LLM(model, tokenizer, name), prompts, given.tokens) for name in given.drafters}
+    questions = real(given.prompts, random.Random(given.seed), 1 + given.questions)
+    return [encode(f"{document}\n\n{question}", tokenizer, True) for question in questions]
 
 
-def hit_and_missed(llm: LLM, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
+def hits_and_misses(llm: LLM, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
     if max(map(len, prompts)) + tokens > llm.target.context:
         raise SystemExit(f"prompts of {max(map(len, prompts))} tokens: {llm.name} reads {llm.target.context}")
     pairs, (first_one, *prompts) = list[tuple[Asked, Asked]](), prompts
@@ -79,3 +102,7 @@ def hit_and_missed(llm: LLM, prompts: list[list[int]], tokens: int) -> dict[str,
     tell(f"{llm.engine.name}: {told}")
     llm.close()
     return told
+
+
+if __name__ == "__main__":
+    main()

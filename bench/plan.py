@@ -79,7 +79,7 @@ def main() -> None:
         for one in replaying:
             tell(f"replaying {one.name}")
             tallies = replayed(recording, one.name, options[one.name], model, tokenizer, given.nodes)
-            forecasts[one.name] = partial(forecast, tallies, each)
+            forecasts[one.name] = partial(forecast, tallies, each, replayed=True)
     for name, of in forecasts.items():
         expected = of(len(unseen))
         tell(f"{name}: forecast {expected.tokens} tokens per step, {expected.speedup} × plain")

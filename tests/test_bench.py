@@ -283,7 +283,7 @@ def test_what_cannot_be_measured_is_refused(tiny):
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "top_p": 0.95, "seed": 7}], ids=["greedy", "sampled"])
 def test_replayed_numbers_equal_live_ones(shallow, tmp_path, sampling, monkeypatch):
     """Acceptance does not need the target: M, histogram and nodes are those of the live run."""
-    monkeypatch.setattr("slipstream.evaluate.replay.measure", lambda *_, **__: {1: 0.01, 8: 0.02, 64: 0.04})
+    monkeypatch.setattr("slipstream.evaluate.replay.timed", lambda *_: {1: [0.01], 8: [0.02], 64: [0.04]})
     prompts = [
         Prompt("a", "list", ("List the numbers from 1 to 9, then list them again.",)),
         Prompt("b", "greeting", ("Hi!",)),

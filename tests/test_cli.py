@@ -248,7 +248,7 @@ def test_bench_measures_records_and_replays(forked, small, tmp_path, monkeypatch
     assert "measuring: 100% (3 of 3)" in done.stderr  # no terminal to draw a bar on
     assert "translation" in page.read_text()
     # Recording times forwards for half a minute: here it only says so.
-    monkeypatch.setattr("slipstream.evaluate.replay.measure", lambda *_, **__: {1: 0.01, 8: 0.02, 64: 0.04})
+    monkeypatch.setattr("slipstream.evaluate.replay.timed", lambda *_: {1: [0.01], 8: [0.02], 64: [0.04]})
     assert command("bench", *few, "--record", kept)[0] == 0
     monkeypatch.undo()
     capsys.readouterr()

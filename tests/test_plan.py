@@ -368,6 +368,14 @@ def test_a_forecast_holds_for_texts_like_the_known_ones():
     assert why(expected, found) == []
 
 
+def test_a_replayed_forecast_allows_for_another_moment_of_the_machine():
+    known = steps_of(0.6, 4, 12, 1, (0.1, 1.2, 0.02))
+    lived, replayed = forecast(known, 1.0, 12), forecast(known, 1.0, 12, replayed=True)
+    assert replayed.tokens == lived.tokens
+    assert replayed.speedup.low < lived.speedup.low < lived.speedup.high < replayed.speedup.high
+    assert Interval(2.0, 2.0, 2.0).wider(0.05) == pytest.approx((2.0, 2 * math.exp(-0.05), 2 * math.exp(0.05)))
+
+
 @pytest.mark.parametrize(
     ("seconds", "alpha", "said"),
     [
@@ -496,6 +504,7 @@ def test_a_config_is_all_that_a_plan_for_a_chip_needs(config, name):
         ({"device": "H200", "drafters": ["nobody"]}, "nobody.*can't be planned for"),
         ({"device": "H200", "drafters": ["model"]}, "--draft-model"),
         ({"device": "H200", "dtype": "float12"}, "float12.*bfloat16"),
+        ({"context": 64}, "--context 64.*named --device"),
     ],
 )
 def test_what_can_not_be_planned_is_refused_with_what_can(config, asked, said):
@@ -503,6 +512,16 @@ def test_what_can_not_be_planned_is_refused_with_what_can(config, asked, said):
 
     with pytest.raises(OptionError, match=said):
         make(Asked(str(config), **asked))
+
+
+@pytest.mark.slow
+def test_a_plan_for_this_machine_is_in_the_precision_and_with_the_draft_model_that_were_asked_for(small):
+    from slipstream.plan.make import Asked, make
+
+    document = make(Asked(str(small), ["suffix", "model"], dtype="bfloat16", draft_model=str(small)))
+    assert (document["dtype"], document["context"]) == ("bfloat16", 64)
+    assert [row["drafter"] for row in document["drafters"]] == ["suffix", "model"]
+    assert document["drafters"][1]["c"] > document["drafters"][0]["c"]
 
 
 def test_the_page_shows_every_drafter_in_every_chart(config, tmp_path, browser):

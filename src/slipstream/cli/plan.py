@@ -24,12 +24,14 @@ def plan(
         str, typer.Option("--drafter", "-d", help="The drafters to consider, separated by commas.")
     ] = "",
     batch: Annotated[int, typer.Option(help="How many answers are generated at a time.")] = 1,
-    context: Annotated[int, typer.Option(help="Length of a text in tokens.")] = 512,
+    context: Annotated[
+        int | None, typer.Option(help="Length of a text in tokens, on a chip. Default: 512.", show_default=False)
+    ] = None,
     device: Annotated[
         str, typer.Option(help="A chip, such as H200, H100 or A100; or here, to measure this machine.")
     ] = "here",
     dtype: Annotated[
-        str | None, typer.Option(help="Precision of weights and keys on a chip. Default: the chip's.")
+        str | None, typer.Option(help="Precision of weights and keys. Default: the chip's; here, as elsewhere.")
     ] = None,
     survival: Annotated[
         list[Path] | None,

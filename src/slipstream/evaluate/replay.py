@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from statistics import median
 from typing import Any, ClassVar
 
 import numpy as np
@@ -28,10 +29,11 @@ from slipstream.evaluate.measure import Item
 from slipstream.request import Request, Step
 from slipstream.sampling import Sampler, Sampling
 from slipstream.targets import Scores, Slot, Target, Want
-from slipstream.targets.timing import measure
+from slipstream.targets.timing import timed
 from slipstream.tree import TokenTree
 
 FORMAT, VERSION = "slipstream-recording", 1
+TIMING, REPEATS = 20.0, 8  # seconds for timing steps, and repeats, both before and after states are read
 
 
 @dataclass(frozen=True)
@@ -85,8 +87,10 @@ class Recording:
 def record(
     target: Target, model: str, items: Sequence[Item], decoding: Decoding, layers: Sequence[int] = ()
 ) -> Recording:
-    """Record items that were answered plainly, with the hidden states of these layers."""
-    hidden = {}
+    """Record items that were answered plainly, with the hidden states of these layers. Steps are timed before states
+    are read and again behind them, since a machine may be slow for some seconds on end."""
+    longest = max(items, key=lambda item: len(item.tokens)).tokens
+    before, hidden = timed(target, longest, TIMING, REPEATS), {}
     for number, item in enumerate(items if layers else []):
         text = (item.tokens + item.plain)[:-1]  # the last token is never read
         slot = target.open()
@@ -94,8 +98,8 @@ def record(
         target.close(slot)
         for layer in layers:
             hidden[f"{number}.{layer}"] = torch.cat([chunk[layer] for chunk in chunks]).cpu()
-    longest = max(items, key=lambda item: len(item.tokens))
-    cost = measure(target, longest.tokens, at_most=60.0)
+    after = timed(target, longest, TIMING, REPEATS)
+    cost = {rows: median(times + after.get(rows, [])) for rows, times in before.items()}
     padded = bool(target.widths)
     return Recording(list(items), cost, decoding, target.vocabulary, target.context, model, hidden, padded)
 

@@ -9,10 +9,10 @@ from slipstream.errors import OptionError
 from slipstream.llm import LLM
 from slipstream.plan.advice import LOOKUP, LOOKUPS, NEEDS, Place
 from slipstream.plan.survival import Survival
-from slipstream.targets.timing import cpu_name
+from slipstream.targets.timing import cpu_name, nonsense
 
 
-def here(llm: LLM, batch: int, context: int, counted: dict[str, Survival]) -> Place:
+def here(llm: LLM, batch: int, counted: dict[str, Survival]) -> Place:
     """llm: with `auto`, which timed all its drafters when it was made. counted: drafters with measured times."""
     auto = llm.engine.drafter
     assert isinstance(auto, AutoDrafter)
@@ -41,7 +41,7 @@ def here(llm: LLM, batch: int, context: int, counted: dict[str, Survival]) -> Pl
         first = costs.seconds(low, batch)
         return first + share * (costs.seconds(low + 1, batch) - first) if share else first
 
-    device = llm.target.device
+    device, context = llm.target.device, len(nonsense(llm.target))
     name = cpu_name() if device.type == "cpu" else str(device)
     return Place(f"here ({name})", batch, context, str(llm.target.dtype).removeprefix("torch."), step, drafting)
 

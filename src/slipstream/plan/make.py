@@ -20,6 +20,7 @@ from slipstream.plan.theory import Interval
 from slipstream.version import __version__
 
 NAME, VERSION = "slipstream plan", 1
+CONTEXT = 512  # tokens of a text, if none are asked for
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Asked:
     model: str | None = None  # None: the embedded one
     drafters: list[str] = field(default_factory=list)  # none: all that can be planned for
     batch: int = 1
-    context: int = 512
+    context: int | None = None  # None: `CONTEXT`, or here the text that `auto` was timed after
     device: str = "here"
     dtype: str | None = None
     survival: list[Path] = field(default_factory=list)  # traces and recordings
@@ -40,20 +41,22 @@ class Asked:
 
 def make(asked: Asked) -> dict[str, Any]:
     """The plan, ready for JSON."""
-    llm = LLM(*load_model(asked.model), "auto") if asked.device == "here" else None
+    llm = _loaded(asked) if asked.device == "here" else None
     shape = shape_of_model(asked.model) if llm is None else _shape(llm.model)
     counted = {s.drafter: s for s in _counted(asked, llm)}
     small = shape_of_model(asked.draft_model) if asked.draft_model else None
     on = at = None  # the chip, and the place by batch: of a named device
     if llm is not None:
-        place = here(llm, asked.batch, asked.context, counted)
+        place = here(llm, asked.batch, counted)
         known = {*llm.engine.drafter.parts, "pld", "suffix"}  # type: ignore[attr-defined]
     else:
         on = chip(asked.device)
         dtype = asked.dtype or on.dtype
         if dtype not in SIZES:
             raise OptionError(f"--dtype {dtype!r} is unknown: use {', '.join(SIZES)}")
-        at = partial(advice.on_chip, asked.device, on, shape, context=asked.context, dtype=dtype, draft=small)
+        at = partial(
+            advice.on_chip, asked.device, on, shape, context=asked.context or CONTEXT, dtype=dtype, draft=small
+        )
         place = at(asked.batch)
         known = set(advice.NEEDS) - ({"model"} if small is None else set())
     if unknown := [name for name in asked.drafters if name not in advice.NEEDS and name not in counted]:
@@ -77,6 +80,16 @@ def make(asked: Asked) -> dict[str, Any]:
             "batches": [] if at is None else advice.by_batch(survivals, at),
         }
     )
+
+
+def _loaded(asked: Asked) -> LLM:
+    """The model itself, whose `auto` times its drafters when it is made."""
+    if asked.context is not None:
+        raise OptionError(
+            f"--context {asked.context}: on this machine steps are timed after a short text, whatever is asked for. "
+            "Give a named --device, or leave --context out"
+        )
+    return LLM(*load_model(asked.model, dtype=asked.dtype), "auto", draft_model=asked.draft_model)
 
 
 def shape_of_model(source: str | None) -> Shape:

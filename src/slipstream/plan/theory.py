@@ -171,6 +171,11 @@ class Interval(NamedTuple):
     def holds(self, other: float) -> bool:
         return self.low <= other <= self.high
 
+    def wider(self, share: float) -> Interval:
+        """With a further error of this share of the value, independent of what the interval covers."""
+        half = math.hypot(math.log(self.high / self.value), share)
+        return Interval(self.value, self.value * math.exp(-half), self.value * math.exp(half))
+
     def __str__(self) -> str:
         return f"{self.value:.2f} ({self.low:.2f}-{self.high:.2f})"
 

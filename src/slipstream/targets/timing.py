@@ -31,6 +31,11 @@ REPEATS = 4  # after a first run, which loads code
 def measure(target: Target, text: Sequence[int], at_most: float = AT_MOST) -> dict[int, float]:
     """Seconds of a forward after the text, by number of rows: the least of interleaved repeats, since other work on the
     machine only adds to them. A large model may be timed only once, and for few numbers of rows."""
+    return {rows: min(times) for rows, times in timed(target, text, at_most, REPEATS).items()}
+
+
+def timed(target: Target, text: Sequence[int], at_most: float, repeats: int) -> dict[int, list[float]]:
+    """Seconds of forwards after the text, by number of rows: several of each, as many as there is time for."""
     slot = target.open()
     for _ in target.prefill(slot, text, Want()):
         pass
@@ -38,14 +43,14 @@ def measure(target: Target, text: Sequence[int], at_most: float = AT_MOST) -> di
     sizes.sort(key=lambda n: abs(n - target.default_draft) if n > 1 else -1)  # the most important before time is up
     rng = np.random.default_rng(0)
     trees = {n: _trial(n, target, rng) for n in sizes}
-    measuring, times = Stopwatch(), dict[int, float]()
-    for repeat in range(1 + REPEATS):
+    measuring, times = Stopwatch(), dict[int, list[float]]()
+    for repeat in range(1 + repeats):
         # In turn forth and back, so that a step also follows one of its own size, as in decoding.
         for n in sizes if repeat < 2 or repeat % 2 else sizes[::-1]:
             if len(times) > 1 and measuring.seconds() > at_most:
                 break
             taken = _seconds(target, slot, trees[n])
-            times[n] = taken if repeat < 2 else min(taken, times[n])
+            times[n] = [taken] if repeat < 2 else [*times[n], taken]
     target.close(slot)
     return dict(sorted(times.items()))
 

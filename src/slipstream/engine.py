@@ -511,8 +511,8 @@ class Engine:
     def _resume(
         self, session: DraftSession, other: DraftSession | None, source: Slot, request: Request, known: int
     ) -> int:
-        """Start a session from another, whose slot is `source`. Returns how many tokens of
-        the prompt need not be read. known: see `read`."""
+        """Start a session from another, whose slot is `source`. Returns how many tokens of the prompt need not be read.
+        known: see `read`."""
         known = max(0, (known or source.shared(request.tokens[:-1])) - (can.rereads(self.drafter) or 0))
         if other is not None and known:  # before pages are shared, since the other session may write keys there
             known = can.settled(other, known)

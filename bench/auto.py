@@ -15,7 +15,8 @@ fresh     like use on the command line: for each prompt and repeat a new process
 
 batches   `auto` with 1, 4, 16 and 64 sequences next to plain decoding, and what it decides: which drafters it asked,
           whether it verified anything, expected and actual tokens per sequence, the time of proposing and of steps.
-          There are --fill times as many prompts as sequences: when a text ends, the next one takes its place
+          There are --fill times as many prompts as sequences: when a text ends, the next one takes its place. Texts
+          have from half of --tokens to one and a half, so that they end one by one, as they do for anybody's requests
 
 A single drafter is a name, or NAME:NODES for at most so many nodes a step. After `settings`, `live` takes the two that
 were best there. Tables go to stderr, one JSON line last.
@@ -320,8 +321,13 @@ def batches(given: argparse.Namespace) -> dict[str, Any]:
         for repeat in range(1 + given.repeats):  # the first time, code is loaded
             log.clear()
             for i, llm in enumerate(llms.values()):
+                requests = [
+                    llm.request(prompt, max_new_tokens=length, ignore_eos=True)
+                    for prompt, length in zip(asked, lengths(len(asked), given.tokens), strict=True)
+                ]
                 whole = Stopwatch()  # without captures
-                llm.generate(asked, max_new_tokens=given.tokens, ignore_eos=True)
+                for _ in llm.engine.run(requests):
+                    pass
                 taken[i, repeat] = whole.seconds()
         told[str(size)] = interval(taken[:1, 1:], taken[1:, 1:])
         tell(f"{size} sequences: auto {told[str(size)]} × plain; the last time:")
@@ -340,6 +346,11 @@ def batches(given: argparse.Namespace) -> dict[str, Any]:
         for source in llms["auto"].engine.drafter.pilot.sources(size).values():
             tell(f"      {known_of(source)}")
     return told
+
+
+def lengths(texts: int, tokens: int) -> list[int]:
+    """From half of the tokens to one and a half, spread evenly over any few texts that follow each other."""
+    return [round(tokens * (0.5 + i * 0.618034 % 1)) for i in range(texts)]
 
 
 def watched(llm: LLM) -> list[tuple[tuple[int, tuple[str, ...], bool], tuple[float, ...]]]:

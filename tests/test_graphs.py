@@ -715,6 +715,15 @@ def test_tokens_are_taken_over_while_the_device_works(plain_engine, monkeypatch)
     assert sum(after > before for before, after in told) >= 6, told
 
 
+def test_texts_that_join_a_batch_do_not_hold_up_the_device(plain_engine, monkeypatch):
+    """Every forward but the first begins before the one before it is verified."""
+    proposed, propose = [], plain_engine.drafter.propose
+    monkeypatch.setattr(plain_engine.drafter, "propose", lambda *given: proposed.append(given) or propose(*given))
+    limits = [3, 9, 5, 4, 11, 6, 8, 2, 7]
+    assert [len(sequence.tokens) for sequence in answers(plain_engine, requests(*limits))] == limits
+    assert len(proposed) == 1
+
+
 def test_steps_that_nobody_observed_are_made_up_for(tiny, monkeypatch):
     """While no part of `auto` is asked, steps are not observed one by one. Whoever is asked next sees each token once,
     and knows the whole text; others begin when they are asked."""

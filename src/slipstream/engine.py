@@ -238,7 +238,9 @@ class Engine:
     def _step_ahead(self, running: list[Sequence], readings: Collection[Reading] = ()) -> None:
         """Begin the next plain forward, if its inputs are known, and verify the pending results while it runs."""
         pending = self._take_pending(running)
-        known = len(pending) == len(running) and can.idle(self.drafter) and self._chosen_on_device(running)
+        sessions = [sequence.session for sequence in running]
+        rests = can.idle(self.drafter) if len(pending) == len(running) else can.rests_with(self.drafter, sessions)
+        known = rests and self._chosen_on_device(running)
         if known and all([sequence.slot.length < self.target.context for sequence in running]):
             try:
                 self._score_ahead(running, pending, readings)
@@ -271,9 +273,10 @@ class Engine:
         self, running: list[Sequence], pending: deque[tuple[Sequence, PendingResult]], readings: Collection[Reading]
     ) -> None:
         """Score the next roots, which the pending results chose, and read pieces of prompts. The pending results are
-        verified while the device works."""
+        verified while the device works. Sequences that have just begun have none: their roots are known."""
         clock, taken = perf_counter(), Stopwatch()
-        trees = TokenTree.roots([result.score.token(0, sequence.sampler) for sequence, result in pending])
+        chosen = {sequence: result.score.token(0, sequence.sampler) for sequence, result in pending}
+        trees = TokenTree.roots([chosen.get(sequence, sequence.root) for sequence in running])
         can.rest(self.drafter)
         scores = self._forward(running, trees, readings, lambda _: self._verify_pending(pending, overtaken=True))
         self._measured([1] * len(running), taken.seconds(), readings)

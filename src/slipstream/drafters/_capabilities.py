@@ -49,6 +49,9 @@ class Idles(Protocol):
 
     idle: bool  # whether it will propose nothing for the next step
 
+    def rests_with(self, sessions: Sequence[Any]) -> bool:
+        """Whether it will propose nothing for the next step, though some of its sessions are new."""
+
     def rest(self) -> None:
         """That step begins, without asking it."""
 
@@ -241,6 +244,10 @@ def step_layers(drafter: Drafter) -> tuple[int, ...]:
 
 def idle(drafter: Drafter) -> bool:
     return getattr(drafter, "idle", False)
+
+
+def rests_with(drafter: Any, sessions: Sequence[DraftSession]) -> bool:
+    return idle(drafter) and drafter.rests_with(sessions)
 
 
 def rest(drafter: Any) -> None:

@@ -57,6 +57,9 @@ class PilotedDrafter(JointDrafter):
     def idle(self) -> bool:
         return self.resting > 0
 
+    def rests_with(self, sessions: Sequence[DraftSession]) -> bool:
+        return self.idle and self._declined.holds_for(cast(Sequence[PilotedSession], sessions))
+
     def renewed(self, name: str) -> None:
         self.pilot.renew(name)
         self.resting = 0
@@ -84,7 +87,7 @@ class PilotedDrafter(JointDrafter):
         self, sessions: Sequence[DraftSession], roots: Sequence[int], budgets: Sequence[Budget]
     ) -> list[Proposal]:
         whole, mine = Stopwatch(), cast(Sequence[PilotedSession], sessions)
-        if self.resting and self._declined.holds_for(mine):
+        if self.rests_with(sessions):
             self.rest()
             return [Proposal(tree) for tree in TokenTree.roots(roots)]
         ahead, self._ahead, self.resting = self._ahead.issuperset(sessions), set(), 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,9 @@ class NoDrafter(Drafter):
 
     def begin(self, request: Request) -> DraftSession:  # noqa: ARG002
         return NoSession()
+
+    def rests_with(self, sessions: Sequence[DraftSession]) -> bool:  # noqa: ARG002
+        return True
 
 
 class NoSession(DraftSession):

@@ -162,6 +162,8 @@ def scores_trees(target: TreeTarget | GraphTarget) -> bool:
                 if not off <= allowed:
                     log.debug("%s: off by %.3g where %.3g is allowed", type(target.model).__name__, off, allowed)
                     return False
+    except torch.OutOfMemoryError:  # says nothing about the model
+        raise
     except Exception as error:  # an unknown model may fail in any way: then it gets chains
         log.debug("tree probe failed", exc_info=error)
         return False

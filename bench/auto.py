@@ -336,12 +336,12 @@ def batches(given: argparse.Namespace) -> dict[str, Any]:
             groups.setdefault(key, []).append(numbers)
         for (batch, names, verified), lines in sorted(groups.items(), key=lambda item: -len(item[1]))[:8]:
             nodes, expected, got, *_ = np.mean(lines, 0)
-            proposing, step, plain = np.median(lines, 0)[3:]  # some steps capture something
+            proposing, step, planned, plain = np.median(lines, 0)[3:]  # some steps capture something
             what = f"{nodes:.0f} nodes" if verified else "nothing"
             tell(
                 f"  {len(lines):4} steps of {batch}, asked {' '.join(names) or 'nobody'}, verified {what}: expected "
                 f"{expected:.2f} tokens, got {got:.2f}; proposing {proposing * 1e3:.3f} ms, all {step * 1e3:.3f}, "
-                f"a plain one is taken to be {plain * 1e3:.3f}"
+                f"expected {planned * 1e3:.3f}, a plain one {plain * 1e3:.3f}"
             )
         for source in llms["auto"].engine.drafter.pilot.sources(size).values():
             tell(f"      {known_of(source)}")
@@ -369,7 +369,8 @@ def watched(llm: LLM) -> list[tuple[tuple[int, tuple[str, ...], bool], tuple[flo
         step(running, readings)
         taken, choice = perf_counter() - clock, drafter.choice
         got = sum(len(s.tokens) for s in running) - before
-        numbers = choice.nodes / batch, choice.tokens / batch, got / batch, spent[0], taken, batch / choice.plain
+        times = spent[0], taken, choice.tokens / choice.rate, batch / choice.plain
+        numbers = choice.nodes / batch, choice.tokens / batch, got / batch, *times
         log.append(((batch, choice.asked, choice.nodes > 0), numbers))
 
     drafter.propose, engine.step = proposed, stepped

@@ -171,11 +171,12 @@ class Engine:
 
         readings: prompts of which a piece is read in the same forward (see `reads_along`)."""
         self._pause_all_but(running)
+        whole = Stopwatch()
         if any(sequence.pending is not None for sequence in running):
-            self._step_ahead(running, readings)
+            self._step_ahead(running, whole, readings)
             return
         clock = perf_counter()
-        trees = self._propose(running)
+        trees, drafting = self._propose(running)
         for sequence in running:
             can.keep(sequence.session)
         choice = can.choice(self.drafter)
@@ -190,17 +191,17 @@ class Engine:
             self._measured([1] * len(running), forward, readings)
             for sequence, tree, score in zip(running, trees, scores, strict=True):
                 sequence.pending = PendingResult(tree, score, (scored - clock) / len(running))
-            self._step_ahead(running)
+            self._step_ahead(running, Stopwatch())
             return
         verdicts = [self._decide(*each) for each in zip(running, trees, scores, strict=True)]
-        # A plain step counts its forward alone: the host's part overlaps with the next forward.
-        self._measured([len(tree) for tree in trees], forward if plain else taken.seconds(), readings)
         self._mark_inexact(running)
         times = (t / len(running) for t in (drafted - clock, scored - drafted, perf_counter() - scored))
         draft_seconds, verify_seconds, host_seconds = times
         for sequence, tree, verdict in zip(running, trees, verdicts, strict=True):
             if verdict is not None:
                 self._advance(sequence, Step(tree, verdict, draft_seconds, verify_seconds, host_seconds, choice))
+        # A plain step counts its forward alone: the host's part overlaps with the next forward.
+        self._measured([len(tree) for tree in trees], forward if plain else whole.seconds() - drafting, readings)
 
     def reads_along(self, running: Collection[Sequence], readings: Collection[Reading]) -> bool:
         """Whether a step of the running sequences can read pieces of these texts in its forward."""
@@ -235,15 +236,16 @@ class Engine:
     def _chosen_on_device(self, running: list[Sequence]) -> bool:
         return all([sequence.chosen_on_device for sequence in running])
 
-    def _step_ahead(self, running: list[Sequence], readings: Collection[Reading] = ()) -> None:
-        """Begin the next plain forward, if its inputs are known, and verify the pending results while it runs."""
+    def _step_ahead(self, running: list[Sequence], whole: Stopwatch, readings: Collection[Reading] = ()) -> None:
+        """Begin the next plain forward, if its inputs are known, and verify the pending results while it runs. whole:
+        started with the step."""
         pending = self._take_pending(running)
         sessions = [sequence.session for sequence in running]
         rests = can.idle(self.drafter) if len(pending) == len(running) else can.rests_with(self.drafter, sessions)
         known = rests and self._chosen_on_device(running)
         if known and all([sequence.slot.length < self.target.context for sequence in running]):
             try:
-                self._score_ahead(running, pending, readings)
+                self._score_ahead(running, pending, whole, readings)
             except Exception:
                 if not pending:
                     raise
@@ -270,16 +272,20 @@ class Engine:
                 self._advance(sequence, Step(result.tree, verdict, 0.0, result.seconds, 0.0))
 
     def _score_ahead(
-        self, running: list[Sequence], pending: deque[tuple[Sequence, PendingResult]], readings: Collection[Reading]
+        self,
+        running: list[Sequence],
+        pending: deque[tuple[Sequence, PendingResult]],
+        whole: Stopwatch,
+        readings: Collection[Reading],
     ) -> None:
         """Score the next roots, which the pending results chose, and read pieces of prompts. The pending results are
         verified while the device works. Sequences that have just begun have none: their roots are known."""
-        clock, taken = perf_counter(), Stopwatch()
+        clock = perf_counter()
         chosen = {sequence: result.score.token(0, sequence.sampler) for sequence, result in pending}
         trees = TokenTree.roots([chosen.get(sequence, sequence.root) for sequence in running])
         can.rest(self.drafter)
         scores = self._forward(running, trees, readings, lambda _: self._verify_pending(pending, overtaken=True))
-        self._measured([1] * len(running), taken.seconds(), readings)
+        self._measured([1] * len(running), whole.seconds(), readings)
         self._mark_inexact(running)
         seconds = (perf_counter() - clock) / len(running)
         for sequence, tree, score in zip(running, trees, scores, strict=True):
@@ -522,10 +528,11 @@ class Engine:
             can.resume(session, other, request.tokens[:known])
         return known
 
-    def _propose(self, running: list[Sequence]) -> list[TokenTree]:
-        budgets = [s.budget(self.target) for s in running]
+    def _propose(self, running: list[Sequence]) -> tuple[list[TokenTree], float]:
+        """A tree for each sequence, and the seconds that the drafter took."""
+        budgets, drafting = [s.budget(self.target) for s in running], Stopwatch()
         proposals = self.drafter.propose([s.session for s in running], [s.root for s in running], budgets)
-        trees = []
+        trees, seconds = [], drafting.seconds()
         for sequence, proposal, budget in zip(running, proposals, budgets, strict=True):
             proposal.tree.check(self.target.vocabulary, sequence.root)
             tree = budget.limit(proposal.tree)
@@ -533,7 +540,7 @@ class Engine:
                 proposal.beside.check(self.target.vocabulary, sequence.root)
                 tree = fuse([tree, proposal.beside.cut(budget.depth)])
             trees.append(tree if self.target.trees else tree.best_chain())
-        return trees
+        return trees, seconds
 
     def _observe(self, sequence: Sequence, tree: TokenTree, score: Scores, verdict: Verdict) -> None:
         """Show the drafter the accepted path."""

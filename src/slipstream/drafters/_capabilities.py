@@ -131,8 +131,8 @@ class Decides(Protocol):
         """What it decided about the step that was proposed last."""
 
     def measured(self, rows: Sequence[int], seconds: float) -> None:
-        """The time of a step with so many rows per sequence, drafting excluded: the target's forward, and unless it is
-        a plain step that others overlap with, verifying and committing."""
+        """The time of a step with so many rows per sequence, `propose` excluded. Of a plain step the target's forward
+        alone, if the rest can overlap with the next forward."""
 
 
 @runtime_checkable

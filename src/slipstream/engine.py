@@ -417,11 +417,11 @@ class Engine:
                 room -= len(pieces[-1])
         return included, pieces
 
-    def _reading_layers(self, readings: Iterable[Reading]) -> tuple[int, ...]:
+    def _reading_layers(self, readings: Collection[Reading]) -> tuple[int, ...]:
         """The layers whose hidden states the drafter needs: none if it knows all of these texts, or if it rests under
         load. Should it be asked about these texts later, its drafts are somewhat worse."""
         known = all(reading.again for reading in readings) and not can.in_pages(self.drafter)
-        wanted = can.layers if len(self._open) < LOADED else can.step_layers
+        wanted = can.layers if len(self._open) + len(readings) < LOADED else can.step_layers
         return () if known else wanted(self.drafter)
 
     def _record_pieces(

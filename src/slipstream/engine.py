@@ -222,7 +222,7 @@ class Engine:
         if readings:
             included, pieces = self._pieces(readings, self.target.chunk - sum(map(len, trees)))
         if not included:
-            rows = 1 + max(s.request.max_draft for s in running) if can.pads(self.drafter) else 1
+            rows = 1 + running[0].request.max_draft if len(running) == 1 and can.pads(self.drafter) else 1
             return self.target.score(slots, trees, Want(layers, rows, samplers, during))
         samplers += tuple(reading.sequence.chooser for reading in included)
         want = Want(self._reading_layers(included) or layers, samplers=samplers, during=during)
@@ -240,8 +240,10 @@ class Engine:
         """Begin the next plain forward, if its inputs are known, and verify the pending results while it runs. whole:
         started with the step."""
         pending = self._take_pending(running)
-        sessions = [sequence.session for sequence in running]
-        rests = can.idle(self.drafter) if len(pending) == len(running) else can.rests_with(self.drafter, sessions)
+        if len(pending) == len(running):
+            rests = can.idle(self.drafter)
+        else:
+            rests = can.rests_with(self.drafter, [sequence.session for sequence in running])
         known = rests and self._chosen_on_device(running)
         if known and all([sequence.slot.length < self.target.context for sequence in running]):
             try:
@@ -291,6 +293,7 @@ class Engine:
         for sequence, tree, score in zip(running, trees, scores, strict=True):
             if sequence.finish is None:
                 sequence.pending = PendingResult(tree, score, seconds)
+        self._latest = []  # nobody has observed this step
 
     def _measured(self, rows: list[int], seconds: float, readings: Collection[Reading]) -> None:
         """Tell the drafter how long a step took. If it read prompts besides, this says nothing about other steps."""

@@ -340,6 +340,8 @@ class Pilot:
             every = self.sources(batch).values() if source.head else ()
             rivals = [s.gains[source.level] for s in every if s.head and s is not source]
             lost = step.seconds * (1 - (1 + gain) / (1 + max([0.0, *rivals])))
+            if source is self._trial:  # one that counts for all its drafts, whichever of them is judged
+                lost *= TRIAL
             if source.late_start or source is self._trial:
                 lost += source.start_cost
             if source.returns is not None:

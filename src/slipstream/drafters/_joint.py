@@ -30,6 +30,8 @@ class JointDrafter(Drafter):
         self.layers = tuple(sorted({layer for part in self.parts.values() for layer in can.layers(part)}))
         self.in_pages = any(map(can.in_pages, self.parts.values()))
         self.shared = max(can.shared(part) for part in self.parts.values())
+        again = [can.rereads(part) for part in self.parts.values()]
+        self.rereads = None if None in again else max(n for n in again if n is not None)
 
     @abstractmethod
     def make_parts(self) -> dict[str, Drafter]:
@@ -47,11 +49,6 @@ class JointDrafter(Drafter):
 
     def renewed(self, name: str) -> None:
         """One of its parts has new weights."""
-
-    @property
-    def rereads(self) -> int | None:
-        again = [can.rereads(part) for part in self.parts.values()]
-        return None if None in again else max(n for n in again if n is not None)
 
     @abstractmethod
     def learn(self, tree: TokenTree, followed: Sequence[int], known: int) -> bool:

@@ -33,6 +33,8 @@ class PilotedDrafter(JointDrafter):
         super().__init__(target, tokenizer, options)
         heads = {name: can.sizes(part) for name, part in self.parts.items() if can.generates(part)}
         returns = {name: can.returns(part) for name, part in self.parts.items() if can.invests(part)}
+        self.readers = {name for name, part in self.parts.items() if can.layers(part)}  # of the target's states
+        self.models = heads.keys() - self.readers  # which read texts by themselves
         self.pilot = Pilot(costs(), list(self.parts), target.trees, heads, returns)
         # Rows, batch and seconds of steps that `Costs` has not observed yet. After many steps without drafts, the
         # latest ones are enough.
@@ -117,7 +119,7 @@ class PilotedDrafter(JointDrafter):
     def _unstarted(self, sessions: Sequence[PilotedSession], ahead: bool) -> set[str]:
         """The parts of which a draft could have been started ahead, and was not. ahead: whether drafts of these
         sessions could be started while the last step ran."""
-        found = {name for session in sessions for name in session.parts if session.lags(name)}
+        found = {name for session in sessions for name in session.names if session.lags(name)}
         if ahead:
             found |= {name for session in sessions for name, part in session.parts.items() if can.unstarted(part)}
         return found
@@ -193,10 +195,11 @@ class PilotedSession(JointSession):
     drafter: PilotedDrafter
 
     def __init__(self, drafter: PilotedDrafter, request: Request, names: Collection[str]) -> None:
-        """names: of the parts that may be asked. Those that read no states of the prompt begin when they are asked for
-        the first time: in large batches that is often never."""
-        reading = [name for name in names if can.layers(drafter.parts[name]) or can.generates(drafter.parts[name])]
-        super().__init__(drafter, {name: drafter.parts[name].begin(request) for name in reading})
+        """names: of the parts that may be asked. Draft models begin now, those that read states when there are some,
+        and whoever has not begun when it is asked for the first time: in large batches that is often never."""
+        super().__init__(
+            drafter, {name: drafter.parts[name].begin(request) for name in names if name in drafter.models}
+        )
         self.request, self.names = request, names
         self.text = Text()
         self.asked: set[str] = set()  # parts that were asked for the next step
@@ -205,8 +208,8 @@ class PilotedSession(JointSession):
         self._slot: Slot | None = None
         self._last: Seen | None = None  # the latest step's tokens and states
         self._shown: dict[str, int] = {}  # by part: how many of the tokens since the first root it was shown
-        self._reread = 0  # how many of them were read again, by the parts with keys in the text's pages
-        self._in_pages = [name for name in reading if can.in_pages(drafter.parts[name])]
+        self._reread = 0  # how many of them were read again
+        self._rereading = list[str]()  # by these parts, which have keys in the text's pages
 
     def follow(self, slot: Slot | None) -> None:
         self._catch_up()
@@ -216,6 +219,10 @@ class PilotedSession(JointSession):
     def observe(self, seen: Seen) -> None:
         """The prompt is shown to the parts that have begun; the tokens after it wait until a part is asked (`show`)."""
         if not self.begun:
+            if seen.hidden:
+                for name in self.names:
+                    if name in self.drafter.readers and name not in self.parts:
+                        self._begin(name)
             super().observe(seen)
             self._prompt += seen.tokens
             return
@@ -232,9 +239,20 @@ class PilotedSession(JointSession):
                 self._emitted += missed
                 self.text.rested(len(missed))
 
+    def _begin(self, name: str) -> None:
+        """A part begins, in which it is shown the prompt as far as it is read, without states."""
+        self.parts[name] = part = self.drafter.parts[name].begin(self.request)
+        if self._prompt:
+            part.observe(Seen(self._prompt, 0))
+        can.follow(part, self._slot)
+
     def resume(self, other: DraftSession, tokens: list[int]) -> None:
-        cast(PilotedSession, other).pass_over()
-        super().resume(other, tokens)
+        it = cast(PilotedSession, other)
+        it.pass_over()
+        for name in it.parts:
+            if name in self.drafter.readers and name in self.names:
+                self._begin(name)
+        super().resume(it, tokens)
         self._prompt = list(tokens)
 
     def pass_over(self) -> None:
@@ -257,16 +275,14 @@ class PilotedSession(JointSession):
 
     def _known(self, name: str) -> int:
         """How many of the tokens since the first root a part knows."""
-        return self._shown.get(name, self._reread if name in self._in_pages else 0)
+        return self._shown.get(name, self._reread if name in self._rereading else 0)
 
     def show(self, name: str) -> bool:
         """Before a part is asked: show it the tokens that it has not seen. Only the last step's states are still there;
         without the others its drafts are hardly worse. Returns whether it is asked about this text for the first time.
         """
         if name not in self.parts:
-            self.parts[name] = self.drafter.parts[name].begin(self.request)
-            self.parts[name].observe(Seen(self._prompt, 0))
-            can.follow(self.parts[name], self._slot)
+            self._begin(name)
         first, new, last = name not in self._shown, self._emitted[self._known(name) :], self._last
         self._shown[name] = len(self._emitted)
         self.asked.add(name)
@@ -281,7 +297,8 @@ class PilotedSession(JointSession):
 
     def reread(self, seen: Seen) -> None:
         super().reread(seen)
-        for name in self._in_pages:
+        self._rereading = [name for name in self.parts if can.in_pages(self.drafter.parts[name])]
+        for name in self._rereading:
             self._shown.pop(name, None)
         self._reread = len(self._emitted)
 

@@ -22,7 +22,7 @@ class Want(NamedTuple):
     """What a forward must return."""
 
     layers: tuple[int, ...] = ()  # hidden states to return, by number: see `states.py`
-    rows: int = 1  # rows to compute at least, padding included: the same number in all steps gives the same bits
+    rows: int = 1  # of one tree: to compute at least, padding included. As many in all steps give the same bits
     # For each sequence, the sampler that chooses the tokens after its nodes. If the target can follow it, tokens are
     # chosen within the forward and logits stay on the device. None: the caller reads this sequence's logits.
     samplers: tuple[Sampler | None, ...] = ()

@@ -301,8 +301,12 @@ def attach(drafter: Drafter, answers: EarlierAnswers) -> None:
         drafter.attach(answers)
 
 
+def learns(drafter: Drafter) -> bool:
+    return _offers(drafter, Learns)
+
+
 def ended(drafter: Any, request: Request, tokens: Sequence[int]) -> None:
-    if _offers(drafter, Learns):
+    if learns(drafter):
         drafter.ended(request, tokens)
 
 

@@ -316,7 +316,8 @@ class PilotedSession(JointSession):
         self.latest, self.asked = self.asked, set()
 
     def close(self) -> None:
-        self._catch_up()
+        if self._open:  # the last drafts are labelled
+            self._catch_up()
         super().close()
 
     def pause(self) -> None:

@@ -24,7 +24,6 @@ class AutoDrafter(PilotedDrafter):
     def __init__(self, target: Any, tokenizer: Any, options: AutoOptions) -> None:
         super().__init__(target, tokenizer, options, lambda: costs_of(target))
         self._answers = 0
-        self._usual = [name for name in self.parts if name != "prediction"]
         if getattr(target, "model", None) is not None:  # a recording can score its own text alone
             self._key = " | ".join([described(target), *self.parts, *paths(options)])
             self.pilot.recall(recall("auto", self._key))
@@ -35,7 +34,7 @@ class AutoDrafter(PilotedDrafter):
 
     def begin(self, request: Request) -> DraftSession:
         if request.drafters is None and not request.prediction:  # by far most requests, and each microsecond counts
-            return PilotedSession(self, request, self._usual)
+            return PilotedSession(self, request, [name for name in self.parts if name != "prediction"])
         names = set(self.parts) if request.drafters is None else set(request.drafters)
         if unknown := names - set(self.parts):
             raise OptionError(

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from behind import compare_drafts
 from families import graphs
@@ -16,7 +17,7 @@ from slipstream.budget.costs import TRIAL, Costs
 from slipstream.budget.pilot import Pilot, Text
 from slipstream.drafters import _capabilities, make
 from slipstream.drafters._head import HeadDrafter
-from slipstream.drafters.base import Seen
+from slipstream.drafters.base import Hidden, Seen
 from slipstream.engine import Engine
 from slipstream.errors import DrafterError, OptionError
 from slipstream.heads import HEADS
@@ -587,6 +588,21 @@ def test_heads_that_draft_behind_steps_are_known_before_the_first_answer(kind, t
     (source,) = [s for s in drafter.pilot.sources().values() if s.head]
     assert source.known
     assert len(started) >= TRIAL
+
+
+def test_a_head_begins_when_there_are_states_or_when_it_is_asked(tiny):
+    """In large batches prompts are read without states, and most texts never ask a head."""
+    model = tiny("llama")
+    drafter = make("auto", graphs(model), None, heads=[HEADS["redrafter"].fresh(model)])
+    (head,), (layer,) = drafter.readers, drafter.parts["redrafter"].layers
+    text = [5, 6, 7]
+    with_states, without = (drafter.begin(Request(text, 8)) for _ in range(2))
+    assert not with_states.parts
+    with_states.observe(Seen(text, 0, Hidden({layer: torch.zeros(3, model.config.hidden_size)})))
+    without.observe(Seen(text, 0))
+    assert (set(with_states.parts), set(without.parts)) == ({head}, set())
+    assert without.show(head)
+    assert without.parts[head].read == len(text)
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "redrafter"])

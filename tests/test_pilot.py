@@ -1101,3 +1101,17 @@ def test_a_trial_that_began_with_the_texts_counts_that_whichever_of_its_drafts_i
         step(pilot, state, chain(range(1, 9)), [source], [0])
         waits.append(source.due[source.level] - pilot.steps)
     assert waits[-1] > 20 / EXPLORING
+
+
+def test_a_trial_counts_all_of_its_drafts():
+    """It waits until what they lost together, by plain steps, is a small share of the time."""
+    pilot, state = Pilot(Costs({1: 1.0, 64: 1.0}), ["a"], heads={"a": ()}), Text()
+    (source,) = pilot.sources().values()
+    for _ in range(TRIAL):
+        assert asked(pilot, "a")
+        source.took(3.0)
+        step(pilot, state, chain(range(1, 9)), [source], [0])
+    gain = 2 * source.gains[source.level]  # of the one draft that was judged, beside a prior of none
+    lost = TRIAL * (3.0 + 1.0) * -gain
+    assert gain < 0
+    assert source.due[source.level] - pilot.steps == round(lost / EXPLORING)

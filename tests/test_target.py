@@ -65,6 +65,18 @@ def test_a_tree_scores_as_its_paths_alone(family, tiny):
     assert scores_trees(target)  # the probe that judges unknown models agrees
 
 
+def test_a_full_device_says_nothing_about_a_model(tiny, monkeypatch):
+    """Else it would be taken for one that gives other logits."""
+    target = open_target(tiny("llama"))
+
+    def full(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(target, "score", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        scores_trees(target)
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma2", "bloom", "gpt_oss"])
 def test_committed_paths_become_text(family, tiny):
     model = tiny(family)

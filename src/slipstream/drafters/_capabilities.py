@@ -247,7 +247,7 @@ def idle(drafter: Drafter) -> bool:
 
 
 def rests_with(drafter: Any, sessions: Sequence[DraftSession]) -> bool:
-    return idle(drafter) and drafter.rests_with(sessions)
+    return idle(drafter) and hasattr(drafter, "rests_with") and drafter.rests_with(sessions)
 
 
 def rest(drafter: Any) -> None:

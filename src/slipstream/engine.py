@@ -39,7 +39,7 @@ from slipstream.tree import TokenTree, fuse
 log = logging.getLogger("slipstream")
 
 MIN_SHARED = 32  # a copy of a text's cache pays only if at least so many tokens of its prefix are shared
-LOADED = 4  # from so many running texts on, prompts are read without states while the drafter rests
+LOADED = 4  # beside so many texts, running or read with it, a prompt is read without states while the drafter rests
 
 
 class Engine:
@@ -424,7 +424,7 @@ class Engine:
         """The layers whose hidden states the drafter needs: none if it knows all of these texts, or if it rests under
         load. Should it be asked about these texts later, its drafts are somewhat worse."""
         known = all(reading.again for reading in readings) and not can.in_pages(self.drafter)
-        wanted = can.layers if len(self._open) + len(readings) < LOADED else can.step_layers
+        wanted = can.layers if len(self._open) + len(readings) <= LOADED else can.step_layers
         return () if known else wanted(self.drafter)
 
     def _record_pieces(

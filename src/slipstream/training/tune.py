@@ -15,6 +15,7 @@ are in one folder, so that an interrupted run can continue in any phase:
 from __future__ import annotations
 
 import shutil
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -57,6 +58,7 @@ from slipstream.training.tune_page import write_page
 from slipstream.training.tuned import OWN, Trial, Tuned, TuneSettings
 
 LINES, LOOKS = 40, 12  # about how many losses and accuracies a run logs: enough for a readable curve
+ROUNDS = 5  # times that the trial answers each prompt at most, while it has time: others may use the machine too
 AGAIN = 6  # times that an answer of the trial is given at most until nothing is captured during it
 LOG, EVALUATE = 20, 50  # steps between them, at most: few texts are held out, so an evaluation costs little
 
@@ -270,10 +272,11 @@ def run_trial(work: Work) -> None:
     llms = {name: work.open_llm(**options) for name, options in contestants(work.model, work.folder, run).items()}
     asked = trial_prompts(work.folder, run, has_template(llms["plain"]))
     run.trials = []  # drop those of an interrupted run, in which `auto` had learnt other things
+    takes: dict[int, list[Trial]] = defaultdict(list)  # by prompt
     clock, at_most = perf_counter(), 60 * TRYING * run.settings.minutes
     try:
         with work.timed("trying"):
-            for kind, prompt in asked:
+            for number, (kind, prompt) in [*enumerate(asked)] * ROUNDS:
                 try:
                     began = perf_counter()
                     found = compare(llms, kind, prompt)
@@ -282,7 +285,8 @@ def run_trial(work: Work) -> None:
                     continue
                 if min(found.tokens.values()) < 2:  # nothing was decoded after the first token: there is no speed
                     continue
-                run.trials.append(found)
+                takes[number].append(found)
+                run.trials = [Trial.typical(each) for each in takes.values()]
                 gained = f"{run.gain('plain'):.2f} × plain, {run.gain('without'):.2f} × auto before"
                 work.tell(f"trying: {len(run.trials)} prompts, {gained}")
                 if len(run.trials) >= LEAST_TRIALS and perf_counter() - clock > at_most:

@@ -50,6 +50,18 @@ class Trial:
     tokens: dict[str, int] = field(default_factory=dict)
     steps: dict[str, int] = field(default_factory=dict)  # forwards of the target
 
+    @classmethod
+    def typical(cls, takes: Sequence[Trial]) -> Trial:
+        """Several trials with one prompt as one: medians of seconds, sums of tokens and steps."""
+        first = takes[0]
+        return cls(
+            first.kind,
+            {who: float(np.median([take.seconds[who] for take in takes])) for who in first.seconds},
+            all(take.same for take in takes),
+            {who: sum(take.tokens[who] for take in takes) for who in first.tokens},
+            {who: sum(take.steps[who] for take in takes) for who in first.steps},
+        )
+
 
 @dataclass
 class Tuned:

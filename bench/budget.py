@@ -40,6 +40,7 @@ from slipstream.evaluate.replay import Recited, Recording, ReplayTarget
 from slipstream.evaluate.replay import record as recording_of
 from slipstream.evaluate.workloads import builtin, read, select
 from slipstream.request import Request
+from slipstream.sampling import Sampler
 from slipstream.targets import Scores, Slot, Want, load_model
 from slipstream.tree import TokenTree
 
@@ -58,7 +59,7 @@ class Machine:
     behind: dict[str, tuple[float, float]] = field(default_factory=dict)
     small: dict[str, float] = field(default_factory=dict)  # of drafts of two nodes, where these take less
     joint: float = 1e-4  # what `auto` takes to make something of drafts
-    host: float = 1e-4  # and what everybody does
+    host: float = 1e-4  # and what everybody does behind a step, unless the next one is under way by then
     padded: bool = False
     singles: Sequence[str] = ()  # to compare with
 
@@ -97,6 +98,16 @@ MACHINES = {
         padded=True,
         singles=("suffix:15", "pld:15", "eagle3:15"),
     ),
+    "H200, a model of 0.5B": Machine(
+        {1: 8.6e-4, 8: 9.2e-4, 16: 1e-3, 32: 1.24e-3, 64: 1.5e-3, 128: 2.1e-3},
+        {"suffix": 6e-5, "pld": 7e-5, "eagle3": 4e-4, "redrafter": 3.5e-4},
+        {"eagle3": 2e-6},
+        {"eagle3": (2e-4, 9e-5), "redrafter": (1.6e-4, 9e-5)},
+        joint=1e-4,
+        host=1.2e-4,
+        padded=True,
+        singles=("suffix:15", "pld:7"),
+    ),
     "H200, slow host": Machine(
         {1: 7.8e-4, 8: 8.2e-4, 16: 8.9e-4, 32: 1.02e-3, 64: 1.3e-3, 128: 1.7e-3},
         {"suffix": 5e-5, "pld": 4e-5, "eagle3": 5.8e-4, "redrafter": 4.9e-4},
@@ -134,7 +145,8 @@ def record(given: argparse.Namespace) -> None:
     for item in prepare(plain, asked, decoding):
         items.append(item)
         tell(f"answered {len(items)} of {len(asked)}")
-    heads = {name: LLM(model, tokenizer, name).engine.drafter.layers for name in HEADS}
+    shipped = HEADS if given.model is None else ()
+    heads = {name: LLM(model, tokenizer, name).engine.drafter.layers for name in shipped}
     layers = sorted({layer for own in heads.values() for layer in own})
     whole = recording_of(plain.llm.target, plain.llm.name, items, decoding, layers)
     with given.work.open("w", encoding="utf-8") as file:
@@ -218,8 +230,9 @@ class Player(ReplayTarget):
 
     def __init__(self, texts: Sequence[Text], machine: Machine, clock: Clock) -> None:
         items = [Item(str(i), text.category, text.prompt, text.answer) for i, text in enumerate(texts)]
-        super().__init__(Recording(items, machine.steps, Decoding(), 1 << 16, 1 << 20, "", {}, machine.padded))
+        super().__init__(Recording(items, machine.steps, Decoding(), 1 << 18, 1 << 20, "", {}, machine.padded))
         self.machine, self.clock = machine, clock
+        self.ends = 0.0  # when the step under way does
         self.busy = 0.0  # until when the device drafts
         self.texts, self.text = texts, texts[0]
         self.widths = tuple(machine.steps) if machine.padded else ()
@@ -229,11 +242,16 @@ class Player(ReplayTarget):
         return super().play(number)
 
     def score(self, slots: Sequence[Slot], trees: Sequence[TokenTree], want: Want, known: int = 0) -> list[Scores]:
+        begun = self.clock.now
         self.clock.pass_by(self._recording.seconds(max(map(len, trees))))
         if want.during is not None and self.machine.behind:
+            self.ends, self.clock.now = self.clock.now, begun
             want.during(None)
-        self.clock.pass_by(self.machine.host)
+            self.clock.now = max(self.ends, self.clock.now)
         return super().score(slots, trees, want, known)
+
+    def chooses(self, sampler: Sampler | None) -> bool:  # noqa: ARG002
+        return self.machine.padded  # captured steps do
 
 
 class RecordedHead(Drafter):
@@ -252,7 +270,7 @@ class RecordedHead(Drafter):
 
     def draft_ahead(self, sessions: Mapping[int, DraftSession], step: Any) -> None:  # noqa: ARG002
         target, (mine,) = cast(Any, self.target), cast(Mapping[int, RecordedSession], sessions).values()
-        target.busy = max(target.busy, target.clock.now) + target.machine.behind[self.name][0]
+        target.busy = max(target.busy, target.ends) + target.machine.behind[self.name][0]
         mine.ready = target.busy
 
 
@@ -304,18 +322,21 @@ class PlayedAuto(auto.AutoDrafter):
         target: Any = self.target
         own = {name: drafters.make(name, target, None) for name in ("suffix", "prediction")}
         parts = {name: timed(part, target.clock, target.machine.drafts.get(name, 0.0)) for name, part in own.items()}
-        return {"suffix": parts["suffix"], **{name: RecordedHead(target, name) for name in HEADS}, **parts}
+        heads = {name: RecordedHead(target, name) for name in target.texts[0].drafts}
+        return {"suffix": parts["suffix"], **heads, **parts}
 
 
 def contestant(name: str, texts: Sequence[Text], machine: Machine, clock: Clock) -> Engine:
     target = Player(texts, machine, clock)
+    drafter: Any
     if name in HEADS:
-        return Engine(target, RecordedHead(target, name), name)
-    if name == "auto":
+        drafter = RecordedHead(target, name)
+    elif name == "auto":
         drafter = PlayedAuto(target, None, auto.AutoOptions())
         timed(drafter.pilot, clock, machine.joint, "choose")
-        return Engine(target, drafter, name)
-    return Engine(target, timed(drafters.make(name, target, None), clock, machine.drafts.get(name, 0.0)), name)
+    else:
+        drafter = timed(drafters.make(name, target, None), clock, machine.drafts.get(name, 0.0))
+    return timed(Engine(target, drafter, name), clock, machine.host, "_observe")  # left out where the next step runs
 
 
 def timed(whose: Any, clock: Clock, seconds: float, what: str = "propose") -> Any:
@@ -350,10 +371,12 @@ def texts_of(given: argparse.Namespace) -> list[Text]:
 def play(given: argparse.Namespace) -> dict[str, Any]:
     texts = texts_of(given)
     report: dict[str, Any] = {"benchmark": "budget", "texts": len(texts)}
-    for label, machine in MACHINES.items():
+    for label in given.machines or MACHINES:
+        machine = MACHINES[label]
         taken: dict[str, np.ndarray] = {}
         tell(label)
-        for name in ("none", "auto", *machine.singles):
+        there = [name for name in machine.singles if name.partition(":")[0] in {"suffix", "pld", *texts[0].drafts}]
+        for name in ("none", "auto", *there):
             clock = Clock()
             engine.perf_counter = stopwatch.perf_counter = clock  # type: ignore[assignment, attr-defined]
             auto.costs_of = lambda target: Costs(target.machine.steps, target.machine.padded)  # type: ignore[assignment, attr-defined]
@@ -388,6 +411,7 @@ def main() -> None:
     parser.add_argument("--prompts", nargs="*", default=[], help="files; default: the built-in ones")
     parser.add_argument("--limit", type=int, default=26, help="prompts of each file, dealt out to its categories")
     parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--machines", nargs="*", choices=MACHINES, help="default: all")
     parser.add_argument("--rounds", type=int, default=3, help="how often `auto` goes through all texts")
     given = parser.parse_args()
     if "record" in given.parts or not given.work.exists():

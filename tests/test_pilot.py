@@ -633,7 +633,7 @@ def test_a_source_is_worth_what_drafts_without_it_would_be_worth_less(batch):
 
 def test_what_is_done_with_drafts_counts_for_whoever_is_asked_alone():
     pilot = Pilot(Costs({1: 1.0, 64: 1.1}), ["a", "b"])
-    pilot.fusing = TypicalTime(TRIAL, 0.5)
+    pilot.handling = TypicalTime(TRIAL, 0.5)
     right, wrong, text = chain([1]), chain([2], 0.9, "b"), Text()
     for _ in range(100):
         pilot.calibration.learn(fuse([right, wrong]), [1])
@@ -650,7 +650,7 @@ def test_what_is_done_with_drafts_counts_for_whoever_is_asked_alone():
 @pytest.mark.parametrize("batch", [1, 3])
 def test_a_batch_pays_once_for_its_drafts_and_for_each_sequence_what_is_done_with_them(batch):
     pilot = Pilot(Costs({1: 1.0, 64: 1.1}), ["a"])
-    pilot.fusing = TypicalTime(TRIAL, 0.01)
+    pilot.handling = TypicalTime(TRIAL, 0.01)
     drafts = [chain([1, 2]) for _ in range(batch)]
     kept = choose(pilot, [Text() for _ in drafts], drafts, [8] * batch, known(pilot, {"a": 0.2}, batch))
     rows = max(map(len, kept))

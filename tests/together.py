@@ -39,9 +39,10 @@ class Together(Drafter):
             found.update(zip(own, drafter.propose(*given), strict=True))
         return [found[i] for i in range(len(sessions))]
 
-    def measured(self, rows, seconds):
+    def measured(self, rows, forward, host=0.0):
         for drafter, own in self._asked.items():
-            can.measured(drafter, [rows[i] for i in own], seconds * len(own) / len(rows))
+            share = len(own) / len(rows)
+            can.measured(drafter, [rows[i] for i in own], share * forward, share * host)
 
     def attach(self, answers):
         for drafter in self.drafters:

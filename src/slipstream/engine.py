@@ -200,8 +200,7 @@ class Engine:
         for sequence, tree, verdict in zip(running, trees, verdicts, strict=True):
             if verdict is not None:
                 self._advance(sequence, Step(tree, verdict, draft_seconds, verify_seconds, host_seconds, choice))
-        # A plain step counts its forward alone: the host's part overlaps with the next forward.
-        self._measured([len(tree) for tree in trees], forward if plain else whole.seconds() - drafting, readings)
+        self._measured([len(tree) for tree in trees], forward, readings, whole.seconds() - drafting - forward)
 
     def reads_along(self, running: Collection[Sequence], readings: Collection[Reading]) -> bool:
         """Whether a step of the running sequences can read pieces of these texts in its forward."""
@@ -286,7 +285,7 @@ class Engine:
         chosen = {sequence: result.score.token(0, sequence.sampler) for sequence, result in pending}
         trees = TokenTree.roots([chosen.get(sequence, sequence.root) for sequence in running])
         can.rest(self.drafter)
-        scores = self._forward(running, trees, readings, lambda _: self._verify_pending(pending, overtaken=True))
+        scores = self._forward(running, trees, readings, lambda _: self._beside_step(running, pending))
         self._measured([1] * len(running), whole.seconds(), readings)
         self._mark_inexact(running)
         seconds = (perf_counter() - clock) / len(running)
@@ -295,10 +294,16 @@ class Engine:
                 sequence.pending = PendingResult(tree, score, seconds)
         self._latest = []  # nobody has observed this step
 
-    def _measured(self, rows: list[int], seconds: float, readings: Collection[Reading]) -> None:
+    def _beside_step(self, running: list[Sequence], pending: deque[tuple[Sequence, PendingResult]]) -> None:
+        """What is done while the device works on a step that was begun ahead."""
+        self._verify_pending(pending, overtaken=True)
+        if len(running) == 1 and running[0].finish is None and can.peeks(self.drafter):
+            can.peek(self.drafter, running[0].root, running[0].budget(self.target))
+
+    def _measured(self, rows: list[int], forward: float, readings: Collection[Reading], host: float = 0.0) -> None:
         """Tell the drafter how long a step took. If it read prompts besides, this says nothing about other steps."""
         if not readings:
-            can.measured(self.drafter, rows, seconds)
+            can.measured(self.drafter, rows, forward, host)
 
     def _mark_inexact(self, running: list[Sequence]) -> None:
         if len(running) > 1 and not self.target.exact_together:

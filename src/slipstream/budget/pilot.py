@@ -109,21 +109,43 @@ class Text:
     """How many of the tokens that drafts promised for one text were accepted. A calibration that is right on average
     may be wrong for a single text."""
 
+    ahead: bool = False  # whether its plain steps are begun before the host has seen the last one, as far as is known
     promised: float = 0.0  # tokens beyond one per step that were expected, older steps counting less
     delivered: float = 0.0  # tokens beyond one that these steps gave
     promise: float = 0.0  # expected of the step under way
+    cost: float = 0.0  # of the step under way, if it has drafts but no head's: plain steps that it takes besides one
+    futile: float = 0.0  # sum of such costs since drafts last gave a token
+    once: float = 0.0  # the last of them
 
     def see(self, delivered: float) -> None:
         """The step under way gave so many tokens beyond one."""
         fading = NEWEST if self.promise else FORGIVEN
         self.promised += self.promise - fading * self.promised
         self.delivered += (delivered if self.promise else 0.0) - fading * self.delivered
-        self.promise = 0.0
+        self.futile = 0.0 if delivered else self.futile + self.cost
+        self.once = self.cost or self.once
+        self.promise = self.cost = 0.0
 
     def rested(self, steps: int) -> None:
         """So many steps verified none of its drafts."""
         kept = (1 - FORGIVEN) ** steps
         self.promised, self.delivered = kept * self.promised, kept * self.delivered
+
+    def asked(self, cost: float, head: bool) -> None:
+        """Sources were asked for the step under way, a head among them or not."""
+        self.cost = 0.0 if head else cost
+        if head:
+            self.futile = 0.0
+
+    @property
+    def rests(self) -> bool:
+        """Whether to decode plainly until a draft made beside a step pays (`Pilot.pays`). That is noticed a step late,
+        so as much may be lost before by drafts that are futile."""
+        return self.ahead and self.futile >= 1
+
+    def rest(self) -> None:
+        """It rests now. Afterwards one futile draft is enough for the next rest."""
+        self.futile -= self.once
 
     @property
     def share(self) -> float:
@@ -172,14 +194,18 @@ class Pilot:
         trees: bool = True,
         heads: Mapping[str, Sequence[int]] = MappingProxyType({}),
         returns: Mapping[str, Floats] = MappingProxyType({}),
+        readers: Collection[str] = (),
     ) -> None:
         """trees: whether a step can verify branches; else only each draft's best chain counts.
         heads: the drafters that generate (trained heads, draft models), each with the smaller numbers of nodes that it
         may be asked for instead of all. Each of these ways is a source of its own.
-        returns: for drafters that invest, see `Source.returns`."""
+        returns: for drafters that invest, see `Source.returns`.
+        readers: the drafters that read the target's states."""
         self.costs, self.trees, self.drafters, self.heads, self.returns = costs, trees, list(drafters), heads, returns
+        self.readers = readers
         self.calibration = Calibration(self.drafters)
-        self.fusing = TypicalTime()  # per sequence: fusing its drafts, choosing nodes, learning
+        # Per sequence: the host's part of a step with drafts. Plain steps hide theirs behind the next forward.
+        self.handling = TypicalTime()
         self.steps = 0  # so far, with drafts or without
         self.mean_nodes = 0.0  # running mean of the nodes that a step verifies per sequence
         self.last: Choice | None = None
@@ -229,7 +255,7 @@ class Pilot:
         self.judge()
         self.steps += 1
         self.mean_nodes += NEWEST * ((self.last.nodes / len(drafts) if self.last else 0) - self.mean_nodes)
-        if self._measures_plain(len(drafts)):
+        if self._measures_plain(len(drafts)) or (len(drafts) == 1 and drafts[0].text.rests and self.cheap(names)):
             return
         there = [s for s in self.sources(len(drafts)).values() if s.drafter in names]
         for source in sorted([s for s in there if not s.head], key=lambda s: s.drafting.seconds):
@@ -300,6 +326,8 @@ class Pilot:
             kept.append(draft.tree.take(nodes[: widths[i] + 1], score))
             draft.text.promise = (float(worth[i, widths[i]]) - 1) / draft.share
         tokens, taken = float(expected[most]), spent + float(seconds[most])
+        if batch == 1:
+            drafts[0].text.asked(taken * plain - 1, any([source.head for source in sources]))
         resting = not most and min([draft.share for draft in drafts]) < 1 / 2
         names, verified = tuple([s.name for s in sources]), sum(map(len, kept)) - batch
         self.last = Choice(names, resting, verified, tokens, tokens / taken, plain)
@@ -314,6 +342,19 @@ class Pilot:
         left = max(min(due, default=0) - self.steps, TRIAL if self._measures_plain(batch) else 1)
         self._plain_due[full(batch)] = self.steps + left + round(TRIAL / EXPLORING)
         return left - 1
+
+    def cheap(self, names: Container[str]) -> list[Source]:
+        """Those sources of these drafters that can draft beside a plain step of one sequence: the host has the time,
+        and they need nothing from the step."""
+        step, free = self.costs.seconds(1), [s for s in self.sources().values() if not s.head and s.returns is None]
+        mine = [s for s in free if s.drafter in names and s.drafter not in self.readers]
+        return [s for s in mine if s.known and s.drafting.seconds < step]
+
+    def pays(self, draft: Draft, asked: Collection[Source]) -> bool:
+        """Whether verifying a draft of these sources would give more tokens per second than plain decoding."""
+        expected, _ = self._batch_tokens(self._rank([draft], asked)[0])
+        spent, seconds = self._expected_seconds(asked, len(expected), 1)
+        return best_nodes(expected, seconds, spent, 0.0)[1] * self.costs.seconds(1) > 1
 
     def _measures_plain(self, batch: int) -> bool:
         """Whether to decode plainly for some steps, after many with drafts, in order to know what drafts must beat. One
@@ -405,9 +446,9 @@ class Pilot:
     # ---- expected tokens and times
 
     def _expected_seconds(self, sources: Collection[Source], rows: int, batch: int) -> tuple[float, Floats]:
-        """Seconds that drafting by these sources and fusing takes, and (rows,) seconds of steps that verify 0, 1, …
+        """Seconds that drafting by these sources and the host take, and (rows,) seconds of steps that verify 0, 1, …
         nodes of their drafts."""
-        spent = sum([s.drafting.seconds for s in sources]) + batch * self.fusing.seconds
+        spent = sum([s.drafting.seconds for s in sources]) + batch * self.handling.seconds
         beside = sum([s.beside for s in sources]) * (batch if self.costs.flat else 1)
         return spent, self.costs.upto(rows + beside, batch)[beside:]
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from slipstream.budget import Budget
     from slipstream.budget.pilot import Choice
     from slipstream.datastores.live import EarlierAnswers
     from slipstream.request import Request
@@ -130,9 +131,20 @@ class Decides(Protocol):
     def choice(self) -> Choice | None:
         """What it decided about the step that was proposed last."""
 
-    def measured(self, rows: Sequence[int], seconds: float) -> None:
-        """The time of a step with so many rows per sequence, `propose` excluded. Of a plain step the target's forward
-        alone, if the rest can overlap with the next forward."""
+    def measured(self, rows: Sequence[int], forward: float, host: float) -> None:
+        """The seconds of a step with so many rows per sequence: the target's forward, and what the host did besides
+        without `propose`, as far as it did not overlap with a forward."""
+
+
+class Peeks(Protocol):
+    """While it rests, it can draft beside a plain step that is under way, to see whether to go on resting."""
+
+    @property
+    def peeks(self) -> bool:
+        """Whether it wants to now."""
+
+    def peek(self, root: int, budget: Budget) -> None:
+        """The step of one sequence that scores this root is under way."""
 
 
 @runtime_checkable
@@ -314,9 +326,17 @@ def choice(drafter: Any) -> Choice | None:
     return getattr(drafter, "choice", None)
 
 
-def measured(drafter: Any, rows: Sequence[int], seconds: float) -> None:
+def measured(drafter: Any, rows: Sequence[int], forward: float, host: float) -> None:
     if hasattr(drafter, "measured"):
-        drafter.measured(rows, seconds)
+        drafter.measured(rows, forward, host)
+
+
+def peeks(drafter: Any) -> bool:
+    return getattr(drafter, "peeks", False)
+
+
+def peek(drafter: Any, root: int, budget: Budget) -> None:
+    drafter.peek(root, budget)
 
 
 def observes(session: DraftSession) -> bool:

@@ -35,12 +35,14 @@ class PilotedDrafter(JointDrafter):
         returns = {name: can.returns(part) for name, part in self.parts.items() if can.invests(part)}
         self.readers = {name for name, part in self.parts.items() if can.layers(part)}  # of the target's states
         self.models = heads.keys() - self.readers  # which read texts by themselves
-        self.pilot = Pilot(costs(), list(self.parts), target.trees, heads, returns)
+        self.pilot = Pilot(costs(), list(self.parts), target.trees, heads, returns, self.readers)
         # Rows, batch and seconds of steps that `Costs` has not observed yet. After many steps without drafts, the
         # latest ones are enough.
         self._steps = deque[tuple[int, int, float]](maxlen=round(1 / NEWEST))
         self.resting = 0  # further plain steps, in which no part is asked
         self._declined = Declined(set(), set(), 0)  # what was decided about them
+        self._alone: PilotedSession | None = None  # who rests, if it is one text, whose drafts can be looked at
+        self._choosing: float | None = None  # seconds that the choice for the step under way took
         self._ahead = set[DraftSession]()  # the sessions whose drafts could be started while the last step ran
 
     def begin(self, request: Request) -> DraftSession:
@@ -60,7 +62,8 @@ class PilotedDrafter(JointDrafter):
         return self.resting > 0
 
     def rests_with(self, sessions: Sequence[DraftSession]) -> bool:
-        return self.idle and self._declined.holds_for(cast(Sequence[PilotedSession], sessions))
+        mine = cast(Sequence[PilotedSession], sessions)
+        return self.idle and self._alone in (None, *mine) and self._declined.holds_for(mine)
 
     def renewed(self, name: str) -> None:
         self.pilot.renew(name)
@@ -70,9 +73,35 @@ class PilotedDrafter(JointDrafter):
         self.resting -= 1
         self.pilot.steps += 1
 
-    def measured(self, rows: Sequence[int], seconds: float) -> None:
+    @property
+    def peeks(self) -> bool:
+        return self.idle and self._alone is not None
+
+    def peek(self, root: int, budget: Budget) -> None:
+        """End a text's rest if a draft from here would pay. It is not verified, since the step is under way."""
+        session = self._alone
+        assert session is not None
+        try:
+            session.catch_up()
+            session.label(root)
+            draft = SessionDraft(session.text, TokenTree.root(root), budget.nodes, session, root, budget)
+            sources = self.pilot.cheap(draft.able)
+            for source in sources:
+                self._ask(source, [draft], late=False)
+            session.proposed(draft.tree)
+            if self.pilot.pays(draft, sources):
+                self.resting = 0
+                for source in sources:
+                    source.due[0] = 0
+        except Exception:  # the next draft raises it again, where it is handled
+            self.resting = 0
+
+    def measured(self, rows: Sequence[int], forward: float, host: float = 0.0) -> None:
         batch = len(rows)
-        self._steps.append((sum(rows) - batch + 1 if self.pilot.costs.flat else max(rows), batch, seconds))
+        if self._choosing is not None:
+            self.pilot.handling.see((self._choosing + host) / batch)
+            self._choosing = None
+        self._steps.append((sum(rows) - batch + 1 if self.pilot.costs.flat else max(rows), batch, forward))
 
     def draft_ahead(self, sessions: Mapping[int, DraftSession], step: FixedStep) -> None:
         """Start drafts of the parts that were asked for this step: they will probably be asked for the next."""
@@ -90,8 +119,11 @@ class PilotedDrafter(JointDrafter):
     ) -> list[Proposal]:
         whole, mine = Stopwatch(), cast(Sequence[PilotedSession], sessions)
         if self.rests_with(sessions):
-            self.rest()
-            return [Proposal(tree) for tree in TokenTree.roots(roots)]
+            if self._alone is None:
+                self.rest()
+                return [Proposal(tree) for tree in TokenTree.roots(roots)]
+            self._alone.text.ahead = False  # or nobody would ask while it rests
+        self._alone = None
         ahead, self._ahead, self.resting = self._ahead.issuperset(sessions), set(), 0
         if not ahead:  # it was not done while the last step ran
             self._look_back()
@@ -109,11 +141,16 @@ class PilotedDrafter(JointDrafter):
         if not taken:
             self.resting = self.pilot.decline(names, len(mine))
             self._declined = Declined(set(mine), names, full(len(mine)))
+            if len(mine) == 1 and mine[0].text.ahead and self.pilot.cheap(names):
+                self._alone = mine[0]
+                if mine[0].text.rests:
+                    mine[0].text.rest()
+                    self.resting = round(1 / NEWEST)
             return [Proposal(draft.tree) for draft in drafts]
         for draft in drafts:
             draft.session.proposed(draft.tree)
         kept = self.pilot.choose(drafts, taken)
-        self.pilot.fusing.see((whole.seconds() - sum(taken.values())) / len(mine))
+        self._choosing = whole.seconds() - sum(taken.values())
         return [Proposal(tree, beside=draft.beside) for tree, draft in zip(kept, drafts, strict=True)]
 
     def _unstarted(self, sessions: Sequence[PilotedSession], ahead: bool) -> set[str]:
@@ -201,7 +238,7 @@ class PilotedSession(JointSession):
             drafter, {name: drafter.parts[name].begin(request) for name in names if name in drafter.models}
         )
         self.request, self.names = request, names
-        self.text = Text()
+        self.text = Text(ahead=True)
         self.asked: set[str] = set()  # parts that were asked for the next step
         self.latest: set[str] = set()  # parts that were asked for the step under way
         self._prompt: list[int] = []
@@ -212,7 +249,7 @@ class PilotedSession(JointSession):
         self._rereading = list[str]()  # by these parts, which have keys in the text's pages
 
     def follow(self, slot: Slot | None) -> None:
-        self._catch_up()
+        self.catch_up()
         self._slot = slot
         super().follow(slot)
 
@@ -226,12 +263,12 @@ class PilotedSession(JointSession):
             super().observe(seen)
             self._prompt += seen.tokens
             return
-        self._catch_up(seen.position)
+        self.catch_up(seen.position)
         self.text.see(len(seen.tokens) - 1)
         self._emitted += seen.tokens
         self._last = seen
 
-    def _catch_up(self, position: int | None = None) -> None:
+    def catch_up(self, position: int | None = None) -> None:
         """Take the tokens before a position, by default all, from the slot, where no step since was observed."""
         if self.begun and self._slot is not None:
             known = len(self._prompt) + len(self._emitted)
@@ -257,7 +294,7 @@ class PilotedSession(JointSession):
 
     def pass_over(self) -> None:
         """Tell the parts that were never asked about this text that their first chance has passed."""
-        self._catch_up()
+        self.catch_up()
         if self._emitted:
             for name in self.parts.keys() - self._shown.keys():
                 can.skip(self.parts[name])
@@ -283,16 +320,14 @@ class PilotedSession(JointSession):
         """
         if name not in self.parts:
             self._begin(name)
-        first, new, last = name not in self._shown, self._emitted[self._known(name) :], self._last
+        part, layers, known = self.parts[name], can.layers(self.drafter.parts[name]), self._known(name)
+        first, new, last = name not in self._shown, self._emitted[known:], self._last if layers else None
         self._shown[name] = len(self._emitted)
         self.asked.add(name)
+        if missed := new[: len(new) - len(last.tokens) if last is not None else None]:
+            part.observe(Seen(missed, len(self._prompt) + known))
         if new and last is not None:
-            part, layers = self.parts[name], can.layers(self.drafter.parts[name])
-            missed = len(new) - len(last.tokens) if layers else len(new)
-            if missed:
-                part.observe(Seen(new[:missed], last.position + len(last.tokens) - len(new)))
-            if layers:
-                part.observe(Seen(last.tokens, last.position, last.hidden.of(layers)))
+            part.observe(Seen(last.tokens, last.position, last.hidden.of(layers)))
         return first
 
     def reread(self, seen: Seen) -> None:
@@ -317,7 +352,7 @@ class PilotedSession(JointSession):
 
     def close(self) -> None:
         if self._open:  # the last drafts are labelled
-            self._catch_up()
+            self.catch_up()
         super().close()
 
     def pause(self) -> None:

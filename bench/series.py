@@ -164,7 +164,7 @@ def main() -> None:
     parser.add_argument("--beside", type=int, default=4, help="busy jobs at a time")
     parser.add_argument("--apart", type=int, default=2, help="cores for the jobs that run apart")
     parser.add_argument("--only", nargs="*", help="these jobs, and no others")
-    given = parser.parse_args()
+    given = parser.parse_intermixed_args()  # values may come after options
     jobs, values = read_series(given.series.read_text())
     jobs = [job for job in jobs if not given.only or job.name in given.only]
     values |= dict(value.split("=", 1) for value in given.values)

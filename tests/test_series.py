@@ -5,7 +5,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 
-from series import Series, read_series
+from series import Series, main, read_series
 
 JOBS = """# a comment
 WORDS=one two
@@ -47,3 +47,11 @@ def test_jobs_wait_for_what_they_need_and_a_failure_stops_nothing_else(tmp_path)
     again, _ = read_series(JOBS)  # what succeeded is not run again; no time is left for the others
     Series(again, tmp_path, values, beside=4, apart=0, minutes=0).run()
     assert [job.state for job in again] == ["ended", "ended", "left out", "left out", "ended", "left out"]
+
+
+def test_values_come_before_or_after_options(tmp_path, monkeypatch):
+    file = tmp_path / "some.series"
+    file.write_text("ONE=1\n\nsaid busy 20\n    echo $ONE $TWO $THREE\n")
+    monkeypatch.setattr(sys, "argv", ["series.py", str(file), "TWO=2", "--out", str(tmp_path), "THREE=3"])
+    main()
+    assert (tmp_path / "said.txt").read_text() == "1 2 3\n"

@@ -297,8 +297,9 @@ class Engine:
     def _beside_step(self, running: list[Sequence], pending: deque[tuple[Sequence, PendingResult]]) -> None:
         """What is done while the device works on a step that was begun ahead."""
         self._verify_pending(pending, overtaken=True)
-        if len(running) == 1 and running[0].finish is None and can.peeks(self.drafter):
-            can.peek(self.drafter, running[0].root, running[0].budget(self.target))
+        (alone,) = running if len(running) == 1 else (None,)
+        if alone is not None and alone.finish is None and can.peeks(self.drafter, alone.session):
+            can.peek(self.drafter, alone.session, alone.root, alone.budget(self.target))
 
     def _measured(self, rows: list[int], forward: float, readings: Collection[Reading], host: float = 0.0) -> None:
         """Tell the drafter how long a step took. If it read prompts besides, this says nothing about other steps."""

@@ -139,12 +139,11 @@ class Decides(Protocol):
 class Peeks(Protocol):
     """While it rests, it can draft beside a plain step that is under way, to see whether to go on resting."""
 
-    @property
-    def peeks(self) -> bool:
-        """Whether it wants to now."""
+    def peeks(self, session: Any) -> bool:
+        """Whether it wants to for this session."""
 
-    def peek(self, root: int, budget: Budget) -> None:
-        """The step of one sequence that scores this root is under way."""
+    def peek(self, session: Any, root: int, budget: Budget) -> None:
+        """A step of this sequence alone is under way, which scores this root."""
 
 
 @runtime_checkable
@@ -331,12 +330,12 @@ def measured(drafter: Any, rows: Sequence[int], forward: float, host: float) -> 
         drafter.measured(rows, forward, host)
 
 
-def peeks(drafter: Any) -> bool:
-    return getattr(drafter, "peeks", False)
+def peeks(drafter: Any, session: DraftSession) -> bool:
+    return hasattr(drafter, "peeks") and drafter.peeks(session)
 
 
-def peek(drafter: Any, root: int, budget: Budget) -> None:
-    drafter.peek(root, budget)
+def peek(drafter: Any, session: DraftSession, root: int, budget: Budget) -> None:
+    drafter.peek(session, root, budget)
 
 
 def observes(session: DraftSession) -> bool:

@@ -73,14 +73,12 @@ class PilotedDrafter(JointDrafter):
         self.resting -= 1
         self.pilot.steps += 1
 
-    @property
-    def peeks(self) -> bool:
-        return self.idle and self._alone is not None
+    def peeks(self, session: DraftSession) -> bool:
+        return self.idle and session is self._alone
 
-    def peek(self, root: int, budget: Budget) -> None:
+    def peek(self, session: DraftSession, root: int, budget: Budget) -> None:
         """End a text's rest if a draft from here would pay. It is not verified, since the step is under way."""
-        session = self._alone
-        assert session is not None
+        session = cast(PilotedSession, session)
         try:
             session.catch_up()
             session.label(root)

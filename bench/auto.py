@@ -316,10 +316,10 @@ def batches(given: argparse.Namespace) -> dict[str, Any]:
     for size in (1, 4, 16, 64):
         asked = (prompts * (1 + given.fill * size // len(prompts)))[: given.fill * size]
         llms = {name: LLM(model, tokenizer, name, max_batch=size, compile=given.compile) for name in ("none", "auto")}
-        log = watched(llms["auto"])
-        taken = np.zeros((2, 1 + given.repeats))
-        for repeat in range(1 + given.repeats):  # the first time, code is loaded
-            log.clear()
+        taken = np.zeros((2, 2 + given.repeats))
+        for repeat in range(2 + given.repeats):
+            if repeat == 1 + given.repeats:  # watching takes time
+                log = watched(llms["auto"])
             for i, llm in enumerate(llms.values()):
                 requests = [
                     llm.request(prompt, max_new_tokens=length, ignore_eos=True)
@@ -329,8 +329,9 @@ def batches(given: argparse.Namespace) -> dict[str, Any]:
                 for _ in llm.engine.run(requests):
                     pass
                 taken[i, repeat] = whole.seconds()
-        told[str(size)] = interval(taken[:1, 1:], taken[1:, 1:])
-        tell(f"{size} sequences: auto {told[str(size)]} × plain; the last time:")
+        counted = taken[:, 1:-1]  # the first time, code is loaded
+        told[str(size)] = interval(counted[:1], counted[1:])
+        tell(f"{size} sequences: auto {told[str(size)]} × plain; once more:")
         groups: dict[tuple[int, tuple[str, ...], bool], list[tuple[float, ...]]] = {}
         for key, numbers in log:
             groups.setdefault(key, []).append(numbers)

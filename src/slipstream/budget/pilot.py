@@ -49,9 +49,8 @@ class Source:
     most: int  # nodes that it is asked for at most
     head: bool  # whether it generates, as a trained head or a draft model does: at most one of these is asked per step
     # For a source that invests: the expected relative gain in tokens, in the long run, of 0, 1, … nodes beside its
-    # drafts; the share of it that was seen recently; how many such nodes pay now; seconds lost to them so far.
+    # drafts; how many such nodes pay now; seconds lost to them so far.
     returns: Floats | None = None
-    realised: float = 1.0
     beside: int = 0
     deficit: float = 0.0
     late_start: bool = False  # whether its latest draft had to read the texts first, or was not started ahead
@@ -94,15 +93,6 @@ class Source:
         self.gains[self.level] = before + max(NEWEST, 1 / (2 + observations)) * (gain - before)
         self.observations[self.level] = observations + 1
 
-    def invested(self, gain: float, lost: float, allowed: float) -> float:
-        """For a source that invests, after a step: record its relative gain in tokens, and the seconds that it lost.
-        Returns 0, since it finds nothing at first; or all that it lost so far, if that is more than it may."""
-        assert self.returns is not None
-        self.realised += NEWEST * (gain / self.returns[self.beside] - self.realised)
-        deficit = max(0.0, self.deficit + lost)
-        lost, self.deficit = (deficit, 0.0) if deficit > allowed else (0.0, deficit)
-        return lost
-
 
 @dataclass(eq=False)
 class Text:
@@ -115,7 +105,6 @@ class Text:
     promise: float = 0.0  # expected of the step under way
     cost: float = 0.0  # of the step under way, if it has drafts but no head's: plain steps that it takes besides one
     futile: float = 0.0  # sum of such costs since drafts last gave a token
-    once: float = 0.0  # the last of them
 
     def see(self, delivered: float) -> None:
         """The step under way gave so many tokens beyond one."""
@@ -123,7 +112,6 @@ class Text:
         self.promised += self.promise - fading * self.promised
         self.delivered += (delivered if self.promise else 0.0) - fading * self.delivered
         self.futile = 0.0 if delivered else self.futile + self.cost
-        self.once = self.cost or self.once
         self.promise = self.cost = 0.0
 
     def rested(self, steps: int) -> None:
@@ -131,21 +119,11 @@ class Text:
         kept = (1 - FORGIVEN) ** steps
         self.promised, self.delivered = kept * self.promised, kept * self.delivered
 
-    def asked(self, cost: float, head: bool) -> None:
-        """Sources were asked for the step under way, a head among them or not."""
-        self.cost = 0.0 if head else cost
-        if head:
-            self.futile = 0.0
-
     @property
     def rests(self) -> bool:
         """Whether to decode plainly until a draft made beside a step pays (`Pilot.pays`). That is noticed a step late,
         so as much may be lost before by drafts that are futile."""
-        return self.ahead and self.futile >= 1
-
-    def rest(self) -> None:
-        """It rests now. Afterwards one futile draft is enough for the next rest."""
-        self.futile -= self.once
+        return self.ahead and self.futile > 1
 
     @property
     def share(self) -> float:
@@ -183,7 +161,6 @@ class Unjudged(NamedTuple):
     drafts: Sequence[Draft]
     rate: float  # the best expected tokens per second
     seconds: float  # expected, drafting included
-    tokens: float  # expected
 
 
 class Pilot:
@@ -233,18 +210,21 @@ class Pilot:
                 yield Source(way, name, i, most, name in self.heads, returns=self.returns.get(name))
 
     def _inherit(self, source: Source, before: Source, batch: int) -> None:
-        """Start from what is known of a source in smaller batches."""
+        """Start from what is known of a source in smaller batches. A further row costs more in a larger batch, so where
+        it gained nothing, it is not tried at once."""
         if before.known:
             source.drafting = TypicalTime(TRIAL - 2, math.inf)  # code is loaded: two drafts tell enough
         if any(before.observations):
-            # A further row costs more in a larger batch. So where it gained nothing, it is not tried at once, but as if
-            # a trial had just been lost.
-            wait = self._wait(TRIAL * before.drafting.seconds / self.costs.seconds(1, batch))
-            source.due = [0 if before.gain(level) > 0 else self.steps + wait for level in range(LEVELS)]
+            self._postpone(source, before.drafting.seconds / self.costs.seconds(1, batch))
+            source.due = [0 if before.gain(level) > 0 else due for level, due in enumerate(source.due)]
 
     def _wait(self, lost: float) -> int:
         """Steps after which a source is tried again that lost the time of so many plain steps (`EXPLORING`)."""
         return max(0, round(lost * len(self.sources()) / EXPLORING))
+
+    def _postpone(self, source: Source, steps: float = 1.0) -> None:
+        """Don't try it now, but as if a trial had just been lost. steps: plain steps that one of its drafts takes."""
+        source.due = [self.steps + self._wait(TRIAL * steps)] * LEVELS
 
     # ---- before a step
 
@@ -282,14 +262,14 @@ class Pilot:
         all nodes. If none do, it is not asked until a later trial."""
         if source.returns is None:
             return True
-        tokens = 1 + source.realised * source.returns[: 1 + min([draft.limit for draft in drafts]) // 2]
+        tokens = 1 + source.returns[: 1 + min([draft.limit for draft in drafts]) // 2]
         each, first = len(drafts) if self.costs.flat else 1, round(self.mean_nodes)
         seconds = self.costs.upto(1 + each * (first + len(tokens) - 1), len(drafts))[each * first :: each].copy()
         source.beside, rate = best_nodes(tokens, seconds, source.drafting.seconds, 0.0)
         # Without a return it is no investment, even if steps of a few rows were measured as faster than one of one row.
         if source.returns[source.beside] > 0 and rate * seconds[0] > 1:
             return True
-        source.realised, source.due[0] = 1.0, self.steps + self._wait(TRIAL)
+        self._postpone(source)
         return False
 
     def _best_head(self, heads: list[Source], unstarted: Container[str], step: float) -> list[Source]:
@@ -326,12 +306,12 @@ class Pilot:
             kept.append(draft.tree.take(nodes[: widths[i] + 1], score))
             draft.text.promise = (float(worth[i, widths[i]]) - 1) / draft.share
         tokens, taken = float(expected[most]), spent + float(seconds[most])
-        if batch == 1:
-            drafts[0].text.asked(taken * plain - 1, any([source.head for source in sources]))
+        if batch == 1 and not any([source.head for source in sources]):
+            drafts[0].text.cost = taken * plain - 1
         resting = not most and min([draft.share for draft in drafts]) < 1 / 2
         names, verified = tuple([s.name for s in sources]), sum(map(len, kept)) - batch
         self.last = Choice(names, resting, verified, tokens, tokens / taken, plain)
-        self._unjudged = Unjudged(sources, drafts, best, taken, tokens)
+        self._unjudged = Unjudged(sources, drafts, best, taken)
         return kept
 
     def decline(self, names: Container[str], batch: int) -> int:
@@ -352,9 +332,7 @@ class Pilot:
 
     def pays(self, draft: Draft, asked: Collection[Source]) -> bool:
         """Whether verifying a draft of these sources would give more tokens per second than plain decoding."""
-        expected, _ = self._batch_tokens(self._rank([draft], asked)[0])
-        spent, seconds = self._expected_seconds(asked, len(expected), 1)
-        return best_nodes(expected, seconds, spent, 0.0)[1] * self.costs.seconds(1) > 1
+        return self._best_rate([draft], asked) * self.costs.seconds(1) > 1
 
     def _measures_plain(self, batch: int) -> bool:
         """Whether to decode plainly for some steps, after many with drafts, in order to know what drafts must beat. One
@@ -375,7 +353,8 @@ class Pilot:
         for source in step.sources:
             if not source.known:
                 continue
-            tokens, rate = self._without(source, step)
+            others = [s for s in step.sources if s is not source]
+            rate = self._best_rate(step.drafts, others, source.number) if others else batch / plain
             gain = step.rate / rate - 1
             source.learn(gain)
             every = self.sources(batch).values() if source.head else ()
@@ -385,31 +364,23 @@ class Pilot:
                 lost *= TRIAL
             if source.late_start or source is self._trial:
                 lost += source.start_cost
-            if source.returns is not None:
-                lost = source.invested(step.tokens / tokens - 1, lost, allowed=TRIAL * plain)
+            if source.returns is not None:  # it finds nothing at first: what it lost counts once a trial may lose it
+                source.deficit = max(0.0, source.deficit + lost)
+                lost = source.deficit if source.deficit > TRIAL * plain else 0.0
+                source.deficit -= lost
             source.due[source.level] = self.steps + self._wait(lost / plain)
             if source.head and gain <= 0:  # the more tokens are expected already, the less a head adds
                 for level in range(source.level + 1, LEVELS):
                     if not source.observations[level]:
                         source.due[level] = max(source.due[level], source.due[source.level])
 
-    def _without(self, source: Source, step: Unjudged) -> tuple[float, float]:
-        """The expected tokens of a step, and its tokens per second, had this source not been asked."""
-        batch, others = len(step.drafts), [s for s in step.sources if s is not source]
-        if not others:
-            return batch, batch / self.costs.seconds(1, batch)
-        expected, _ = self._batch_tokens(self._rank(step.drafts, others, source.number)[0])
-        spent, seconds = self._expected_seconds(others, len(expected), batch)
-        nodes, rate = best_nodes(expected, seconds, spent, 0.0)
-        return expected[nodes], rate
-
     def rehearsed(self) -> None:
         """Before the first answer, once drafting times are known: a head's draft that takes longer than a plain step
-        must give more than a token besides. So it is not tried at once, but as if a trial had just been lost."""
+        must give more than a token besides. So it is not tried at once."""
         step = self.costs.seconds(1)
         for source in self.sources().values():
             if source.head and source.drafting.seconds > step and not any(source.observations):
-                source.due = [self._wait(TRIAL * source.drafting.seconds / step)] * LEVELS
+                self._postpone(source, source.drafting.seconds / step)
 
     # ---- from one process to the next
 
@@ -436,7 +407,7 @@ class Pilot:
                         mine[name].drafting = TypicalTime(TRIAL, seconds)
                         mine[name].gains, mine[name].observations = list(gains), list(observations)
                         if name in self.returns and mine[name].gain() <= 0:  # as if it was just tried
-                            mine[name].due[0] = self.steps + self._wait(TRIAL)
+                            self._postpone(mine[name])
 
     def renew(self, name: str) -> None:
         """Forget what this drafter gained, so that it is tried again: it has new weights, or a new prediction."""
@@ -451,6 +422,12 @@ class Pilot:
         spent = sum([s.drafting.seconds for s in sources]) + batch * self.handling.seconds
         beside = sum([s.beside for s in sources]) * (batch if self.costs.flat else 1)
         return spent, self.costs.upto(rows + beside, batch)[beside:]
+
+    def _best_rate(self, drafts: Sequence[Draft], asked: Collection[Source], without: int = -1) -> float:
+        """The most tokens per second that a step with these drafts can give. without: see `_rank`."""
+        expected, _ = self._batch_tokens(self._rank(drafts, asked, without)[0])
+        spent, seconds = self._expected_seconds(asked, len(expected), len(drafts))
+        return float(best_nodes(expected, seconds, spent, 0.0)[1])
 
     def _rank(self, drafts: Sequence[Draft], asked: Iterable[Source], without: int = -1) -> tuple[Floats, list[Any]]:
         """For each draft: the expected tokens with 0, 1, … nodes verified; its nodes in that order, and all scores.

@@ -142,7 +142,7 @@ class PilotedDrafter(JointDrafter):
             if len(mine) == 1 and mine[0].text.ahead and self.pilot.cheap(names):
                 self._alone = mine[0]
                 if mine[0].text.rests:
-                    mine[0].text.rest()
+                    mine[0].text.futile = 1.0  # after this rest, one futile draft is enough for the next
                     self.resting = round(1 / NEWEST)
             return [Proposal(draft.tree) for draft in drafts]
         for draft in drafts:

@@ -257,7 +257,7 @@ def clocked(
         }
         tell(f"by the clock, auto({name}): {told[name]}")
         for source in one.llm.engine.drafter.pilot.sources().values():
-            tell(f"      {known_of(source)}, {source.beside} beside, realised {source.realised:.2f}")
+            tell(f"      {known_of(source)}, {source.beside} beside")
     return told
 
 
@@ -315,7 +315,7 @@ def main() -> None:
             tell(f"{name:24}" + "  ".join(f"{key} {value}" for key, value in found.items()))
         if given.auto:
             for source in everybody["auto"].llm.engine.drafter.pilot.sources().values():
-                tell(f"      {known_of(source)}, {source.beside} beside, realised {source.realised:.2f}")
+                tell(f"      {known_of(source)}, {source.beside} beside")
         report: dict[str, Any] = {"benchmark": "lookahead", "found": told}
         if given.auto:
             report["auto_by_auto_less_it"] = beside(everybody, given.repeats, len(prompts))

@@ -46,6 +46,8 @@ def answers(llm: Any, path: Path, limit: int | None, most: int, **sampling: Any)
 
 def keep(given: argparse.Namespace) -> dict[str, Any]:
     """All answers that are needed: made, or read."""
+    options = ("prompts", "alpaca", "count", "limit", "most", "model", "dtype", "sampled")
+    made = {name: str(getattr(given, name)) for name in options}
     if not given.kept.exists():
         llm = slipstream.load(given.model, drafter="none", dtype=given.dtype, max_batch=given.batch)
         asked, learned = (given.prompts, given.limit), (given.alpaca, given.count)
@@ -54,12 +56,18 @@ def keep(given: argparse.Namespace) -> dict[str, Any]:
             "learned": answers(llm, *learned, given.most),
             "vocabulary": llm.target.vocabulary,
             "context": llm.target.context,
+            "made": made,
         }
         if given.sampled:
             told["asked, sampled"] = answers(llm, *asked, given.most, **NUCLEUS)
             told["learned, sampled"] = answers(llm, *learned, given.most, n=SAMPLES, **NUCLEUS)
         given.kept.write_text(json.dumps(told))
     found: dict[str, Any] = json.loads(given.kept.read_text())
+    if found.get("made") != made:
+        raise SystemExit(
+            f"{given.kept} holds answers that were made with other options, {found.get('made')}: "
+            "give --kept another file"
+        )
     return found
 
 

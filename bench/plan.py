@@ -11,7 +11,8 @@ anywhere.
 
 `model` drafts with the target's own layers, without those that matter least for its answers. `rest` needs --store.
 
-For two idle CPU cores, five minutes and three; on a GPU with --device cuda, and better without --nodes:
+For two idle CPU cores, five minutes and three; on a GPU with --device cuda, --nodes 5 and --limit 72, magicdec with
+--nodes 2 and --limit 40:
 
     python bench/plan.py --prompts HUMANEVAL --store STORE --drafters suffix,rest,eagle3,redrafter,model \
         --limit 32 --nodes 2 --tokens 32

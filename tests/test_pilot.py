@@ -1033,7 +1033,7 @@ def experienced():
 
 def test_what_was_learnt_is_known_to_the_next_from_its_first_step():
     pilot, world = experienced()
-    told = json.loads(json.dumps(pilot.known()))
+    told = json.loads(json.dumps(pilot.learnt()))
     heir = Pilot(Costs(world.seconds), ["a", "b"])
     heir.recall(told)
     assert heir.calibration.bins == pytest.approx(pilot.calibration.bins, abs=1e-3)
@@ -1056,7 +1056,7 @@ def test_a_source_that_was_never_asked_is_still_unknown_to_the_next():
     pilot = Pilot(Costs({1: 1.0, 64: 1.1}), ["a", "b"])
     known(pilot, {"a": 0.1})
     heir = Pilot(Costs({1: 1.0, 64: 1.1}), ["a", "b"])
-    heir.recall(json.loads(json.dumps(pilot.known())))
+    heir.recall(json.loads(json.dumps(pilot.learnt())))
     assert heir.sources()["a"].known
     assert not heir.sources()["b"].known
     known(heir, {"b": 0.2})
@@ -1066,7 +1066,7 @@ def test_a_source_that_was_never_asked_is_still_unknown_to_the_next():
 def test_what_was_learnt_of_others_is_left_out():
     pilot, world = experienced()
     other = Pilot(Costs(world.seconds), ["b", "c"])
-    other.recall(json.loads(json.dumps(pilot.known())))
+    other.recall(json.loads(json.dumps(pilot.learnt())))
     assert other.calibration.bins[0] == pytest.approx(pilot.calibration.bins[1], abs=1e-3)
     assert np.array_equal(other.calibration.bins[1:], Calibration(["c"]).bins)
     assert not other.sources()["c"].known

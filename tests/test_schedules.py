@@ -36,7 +36,7 @@ class FakeEngine:
     """Reads ten tokens at a time, writes one a step. Some requests fail where their plan says so. room: tokens that
     fit into its cache, if texts lie in pages; then several texts are read together. mixes: also along with a step."""
 
-    has_rows_left, should_read_with = Engine.has_rows_left, Engine.should_read_with
+    has_rows_left, should_read_with, with_room = Engine.has_rows_left, Engine.should_read_with, Engine.with_room
 
     def __init__(self, log, max_batch, room=None, mixes=False):
         self.log, self.max_batch, self.room = log, max_batch, room
@@ -62,6 +62,7 @@ class FakeEngine:
             raise CacheFullError("no room")
 
     def put_back(self, sequence):
+        assert not self.kept  # what nobody waits for goes first
         self.open.remove(sequence.slot)
 
     def reread(self, sequence):
@@ -164,6 +165,7 @@ def one_schedule(rng, monkeypatch):
     room = rng.choice([None, 100, 200])
     engine = FakeEngine(log, rng.randint(1, 5), room, mixes=room is not None and rng.random() < 0.7)
     service = Service(engine)
+    engine.kept = service.kept
     service._thread = threading.current_thread()  # rounds are ours to take
     jobs, heard, plans, lists = {}, {}, {}, rng.choice([0, 0.5, 1])
 

@@ -39,7 +39,7 @@ from slipstream.tree import TokenTree, fuse
 log = logging.getLogger("slipstream")
 
 MIN_SHARED = 32  # a copy of a text's cache pays only if at least so many tokens of its prefix are shared
-LOADED = 4  # beside so many texts, running or read with it, a prompt is read without states while the drafter rests
+LOADED = 4  # with more texts, running or being read, prompts are read without states while the drafter rests
 
 
 class Engine:
@@ -99,10 +99,10 @@ class Engine:
             running += progressed
             return progressed
         before = [(sequence, len(sequence.tokens)) for sequence in running]
-        self._with_room(partial(self.step, running))
+        self.with_room(partial(self.step, running))
         return [sequence for sequence, had in before if len(sequence.tokens) > had or sequence.finish is not None]
 
-    def _with_room(self, forward: Callable[[], None]) -> None:
+    def with_room(self, forward: Callable[[], None]) -> None:
         """Run a forward. If the cache is full, which it reports before it computes anything, free kept texts one by one
         and try again."""
         while True:
@@ -114,8 +114,11 @@ class Engine:
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Hold the model: no other thread uses it within this."""
+        """Hold the model: no other thread uses it within this. Runs that ended early were retired before."""
+        outermost = not self._turns.mine
         with self._turns:
+            if outermost:
+                self._retire_all_abandoned()
             yield
         self._retire_abandoned()
 
@@ -129,10 +132,13 @@ class Engine:
         since Python's garbage collector may drop a stream within any step."""
         while self._abandoned and self._turns.attempt():
             try:
-                while self._abandoned:
-                    self.retire(*self._abandoned.popleft())
+                self._retire_all_abandoned()
             finally:
                 self._turns.__exit__()
+
+    def _retire_all_abandoned(self) -> None:
+        while self._abandoned:
+            self.retire(*self._abandoned.popleft())
 
     def check_open(self) -> None:
         if self.closed:
@@ -159,7 +165,7 @@ class Engine:
             slot, session = kept.slot, kept.session
             kept.slot = kept.session = None
             if session is not None:
-                session.close()
+                close_session(session)
             if slot is not None:
                 self.target.close(slot)
 
@@ -340,7 +346,7 @@ class Engine:
                 check_drafting(waiting[0], self.drafter)
                 readings.append(self.read(waiting.popleft(), running, kept))
             while left := [reading for reading in readings if reading.left]:
-                self._with_room(partial(self.read_on, left))
+                self.with_room(partial(self.read_on, left))
                 for reading in readings:
                     if reading.error is not None:
                         raise reading.error
@@ -523,7 +529,7 @@ class Engine:
             raise
         finally:
             if other is not None:
-                other.close()
+                close_session(other)
         return slot
 
     def _resume(
@@ -583,7 +589,10 @@ class Engine:
         if sequence.finish is None and sequence.request.cancelled:
             sequence.finish = "cancelled"
         if sequence.request.watch is not None:
-            sequence.request.watch(step)
+            try:
+                sequence.request.watch(step)
+            except Exception as error:  # the user's: other sequences are between two steps
+                sequence.error, sequence.finish = error, "failed"
 
     def retire(self, running: list[Sequence], kept: Kept | None = None) -> None:
         """Remove finished sequences and free what they hold. Their answers are complete: an error of the drafter is
@@ -607,3 +616,11 @@ class Engine:
                     self.target.close(sequence.slot)
                 else:
                     kept.slot, kept.session = sequence.slot, sequence.session
+
+
+def close_session(session: DraftSession) -> None:
+    """Close the session of a text whose answer is complete: an error of the drafter is logged, and changes nothing."""
+    try:
+        session.close()
+    except Exception as error:
+        log.warning("the answer is complete, but its drafter failed after it: %s", error, exc_info=error)

@@ -87,7 +87,7 @@ class Job:
     number: int = 0  # in the order of arrival
     over: bool = False
     delivered_in: float = -1.0  # the interval of its latest delivery while it ran: see `service.PACE`
-    _texts: int = 0  # characters delivered so far
+    _characters: int = 0  # delivered so far
     _tokens: int = 0
 
     def __lt__(self, other: Job) -> bool:
@@ -103,9 +103,9 @@ class Job:
         logprobs = self.sequence.logprobs[self._tokens :] if self.sequence else []
         text, ends, stop = "", list[int](), self.request.stop
         if isinstance(stop, Detokenizer):
-            text = (stop.visible() if finish is None else stop.finish())[self._texts :]
+            text = (stop.visible() if finish is None else stop.finish())[self._characters :]
             ends = stop.lengths[self._tokens :] if self.streams and stop.by_token else []
-        self._texts += len(text)
+        self._characters += len(text)
         self._tokens += len(tokens)
         ended = self.sequence if finish is not None else None
         return Update(text, list(tokens), ends, list(logprobs), finish, error, ended)

@@ -23,15 +23,14 @@ Ids = NDArray[np.int64]
 class KeptTexts:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._chains: dict[Kept, list[Block]] = {}  # the most recently used last
-        self._ids: dict[Kept, Ids] = {}
+        self._known: dict[Kept, tuple[list[Block], Ids]] = {}  # the most recently used last
         self._by_hash: dict[Block, dict[Kept, None]] = {}  # those that begin so; the latest last
 
     def __len__(self) -> int:
-        return len(self._chains)
+        return len(self._known)
 
     def __iter__(self) -> Iterator[Kept]:
-        return iter(self._chains)
+        return iter(self._known)
 
     def keep(self, collection: str, text: Kept) -> None:
         """Keep a text. One that it begins with, such as an earlier turn of a conversation, is not needed any more."""
@@ -41,7 +40,7 @@ class KeptTexts:
         earlier, known = self._find(chain, ids)
         if earlier is not None and earlier.slot is not None and known == earlier.slot.length:
             self.forget(earlier)
-        self._chains[text], self._ids[text] = chain, ids
+        self._known[text] = chain, ids
         for each in chain:
             self._by_hash.setdefault(each, {})[text] = None
 
@@ -57,19 +56,20 @@ class KeptTexts:
             if each not in self._by_hash:
                 break
             alike = self._by_hash[each]
-        for text in reversed(alike):
-            known = common(self._ids[text], ids)
-            return (text, known) if known >= MIN_SHARED else (None, 0)  # equal hashes of other tokens
-        return None, 0
+        if not alike:
+            return None, 0
+        text = next(reversed(alike))
+        known = common(self._known[text][1], ids)
+        return (text, known) if known >= MIN_SHARED else (None, 0)  # equal hashes of other tokens
 
     def use(self, text: Kept) -> None:
         """It counts as the most recently used one."""
-        self._chains[text] = self._chains.pop(text)
+        self._known[text] = self._known.pop(text)
 
     def take(self, text: Kept) -> None:
         """Whoever takes it frees its keys."""
-        del self._ids[text]
-        for each in self._chains.pop(text):
+        chain, _ = self._known.pop(text)
+        for each in chain:
             texts = self._by_hash[each]
             del texts[text]
             if not texts:
@@ -82,8 +82,8 @@ class KeptTexts:
     def shrink(self, at_most: int) -> None:
         """Forget the least recently used ones."""
         with self._engine.turn():  # several threads may close a service
-            while len(self._chains) > at_most:
-                self.forget(next(iter(self._chains)))
+            while len(self._known) > at_most:
+                self.forget(next(iter(self._known)))
 
 
 def hashes(collection: str, ids: Ids) -> Iterator[Block]:

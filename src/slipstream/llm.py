@@ -132,6 +132,7 @@ class LLM:
         name = drafter if isinstance(drafter, str) else type(drafter).__name__
         self.engine = Engine(self.target, made, name, max_batch)
         self._service: Service | None = None
+        self._serving = threading.Lock()  # held while the service is made
         self._first = threading.Lock()  # held by the first of the threads that call `generate` at the same time
         self.eos = end_tokens(model, tokenizer)
         # transformers applies this default of the model in greedy decoding too, so it is applied here.
@@ -261,9 +262,10 @@ class LLM:
     def service(self) -> Service:
         """The service that answers many callers at a time, from any thread or event loop."""
         self.engine.check_open()
-        if self._service is None:
-            self._service = Service(self.engine)
-        return self._service
+        with self._serving:
+            if self._service is None:
+                self._service = Service(self.engine)
+            return self._service
 
     def swap_head(self, source: str | Path | Head, name: str | None = None) -> str:
         """Replace a head by another of the same kind and shape from the next step on. Running answers continue; their

@@ -23,6 +23,7 @@ import weakref
 from collections.abc import Collection
 from contextlib import nullcontext, suppress
 from copy import deepcopy
+from functools import partial
 from time import monotonic, sleep
 
 import torch
@@ -58,6 +59,7 @@ class Service:
         self.running: list[Job] = []
         self.reading: list[Job] = []
         self._waiting: list[Job] = []  # a heap: the next to be read first
+        self._begun: list[Job] = []  # whose prompts are read, until they are over: running, or preempted
         self._numbers = itertools.count()
         self.kept = KeptTexts(engine)
         self._mailboxes = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Mailbox]()
@@ -116,10 +118,10 @@ class Service:
         return bool(self._waiting or self.running or self.reading)
 
     def so_far(self) -> Counts:
-        """The counts of ended requests and of running ones, each counted once."""
+        """The counts of ended requests and of those that have begun, each counted once."""
         with self._counting:
-            counts, running = deepcopy(self.counts), list(self.running)
-            for job in running:
+            counts = deepcopy(self.counts)
+            for job in list(self._begun):
                 if job.sequence is not None:
                     counts.add(job.sequence.stats)
         return counts
@@ -224,8 +226,11 @@ class Service:
         # Without pages a copy is as large as what it is a copy of. So whoever goes on with a text takes its slot.
         whole = found is not None and found.slot is not None and known == found.slot.length
         if isinstance(found, Kept) and not self.engine.target.paged and (whole or not self._copies):
-            self.kept.take(found)
-            return self.engine.read(job.request, kept=found, known=known)
+            try:
+                return self.engine.read(job.request, kept=found, known=known)
+            finally:
+                if found.slot is None:  # it was taken over; else the request was refused before
+                    self.kept.take(found)
         return self.engine.read(job.request, self._sequences, copy_from=found, known=known)
 
     def _step_and_read(self) -> bool:
@@ -234,6 +239,7 @@ class Service:
         sequences, readings = self._sequences, self._readings
         if not (sequences and readings and self.engine.reads_along(sequences, readings)):
             return False
+        left = sum(reading.left for reading in readings)
         try:
             self.engine.step(sequences, readings)
         except Exception as error:
@@ -242,12 +248,15 @@ class Service:
             self._begin_answers()
             return False
         self._report_progress(list(self.running))
-        self._begin_answers()
+        if sum(reading.left for reading in readings) == left:  # drafts took all rows
+            self._read()
+        else:
+            self._begin_answers()
         return True
 
     def _read(self) -> None:
         try:
-            self.engine.read_on(self._readings)
+            self.engine.with_room(partial(self.engine.read_on, self._readings))
         except CacheFullError as error:
             self._read_fewer(error)
         except Exception as error:
@@ -268,6 +277,7 @@ class Service:
                 job.reading = None
                 if job.sequence is None:
                     self.counts.first_token.see(monotonic() - job.arrived)
+                    self._begun.append(job)
                 job.sequence = reading.sequence
                 self.running.append(job)
                 begun.append(job)
@@ -276,11 +286,11 @@ class Service:
             sleep(MOMENT)
 
     def _read_fewer(self, error: CacheFullError) -> None:
-        """There are too few pages: stop reading the youngest request. It waits again, or fails if nothing else holds
-        pages."""
+        """There are too few pages, and no text is kept any more: stop reading the youngest request. It waits again, or
+        fails if nothing else holds pages."""
         job = max(self.reading, key=lambda job: job.number)
         self._stop_reading(job)
-        if self._evict() or self.running or self.reading:
+        if self.running or self.reading:
             self._requeue(job)
         else:
             self._drop(job, "failed", error)
@@ -300,13 +310,20 @@ class Service:
 
     def _drop(self, job: Job, finish: str, error: Exception | None = None) -> None:
         """End a request that is waiting or being read."""
-        if job.sequence is not None:  # it was preempted while it ran
-            job.sequence.finish = finish
-            with self.engine.turn():
-                self.engine.retire([job.sequence])
-            with self._counting:
-                self.counts.add(job.sequence.stats)
-        self._end(job, finish, error)
+        try:
+            if job.sequence is not None:  # it was preempted while it ran
+                job.sequence.finish = finish
+                self._count(job, job.sequence)
+                with self.engine.turn():
+                    self.engine.retire([job.sequence])
+        finally:
+            self._end(job, finish, error)
+
+    def _count(self, job: Job, sequence: Sequence) -> None:
+        """Its answer is over: count it once and for all."""
+        with self._counting:
+            self._begun.remove(job)
+            self.counts.add(sequence.stats)
 
     def _requeue(self, job: Job) -> None:
         """Preempted: wait again, before all requests of its priority that arrived later."""
@@ -316,10 +333,8 @@ class Service:
             heapq.heappush(self._waiting, job)
 
     def _make_room(self) -> bool:
-        """Free pages for a step: a kept text, else the youngest request that is being read, else the youngest running
-        one, unless it is the only one. Returns whether anything was freed."""
-        if self._evict():
-            return True
+        """Free pages for a step, where no text is kept any more: preempt the youngest request that is being read, else
+        the youngest running one, unless it is the only one. Returns whether anything was freed."""
         if self.reading:
             job = max(self.reading, key=lambda job: job.number)
             self._stop_reading(job)
@@ -330,8 +345,7 @@ class Service:
         youngest = max(self.running, key=lambda job: job.number)
         assert youngest.sequence is not None
         self.engine.put_back(youngest.sequence)
-        with self._counting:
-            self.running.remove(youngest)
+        self.running.remove(youngest)
         self._requeue(youngest)
         return True
 
@@ -346,7 +360,7 @@ class Service:
         while True:
             sequences = self._sequences
             try:
-                self.engine.step(sequences)
+                self.engine.with_room(partial(self.engine.step, sequences))
             except CacheFullError as error:
                 if self._make_room():
                     continue
@@ -365,6 +379,8 @@ class Service:
             if sequence.finish is None:
                 try:
                     self.engine.step([sequence])
+                except CacheFullError:
+                    pass  # the next round makes room
                 except Exception as error:
                     sequence.error, sequence.finish = error, "failed"
 
@@ -375,10 +391,15 @@ class Service:
             sequence = job.sequence
             assert sequence is not None
             if sequence.finish is not None:
-                with self._counting:
-                    self.running.remove(job)
-                    self.counts.add(sequence.stats)
-                self._retire(job, sequence)
+                self.running.remove(job)
+                self._count(job, sequence)
+                try:
+                    self._retire(job, sequence)
+                finally:
+                    reason = sequence.finish
+                    if reason == "cancelled" and job.late(monotonic()):
+                        reason = "timeout"
+                    self._end(job, reason, sequence.error)
             elif job.streams and now > job.delivered_in:
                 job.delivered_in = now
                 self._deliver(job, job.new())
@@ -396,10 +417,6 @@ class Service:
         if sequence.stats.new_tokens > 1:
             later = sequence.stats.seconds - sequence.stats.first_token_seconds
             self.counts.per_token.see(later / (sequence.stats.new_tokens - 1), sequence.stats.new_tokens - 1)
-        reason = sequence.finish or "stop"
-        if reason == "cancelled" and job.late(monotonic()):
-            reason = "timeout"
-        self._end(job, reason, sequence.error)
 
     def _end(self, job: Job, finish: str, error: Exception | None = None) -> None:
         job.over = True
@@ -432,16 +449,15 @@ class Service:
     def _drop_ended(self) -> None:
         """End requests that were cancelled or are past their deadline."""
         now = monotonic()
-        if self._closing is not None:
-            with self._changed:
-                waiting, self._waiting = self._waiting, []
-            for job in waiting:
-                self._drop(job, "cancelled")
         with self._changed:
-            there = self._waiting + self.running + self.reading
-        for job in there:
+            waiting = list(self._waiting)
+        for job in [*waiting, *self.running, *self.reading]:
             if job.late(now) or (self._closing is not None and now > self._closing):
                 job.request.cancel()
+        if self._closing is not None:
+            for job in waiting:
+                if job.sequence is None:  # else it was preempted
+                    job.request.cancel()
         with self._changed:
             gone = [job for job in self._waiting if job.request.cancelled]
             if gone:
@@ -461,18 +477,15 @@ class Service:
             self.engine.abandon(reading)
 
     def _fail_all(self, error: Exception) -> None:
+        jobs = [*self.reading, *self.running]
         for job in list(self.reading):
             with suppress(Exception):
                 self._stop_reading(job)
-            self._end(job, "failed", error)
-        for job in list(self.running):
-            self.running.remove(job)
-            if job.sequence is not None and not job.over:
-                job.sequence.finish = job.sequence.finish or "failed"
-                with suppress(Exception), self.engine.turn():
-                    self.engine.retire([job.sequence])
+        self.reading, self.running = [], []
+        for job in jobs:
             if not job.over:
-                self._end(job, "failed", error)
+                with suppress(Exception):
+                    self._drop(job, "failed", error)
 
     # ---- prefixes
 

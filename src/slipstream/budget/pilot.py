@@ -122,7 +122,7 @@ class Text:
     @property
     def rests(self) -> bool:
         """Whether to decode plainly until a draft made beside a step pays (`Pilot.pays`). That is noticed a step late,
-        so as much may be lost before by drafts that are futile."""
+        which costs about a plain step; so as much may be lost by futile drafts before."""
         return self.ahead and self.futile > 1
 
     @property
@@ -234,7 +234,6 @@ class Pilot:
         of which a draft could have been started ahead, and was not."""
         self.judge()
         self.steps += 1
-        self.mean_nodes += NEWEST * ((self.last.nodes / len(drafts) if self.last else 0) - self.mean_nodes)
         if self._measures_plain(len(drafts)) or (len(drafts) == 1 and drafts[0].text.rests and self.cheap(names)):
             return
         there = [s for s in self.sources(len(drafts)).values() if s.drafter in names]
@@ -310,6 +309,7 @@ class Pilot:
             drafts[0].text.cost = taken * plain - 1
         resting = not most and min([draft.share for draft in drafts]) < 1 / 2
         names, verified = tuple([s.name for s in sources]), sum(map(len, kept)) - batch
+        self.mean_nodes += NEWEST * (verified / batch - self.mean_nodes)
         self.last = Choice(names, resting, verified, tokens, tokens / taken, plain)
         self._unjudged = Unjudged(sources, drafts, best, taken)
         return kept
@@ -317,6 +317,7 @@ class Pilot:
     def decline(self, names: Container[str], batch: int) -> int:
         """None of these drafters is asked: the step is a plain one. Returns for how many further steps none will be."""
         plain = batch / self.costs.seconds(1, batch)
+        self.mean_nodes *= 1 - NEWEST
         self.last = Choice((), False, 0, batch, plain, plain)
         due = [s.due[0] for s in self.sources(batch).values() if s.drafter in names]
         left = max(min(due, default=0) - self.steps, TRIAL if self._measures_plain(batch) else 1)
@@ -384,7 +385,7 @@ class Pilot:
 
     # ---- from one process to the next
 
-    def known(self) -> dict[str, Any]:
+    def learnt(self) -> dict[str, Any]:
         """What was learnt, in the form that `recall` takes."""
         sources = {
             str(size): {s.name: [s.drafting.seconds, s.gains, s.observations] for s in group.values() if s.known}
@@ -395,7 +396,7 @@ class Pilot:
 
     def recall(self, known: Any) -> None:
         """Start from what an earlier process learnt. What does not fit, since another version wrote it, is ignored."""
-        with suppress(KeyError, TypeError, ValueError):
+        with suppress(AttributeError, KeyError, TypeError, ValueError):
             for i, name in enumerate(self.drafters):
                 bins = np.array(known["calibration"].get(name))
                 if bins.shape == self.calibration.bins[i].shape:
@@ -411,8 +412,8 @@ class Pilot:
 
     def renew(self, name: str) -> None:
         """Forget what this drafter gained, so that it is tried again: it has new weights, or a new prediction."""
-        for group in self._by_batch.values():
-            group[name].observations, group[name].due = [0] * LEVELS, [0] * LEVELS
+        for source in [s for group in self._by_batch.values() for s in group.values() if s.drafter == name]:
+            source.observations, source.due = [0] * LEVELS, [0] * LEVELS
 
     # ---- expected tokens and times
 

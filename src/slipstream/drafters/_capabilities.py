@@ -312,12 +312,8 @@ def attach(drafter: Drafter, answers: EarlierAnswers) -> None:
         drafter.attach(answers)
 
 
-def learns(drafter: Drafter) -> bool:
-    return _offers(drafter, Learns)
-
-
 def ended(drafter: Any, request: Request, tokens: Sequence[int]) -> None:
-    if learns(drafter):
+    if _offers(drafter, Learns):
         drafter.ended(request, tokens)
 
 

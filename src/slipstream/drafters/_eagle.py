@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 
 
 AT_ONCE = 1024  # unread states that may wait for a draft; more are read at once
-# Where drafts are captured, a head that reads states by itself takes longer than the forward that reads the rest of a
-# prompt takes for so many rows more, which are often padding.
+# Where drafts are captured, at most so many tokens of a shared prefix are read again by the target, so that a head gets
+# their states from there. To write their keys by itself would take it longer; such rows are often padding.
 AGAIN = 32
 
 
@@ -354,7 +354,7 @@ class FeatureSession(HeadSession):
             self.pieces = [piece.safe() for piece in self.pieces]
 
     def pause(self) -> None:
-        HeadSession.close(self)
+        self.drop_ahead()
         self.pieces = [piece.safe() for piece in self.pieces]
 
     @property

@@ -335,17 +335,20 @@ class HeadSession(BatchedSession):
 
     def pause(self) -> None:
         """Drop the queued draft, since the next one overwrites its result; copy the state."""
-        HeadSession.close(self)
+        self.drop_ahead()
         self.hidden = self.hidden.safe().end(1) if self.hidden else self.hidden
 
     def drafted(self, root: int) -> None:
         """Called after a draft was made from this root."""
 
-    def close(self) -> None:
+    def drop_ahead(self) -> None:
         """Drop the queued draft. It must have ended first: its capture may be freed next."""
         if self.ahead is not None:
             self.ahead.pending.wait()
         self.ahead = None
+
+    def close(self) -> None:
+        self.drop_ahead()
 
     def keys(self, depths: int) -> list[int]:
         """The noise keys of the tokens after the root, by depth."""

@@ -30,7 +30,6 @@ class JointDrafter(Drafter):
         self.layers = tuple(sorted({layer for part in self.parts.values() for layer in can.layers(part)}))
         self.in_pages = any(map(can.in_pages, self.parts.values()))
         self.shared = max(can.shared(part) for part in self.parts.values())
-        self._learning = [part for part in self.parts.values() if can.learns(part)]
         again = [can.rereads(part) for part in self.parts.values()]
         self.rereads = None if None in again else max(n for n in again if n is not None)
 
@@ -64,7 +63,7 @@ class JointDrafter(Drafter):
         return JointSession(self, {name: part.begin(request) for name, part in self.parts.items()})
 
     def ended(self, request: Request, tokens: Sequence[int]) -> None:
-        for part in self._learning:
+        for part in self.parts.values():
             can.ended(part, request, tokens)
 
 

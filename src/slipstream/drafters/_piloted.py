@@ -82,7 +82,7 @@ class PilotedDrafter(JointDrafter):
         try:
             session.catch_up()
             session.label(root)
-            draft = SessionDraft(session.text, TokenTree.root(root), budget.nodes, session, root, budget)
+            draft = SessionDraft(session, root, budget)
             sources = self.pilot.cheap(draft.able)
             for source in sources:
                 self._ask(source, [draft], late=False)
@@ -116,6 +116,7 @@ class PilotedDrafter(JointDrafter):
         self, sessions: Sequence[DraftSession], roots: Sequence[int], budgets: Sequence[Budget]
     ) -> list[Proposal]:
         whole, mine = Stopwatch(), cast(Sequence[PilotedSession], sessions)
+        self._choosing = None
         if self.rests_with(sessions):
             if self._alone is None:
                 self.rest()
@@ -127,10 +128,7 @@ class PilotedDrafter(JointDrafter):
             self._look_back()
             for session, root in zip(mine, roots, strict=True):
                 session.label(root)
-        drafts = [
-            SessionDraft(session.text, TokenTree.root(root), budget.nodes, session, root, budget)
-            for session, root, budget in zip(mine, roots, budgets, strict=True)
-        ]
+        drafts = [SessionDraft(*each) for each in zip(mine, roots, budgets, strict=True)]
         names = set().union(*(draft.able for draft in drafts))
         unstarted, taken = self._unstarted(mine, ahead), dict[Source, float]()
         for source in self.pilot.asks(names, drafts, unstarted):
@@ -152,8 +150,8 @@ class PilotedDrafter(JointDrafter):
         return [Proposal(tree, beside=draft.beside) for tree, draft in zip(kept, drafts, strict=True)]
 
     def _unstarted(self, sessions: Sequence[PilotedSession], ahead: bool) -> set[str]:
-        """The parts of which a draft could have been started ahead, and was not. ahead: whether drafts of these
-        sessions could be started while the last step ran."""
+        """The parts whose next draft takes longer: they missed steps, or no draft of theirs was started ahead though it
+        could have been. ahead: whether drafts of these sessions could be started while the last step ran."""
         found = {name for session in sessions for name in session.names if session.lags(name)}
         if ahead:
             found |= {name for session in sessions for name, part in session.parts.items() if can.unstarted(part)}
@@ -192,6 +190,7 @@ class Declined:
     size: int  # of the batch, see `full`
 
     def holds_for(self, sessions: Sequence[PilotedSession]) -> bool:
+        """Whether it does. New sessions are labelled here, since nobody else will before the rest ends."""
         if full(len(sessions)) != self.size:
             return False
         new = [session for session in sessions if session not in self.sessions]
@@ -204,18 +203,14 @@ class Declined:
         return True
 
 
-@dataclass(eq=False)
 class SessionDraft(Draft):
     """The draft for one session in one step."""
 
-    session: PilotedSession
-    root: int
-    budget: Budget
-    beside: TokenTree | None = None  # further nodes to verify: see `Proposal`
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.able = self.session.able if self.budget.nodes else set[str]()
+    def __init__(self, session: PilotedSession, root: int, budget: Budget) -> None:
+        super().__init__(session.text, TokenTree.root(root), budget.nodes)
+        self.session, self.root, self.budget = session, root, budget
+        self.beside: TokenTree | None = None  # further nodes to verify: see `Proposal`
+        self.able = session.able if budget.nodes else set[str]()
 
     def add(self, proposal: Proposal) -> None:
         new = proposal.tree.cut(self.budget.depth)

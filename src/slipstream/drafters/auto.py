@@ -50,4 +50,4 @@ class AutoDrafter(PilotedDrafter):
         super().ended(request, tokens)
         self._answers += 1
         if hasattr(self, "_key") and self._answers.bit_count() == 1:  # the first, second, fourth, eighth, …
-            remember("auto", self._key, self.pilot.known())
+            remember("auto", self._key, self.pilot.learnt())

@@ -17,7 +17,7 @@ from __future__ import annotations
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
@@ -269,12 +269,13 @@ def learn(work: Work, watch: Watch | None) -> None:
 def run_trial(work: Work) -> None:
     """The trial: plain decoding, `auto` as it was and `auto` with the head, in turns, on held-out prompts."""
     run = work.run
-    llms = {name: work.open_llm(**options) for name, options in contestants(work.model, work.folder, run).items()}
-    asked = trial_prompts(work.folder, run, has_template(llms["plain"]))
     run.trials = []  # drop those of an interrupted run, in which `auto` had learnt other things
     takes: dict[int, list[Trial]] = defaultdict(list)  # by prompt
-    clock, at_most = perf_counter(), 60 * TRYING * run.settings.minutes
-    try:
+    with ExitStack() as opened:
+        options = contestants(work.model, work.folder, run)
+        llms = {name: opened.enter_context(work.open_llm(**own)) for name, own in options.items()}
+        asked = trial_prompts(work.folder, run, has_template(llms["plain"]))
+        clock, at_most = perf_counter(), 60 * TRYING * run.settings.minutes
         with work.timed("trying"):
             for number, (kind, prompt) in [*enumerate(asked)] * ROUNDS:
                 try:
@@ -291,9 +292,6 @@ def run_trial(work: Work) -> None:
                 work.tell(f"trying: {len(run.trials)} prompts, {gained}")
                 if len(run.trials) >= LEAST_TRIALS and perf_counter() - clock > at_most:
                     break
-    finally:
-        for llm in llms.values():
-            llm.close()
 
 
 def contestants(model: Any, folder: Path, run: Tuned) -> dict[str, dict[str, Any]]:

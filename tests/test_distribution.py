@@ -13,7 +13,8 @@ from scipy.special import chdtri, chndtr
 
 from families import tiny_model
 from slipstream import LLM
-from slipstream.accept import Match, Rejection, verify
+from slipstream.accept import Match, Rejection, residual, verify
+from slipstream.drafters._beams import draw
 from slipstream.evaluate.replay import TextTarget
 from slipstream.sampling import Sampler, Sampling, _bits, noise_key
 from slipstream.targets import Scores, Want
@@ -336,3 +337,18 @@ def test_texts_are_distributed_as_the_target_says_under_rejection(tiny_pair, row
     docs/log/layout.md. What the rule itself does is enumerated above."""
     texts = drafted(tiny_pair, "rejection", samples_needed(0.04))
     assert fits([text[:3] for text in texts.values()], three_token_law(rows))
+
+
+@pytest.mark.parametrize("gap", [400.0, 570.0, 720.0, 800.0])
+def test_what_q_can_not_hold_is_not_drawn(gap):
+    """A draw whose probability is lost to rounding would be accepted with certainty: nothing is left of q to divide by.
+    As with a temperature of 0.01."""
+    logits = torch.tensor([[[0.0, -gap, -2 * gap]]])
+    tokens, p, q = draw(logits, torch.tensor([7]), torch.ones(1), 3)
+    assert tokens[0, 0, 0] == 0
+    rest = 1 - q.double().sum()
+    assert abs(float(rest)) < 1e-12
+    kept = q[0, 0] > 0
+    assert (p[0, 0][:2] > 0).tolist() == [True, bool(kept[1])]
+    left, _ = residual(torch.stack([torch.tensor([1e-9, 1e-200, 1.0], dtype=torch.float64), q[0, 0]]), 0)
+    assert float(left[1].sum()) == pytest.approx(1.0 if kept[1] else 0.0)

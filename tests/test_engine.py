@@ -9,6 +9,7 @@ from oracle import Oracle
 from slipstream import LLM, DraftSession, Proposal, TokenTree, drafters
 from slipstream.drafters.base import Drafter
 from slipstream.errors import (
+    CacheFullError,
     ContextError,
     DrafterError,
     ModelError,
@@ -298,6 +299,25 @@ def test_a_draft_model_that_is_the_target_is_always_right(prompt, tiny):
     llm = LLM(tiny("llama"), drafter="model", draft_model=tiny("llama"))
     stats = llm.generate(prompt, max_new_tokens=40, ignore_eos=True).stats
     assert stats.accepted == stats.nodes_verified > 30
+
+
+def test_where_a_draft_model_has_no_room_the_target_goes_on_alone(tiny, monkeypatch):
+    """And what it missed, it reads later: once its cache has room, it is always right again."""
+    llm = LLM(tiny("llama"), drafter="model", draft_model=tiny("llama"))
+    plain = llm.generate(PROMPT * 3, max_new_tokens=40, ignore_eos=True).tokens
+    extend, calls = llm.engine.drafter.draft.extend, []
+
+    def full(*given):
+        calls.append(given)
+        if 3 < len(calls) < 9:
+            raise CacheFullError("full")
+        return extend(*given)
+
+    monkeypatch.setattr(llm.engine.drafter.draft, "extend", full)
+    found = llm.generate(PROMPT * 3, max_new_tokens=40, ignore_eos=True)
+    assert found.tokens == plain
+    assert len(calls) > 9
+    assert found.stats.accepted == found.stats.nodes_verified > 20
 
 
 def test_a_draft_model_with_a_short_context_stops_drafting(tiny):

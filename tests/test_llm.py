@@ -331,3 +331,31 @@ def test_it_is_not_closed_while_an_answer_is_written(tiny):
     chat.close()
     with pytest.raises(ModelError, match="closed"):
         next(llm.engine.run([]))
+
+
+class Pieces:
+    """Like a SentencePiece tokenizer: the space before a text's first word is dropped."""
+
+    WORDS = ("▁The", "▁sea", "▁is", "▁blue", "s")
+
+    def decode(self, tokens, **_):
+        return "".join(self.WORDS[token] for token in tokens).replace("▁", " ").removeprefix(" ")
+
+
+@pytest.mark.parametrize("stop", [(), ("green",)])
+@pytest.mark.parametrize("read", [False, True])
+def test_an_answer_that_continues_a_text_begins_with_its_space(stop, read):
+    for prompt, answer, text in (([0, 1], [2, 3], " is blue"), ([0, 1], [4, 2], "s is"), ([], [2, 3], "is blue")):
+        pieces = Detokenizer(Pieces(), stop, after=prompt)
+        for token in answer:
+            pieces(token)
+            if read:
+                pieces.visible()
+        assert pieces.finish() == text
+
+
+def test_a_text_is_continued_with_what_follows_it_to_the_letter(smol):
+    text, most = "The sea is", {"max_new_tokens": 8, "template": False}
+    said = smol.generate(text, **most)
+    assert smol.tokenizer.decode([*smol.tokenizer(text)["input_ids"], *said.tokens]) == text + said.text
+    assert "".join(smol.stream(text, **most)) == said.text

@@ -332,3 +332,12 @@ def test_processors_never_see_the_window(tiny):
 def test_shapes_that_cannot_be_are_refused(options, tiny):
     with pytest.raises(OptionError, match="at least"):
         LLM(tiny("llama"), drafter="lookahead", **options)
+
+
+def test_pools_of_the_collections_used_last_are_shared(tiny, monkeypatch):
+    """Clients name collections, perhaps one for each request."""
+    monkeypatch.setattr("slipstream.drafters.lookahead.COLLECTIONS", 2)
+    drafter = LLM(tiny("llama"), drafter="lookahead", shared=True).engine.drafter
+    first, *_ = [drafter.begin(Request([1], 9, collection=name)).pool for name in ("a", "b", "a", "c")]
+    assert list(drafter._pools) == ["a", "c"]
+    assert drafter.begin(Request([1], 9, collection="a")).pool is first

@@ -911,6 +911,25 @@ def test_who_is_renewed_is_asked_again():
     assert asked(pilot, "a")
 
 
+def test_new_weights_are_tried_in_every_way_to_ask_for_them():
+    pilot = Pilot(Costs({1: 1.0, 64: 1.1}), ["a", "b"], heads={"a": (2,), "b": ()})
+    for source in pilot.sources().values():
+        source.observations, source.due = [9] * LEVELS, [99] * LEVELS
+    pilot.renew("a")
+    assert {s.name for s in pilot.sources().values() if not any(s.due) and not any(s.observations)} == {"a", "a:2"}
+
+
+def test_how_much_is_verified_is_counted_per_sequence():
+    """Also when one text goes on alone after many."""
+    pilot, tree = Pilot(Costs({1: 1.0, 64: 1.0}, flat=True), ["a"]), chain([1, 2])
+    sources = known(pilot, {"a": 0.0}, 16)
+    kept = choose(pilot, [Text() for _ in range(16)], [tree] * 16, [16] * 16, sources)
+    each = np.mean([len(one) - 1 for one in kept])
+    assert each > 0
+    assert asked(pilot, "a")
+    assert pilot.mean_nodes == pytest.approx(NEWEST * each)
+
+
 # ---- nodes beside drafts
 
 RETURNS = 0.12 * np.log2(1 + np.arange(1, 33) // 4)  # of 0, 1, … nodes, four to a column
@@ -1020,6 +1039,15 @@ def test_who_lost_as_an_investor_waits_in_the_next_process_too():
 
 
 # ---- from one process to the next
+
+
+@pytest.mark.parametrize(
+    "strange", [None, 7, [], {}, {"calibration": [], "sources": 3}, {"calibration": {}, "sources": {"1": 2}}]
+)
+def test_what_does_not_fit_is_not_recalled(strange):
+    pilot = Pilot(Costs({1: 1.0, 64: 1.1}), ["a"])
+    pilot.recall(strange)
+    assert asked(pilot, "a")
 
 
 def experienced():

@@ -52,6 +52,7 @@ class FakeEngine:
             trees=True,
         )
         self.drafter = SimpleNamespace(takes=())
+        self.evict = lambda: False
         self.open = set()  # slots
 
     def turn(self):
@@ -125,6 +126,7 @@ class FakeEngine:
             self.log.append(("step", request.seed))
             sequence.tokens.append(1 + len(sequence.tokens) % 7)
             sequence.slot.tokens.append(sequence.tokens[-1])
+            sequence.stats.new_tokens = len(sequence.tokens)
             if request.plan == "fails to write" and len(sequence.tokens) == 2:
                 sequence.error, sequence.finish = ValueError(request.seed), "failed"
             elif len(sequence.tokens) >= request.max_new_tokens:
@@ -180,7 +182,7 @@ def one_schedule(rng, monkeypatch):
         offline = not streams and rng.random() < lists
         jobs[number] = service.submit(Job(request, heard[number].append, priority, deadline, streams, offline))
 
-    coming, number, rounds = rng.randint(1, 25), 0, 0
+    coming, number, rounds, written = rng.randint(1, 25), 0, 0, 0
     while number < coming or service.waiting() or service.running or service.reading:
         while number < coming and rng.random() < 0.6:
             ask(number)
@@ -203,6 +205,8 @@ def one_schedule(rng, monkeypatch):
         if any(what == "step" for what, _ in took) or not all(jobs[each].offline for each in left):
             assert all(("step", each) in took for each in left)
         assert len(service.running) <= engine.max_batch
+        written, before = service.so_far().new_tokens, written
+        assert written >= before  # a counter never falls, whoever is preempted
         clock[0] += 1.0
         rounds += 1
         assert rounds < 10_000, "it never ends"
@@ -253,3 +257,84 @@ def test_who_waits_for_a_forward_does_not_look_for_known_texts_in_every_round():
     assert [text.slot for text in service.kept][:2] == kept  # and what it would have used is as old as it was
     service.kept.shrink(0)
     assert not engine.open
+
+
+class Rounds:
+    """A service whose rounds are ours to take."""
+
+    def __init__(self, **how):
+        self.log = []
+        self.engine = FakeEngine(self.log, **how)
+        self.service = Service(self.engine)
+        self.engine.kept, self.service._thread = self.service.kept, threading.current_thread()
+        self.heard = {}
+
+    def ask(self, number, prompt, tokens):
+        request = Request([number] * prompt, tokens, seed=number)
+        request.plan, self.heard[number] = "", []
+        self.service.submit(Job(request, self.heard[number].append))
+
+    def take(self, rounds=10_000):
+        while self.service.busy and rounds:
+            self.service._round()
+            rounds -= 1
+
+    def ends(self):
+        return {number: updates[-1].finish for number, updates in self.heard.items() if updates}
+
+
+def test_a_kept_text_goes_before_a_prompt_that_is_being_read():
+    """Nothing that was read is read again."""
+    rounds = Rounds(max_batch=3, room=110, mixes=True)
+    rounds.ask(1, 40, 2)
+    rounds.take()
+    assert len(rounds.service.kept) == 1
+    rounds.ask(2, 10, 30)
+    rounds.take(2)
+    rounds.ask(3, 60, 2)
+    rounds.take()
+    assert rounds.ends() == dict.fromkeys((1, 2, 3), "length")
+    assert [number for what, number in rounds.log if what == "begin"] == [1, 2, 3]
+    assert rounds.service.counts.put_back == 0
+
+
+def test_a_preempted_answer_may_finish_when_the_service_closes(monkeypatch):
+    monkeypatch.setattr("slipstream.service.monotonic", lambda: 0.0)
+    rounds = Rounds(max_batch=2, room=60)
+    for number in (1, 2):
+        rounds.ask(number, 20, 20)
+    while not put_back(rounds.service):
+        rounds.take(1)
+    rounds.ask(3, 20, 2)  # not begun
+    rounds.service.close(within=100)
+    rounds.take()
+    assert rounds.ends() == {1: "length", 2: "length", 3: "cancelled"}
+
+
+def test_prompts_are_read_though_drafts_take_all_rows():
+    rounds = Rounds(max_batch=2, room=1000, mixes=True)
+    rounds.ask(1, 5, 50)
+    rounds.take(2)
+    step = rounds.engine.step
+    rounds.engine.step = lambda sequences, _readings=(): step(sequences)  # none are left for the prompt
+    rounds.ask(2, 30, 2)
+    rounds.take(8)
+    assert rounds.ends()[2] == "length"
+    assert rounds.ends()[1] is None
+
+
+def test_when_the_service_fails_all_its_answers_end_and_nothing_stays():
+    """One of them had been preempted and is being read again."""
+    rounds = Rounds(max_batch=2, room=60)
+    for number in (1, 2):
+        rounds.ask(number, 20, 20)
+    while not any(job.reading is not None and job.reading.again for job in rounds.service.reading):
+        rounds.take(1)
+        assert rounds.service.busy
+    rounds.service._fail_all(ValueError("a failure"))
+    assert set(rounds.ends().values()) <= {"failed", "length"}
+    assert "failed" in rounds.ends().values()
+    assert not rounds.service.busy
+    assert not rounds.service._begun
+    rounds.service.kept.shrink(0)
+    assert not rounds.engine.open

@@ -17,8 +17,8 @@ import uvicorn
 from patience import PATIENCE
 from slipstream import LLM
 from slipstream.server.app import Server
-from slipstream.server.backend import Asked, Chunk, Limits, Logprob
-from slipstream.server.bodies import Choice
+from slipstream.server.backend import Asked, Chunk, Limits, Logprob, Spelled
+from slipstream.server.bodies import Choice, completion_logprobs
 from slipstream.server.tool_calls import Hermes
 
 pytestmark = pytest.mark.slow
@@ -325,8 +325,33 @@ def test_calls_are_told_from_content_while_they_come():
 
 def test_log_probabilities_come_with_their_text():
     choice = Choice(0, Asked())
-    choice.take(Chunk("a", [Logprob("a", -0.5, [("a", -0.5)])]))
+    choice.take(Chunk("a", [Logprob(Spelled("a", b"a"), -0.5, [(Spelled("a", b"a"), -0.5)])]))
     assert choice.logprobs[0].logprob == -0.5
+
+
+def test_parts_of_characters_are_told_apart_by_their_bytes(client, llm):
+    """A token may be half a character: its bytes, joined with those of the others, spell the text."""
+    parts = llm.tokenizer("🏳", add_special_tokens=False)["input_ids"]
+    asked = {"model": NAME, "messages": HI, "temperature": 0, "logprobs": True}
+    spelled = b""
+    for token in parts:
+        said = client.chat.completions.create(max_tokens=1, logit_bias={str(token): 100.0}, **asked)
+        (found,) = said.choices[0].logprobs.content
+        spelled += bytes(found.bytes)
+    assert spelled.decode() == "🏳"
+    halves = [(Spelled("\ufffd", bytes([byte])), -1.0) for byte in "🏳".encode()]
+    (top,) = completion_logprobs([Logprob(halves[0][0], -1.0, halves)], 0)["top_logprobs"]
+    assert list(top) == ["bytes:\\xf0", "bytes:\\x9f", "bytes:\\x8f", "bytes:\\xb3"]
+
+
+def test_where_a_token_stands_is_the_same_whole_and_streamed(client):
+    """Though some text is held back, since it may be the beginning of a stop string."""
+    asked = {"model": NAME, "prompt": "The sea is", "max_tokens": 12, "temperature": 0, "logprobs": 0}
+    said = client.completions.create(**asked).choices[0].text
+    asked["stop"] = [said[:2] + "@", said[3:7] + "@"]
+    whole = client.completions.create(**asked).choices[0].logprobs.text_offset
+    chunks = [c.choices[0].logprobs for c in client.completions.create(**asked, stream=True) if c.choices]
+    assert [place for each in chunks if each for place in each.text_offset] == whole
 
 
 # ---- the other endpoints
@@ -357,6 +382,15 @@ def test_responses(client, llm):
     assert text == expected
     assert kinds[0] == "response.created"
     assert kinds[-1] == "response.incomplete"
+
+
+def test_a_response_goes_on_from_its_own_output(client, llm):
+    """As OpenAI's guide does: what was put out is put in again."""
+    said = client.responses.create(model=NAME, input=HI, max_output_tokens=8, temperature=0)
+    again = [*HI, *said.output, {"role": "user", "content": "And now?"}]
+    found = client.responses.create(model=NAME, input=again, max_output_tokens=8, temperature=0)
+    messages = [*HI, {"role": "assistant", "content": said.output_text}, again[-1]]
+    assert found.output_text == alone(llm, messages, max_new_tokens=8).text
 
 
 def test_responses_take_instructions_and_a_schema(client, llm):

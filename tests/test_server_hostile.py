@@ -133,6 +133,27 @@ def test_more_answers_than_there_can_be_are_refused_before_they_are_made(client)
     assert refused(client.post("/v1/completions", json=body))["param"] == "prompt"
 
 
+def test_as_many_answers_as_may_wait_are_taken_and_no_more(client, server):
+    """More than that could never be queued at once: to try again later would not help."""
+    for body in ({"prompt": ["a"] * 8, "max_tokens": 1}, {"prompt": "a", "n": 8, "max_tokens": 1}):
+        assert client.post("/v1/completions", json=body).status_code == 200
+        settled(server)
+    assert refused(client.post("/v1/completions", json={"prompt": ["a"] * 9, "max_tokens": 1}))["param"] == "prompt"
+    assert refused(client.post(CHAT, json=chat(n=9)))["param"] == "n"
+
+
+@pytest.mark.parametrize("path", ["/", "/live.js", "/live.css"])
+def test_the_page_takes_no_parameters(client, path):
+    plain = client.get(path)
+    assert plain.status_code == 200
+    assert client.get(f"{path}?page=x&text=y&kind=z").content == plain.content
+
+
+def test_an_unknown_field_is_refused_by_its_name_whatever_that_is(client):
+    for name in ("Temperature", "int", "body", "none"):
+        assert refused(client.post(CHAT, json=chat(**{name: 1})))["param"] == name
+
+
 def test_what_is_wrong_is_named_by_its_field(client):
     error = refused(client.post(CHAT, json=chat(stop=list("abcdefghijklmnopqrstuvw"))))
     assert error["param"] == "stop"

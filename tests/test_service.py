@@ -255,6 +255,59 @@ def test_what_fails_fails_alone(llm, monkeypatch):
     service.close()
 
 
+@pytest.mark.parametrize("drafter", ["none", "suffix"])
+def test_a_watch_that_fails_ends_its_own_request_alone(drafter, tiny):
+    """It is called after all texts of the step have grown."""
+
+    steps = []
+
+    def watch(step):
+        steps.append(step)
+        if len(steps) == 4:
+            raise ValueError("a watch fails")
+
+    with LLM(tiny("llama"), drafter=drafter) as llm:
+        expected = [alone(llm, prompt, max_new_tokens=20) for prompt in PROMPTS]
+        requests = [llm.request(prompt, max_new_tokens=20, ignore_eos=True) for prompt in PROMPTS]
+        requests[1].watch = watch
+        updates = {id(request): [] for request in requests}
+        ended = threading.Semaphore(0)
+
+        def hear(request):
+            def took(update):
+                updates[id(request)].append(update)
+                if update.finish is not None:
+                    ended.release()
+
+            return took
+
+        llm.service.submit_all([Job(request, hear(request)) for request in requests])
+        for _ in requests:
+            assert ended.acquire(timeout=PATIENCE)
+        for request, text in zip(requests, expected, strict=True):
+            last = updates[id(request)][-1]
+            if request is requests[1]:
+                assert "a watch fails" in str(last.error)
+            else:
+                assert last.error is None
+                assert list(last.sequence.tokens) == text
+        assert llm.engine._open == []
+
+
+def test_a_text_stays_kept_if_whoever_would_take_it_over_is_refused(tiny):
+    with LLM(tiny("llama"), drafter="auto") as llm:
+        prompt, service = [5, 6, 7] * 20, llm.service
+        text = [
+            *prompt,
+            *Listener(service, llm.request(prompt, max_new_tokens=9, ignore_eos=True)).wait().sequence.tokens,
+        ]
+        for drafters, finish in (("nobody", "failed"), (None, "length")):
+            asked = llm.request(text, max_new_tokens=2, ignore_eos=True, drafters=drafters)
+            assert Listener(service, asked).wait().finish == finish
+        assert service.counts.found_tokens == len(text) - 1
+        assert sum(slot is not None for slot in llm.target._slots) == len(service.kept) == 1
+
+
 def test_a_smaller_priority_goes_first_and_too_many_are_refused(llm):
     service, order = Service(llm.engine, max_waiting=3), []
     with llm.engine.turn():  # nothing begins meanwhile

@@ -268,6 +268,48 @@ def test_a_state_that_was_interrupted_is_read_again(family, within, tiny):
     close(rows(scores, TREES[2]), paths_alone(model, text, TREES[2]))
 
 
+@pytest.mark.parametrize("family", ["falcon-alibi", "qwen3_next"])
+def test_after_a_batch_that_failed_each_is_scored_as_if_it_had_not_been(family, tiny, monkeypatch):
+    """The first state has read its root by then, in place."""
+    model, root = tiny(family), TREES[1]
+    target = open_target(model)
+    slots = [read(target, text)[0] for text in TEXTS[:2]]
+    read_on, calls = type(target)._read, []
+
+    def failing(self, *given, **more):
+        calls.append(given)
+        if len(calls) == 2:
+            raise MemoryError("none left")
+        return read_on(self, *given, **more)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(type(target), "_read", failing)
+        with pytest.raises(MemoryError):
+            target.score(slots, [root] * 2, Want())
+    for slot, text in zip(slots, TEXTS, strict=False):
+        (scores,) = target.score([slot], [root], Want())
+        close(rows(scores, root), paths_alone(model, text, root))
+
+
+def test_a_sequence_that_there_is_no_room_for_disturbs_no_other(tiny, monkeypatch):
+    model = tiny("llama")
+    target = open_target(model)
+    slot, _ = read(target, TEXTS[0])
+    reserve = KeyValuePool.reserve
+
+    def small(self, rows, width):
+        if rows > 1:
+            raise ModelError("the cache does not fit")
+        reserve(self, rows, width)
+
+    monkeypatch.setattr(KeyValuePool, "reserve", small)
+    for _ in range(2):
+        with pytest.raises(ModelError):
+            target.open()
+    (scores,) = target.score([slot], [TREES[1]], Want())
+    close(rows(scores, TREES[1]), paths_alone(model, TEXTS[0], TREES[1]))
+
+
 def test_a_row_looks_as_far_back_as_its_layer_does():
     """Six positions: what rows 3, 4 and 5 may read of them, if they may read all before them."""
     see, query, key = np.tri(6, dtype=bool)[None, 3:], np.array([[3, 4, 5]]), np.arange(6)[None]

@@ -4,6 +4,7 @@ import random
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 import pytest
 
@@ -14,6 +15,8 @@ from slipstream.drafters.base import Drafter, DraftSession
 from slipstream.engine import Engine
 from slipstream.errors import OptionError
 from slipstream.heads import HEADS
+from slipstream.sequence import Kept
+from slipstream.service import Service
 from slipstream.turns import Turns
 
 THREADS, EACH = 8, 6  # `bench/fuzz.py --threads` asks thousands
@@ -157,6 +160,55 @@ def test_a_stream_dropped_within_another_streams_step_is_retired_after_it(tiny):
     assert all(slot is None for slot in llm.target._slots)
 
 
+def test_whoever_comes_next_retires_a_chat_that_was_left_while_others_answered(tiny):
+    """Its text is kept by then, so that closing the chat frees it."""
+    llm, kept, holding, go = LLM(tiny("llama"), drafter="pld"), Kept(), threading.Event(), threading.Event()
+    run = llm.engine.run([llm.request([5, 6, 7] * 8, max_new_tokens=30, ignore_eos=True)], kept)
+    next(run)
+
+    def hold():
+        with llm.engine.turn():
+            holding.set()
+            assert go.wait(PATIENCE)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    assert holding.wait(PATIENCE)
+    run.close()
+    closing = threading.Thread(target=llm.engine.forget, args=(kept,))
+    closing.start()
+    while not llm.engine._turns._waiting:
+        time.sleep(0.001)
+    go.set()
+    holder.join(PATIENCE)
+    closing.join(PATIENCE)
+    assert llm.engine._open == []
+    assert all(slot is None for slot in llm.target._slots)
+
+
+def test_services_of_one_engine_make_room_for_each_other(tiny):
+    """As a server's own, and that of the LLM it serves."""
+    with LLM(tiny("llama"), drafter="none") as llm:
+        one = Service(llm.engine)
+        two = llm.service
+        freed = []
+        one._evict = lambda: freed.append("one") or True
+        two._evict = lambda: freed.append("two") or False
+        assert llm.engine.evict()
+        assert freed == ["two", "one"]
+
+
+def test_threads_that_ask_at_once_make_one_service(tiny, monkeypatch):
+    class Slow(Service):
+        def __init__(self, *given):
+            time.sleep(0.05)
+            super().__init__(*given)
+
+    monkeypatch.setattr("slipstream.llm.Service", Slow)
+    with LLM(tiny("llama"), drafter="none") as llm, ThreadPoolExecutor(4) as threads:
+        assert len(set(threads.map(lambda _: llm.service, range(4)))) == 1
+
+
 def test_turns_come_in_the_order_of_asking():
     turns, order = Turns(), []
 
@@ -211,6 +263,16 @@ def test_a_drafter_that_fails_after_the_answer_costs_nothing_but_a_warning(tiny,
     assert "No space left" in results[1].stats.warnings[0]
     assert "No space left" in results[1].as_dict()["stats"]["warnings"][0]
     assert "the drafter failed after it" in caplog.text
+    assert all(slot is None for slot in llm.target._slots)
+
+
+def test_a_drafter_that_fails_when_a_kept_text_goes_costs_nothing_but_a_warning(tiny, caplog):
+    llm, kept = LLM(tiny("llama"), drafter="none"), Kept()
+    for _ in llm.engine.run([llm.request([5, 6, 7], max_new_tokens=3)], kept):
+        pass
+    kept.session.close = mock.Mock(side_effect=OSError("No space left"))
+    llm.engine.forget(kept)
+    assert "No space left" in caplog.text
     assert all(slot is None for slot in llm.target._slots)
 
 

@@ -176,6 +176,10 @@ def test_a_line_that_was_cut_off_is_no_prompt(tmp_path):
     with file.open("a") as out:
         out.write('{"turns": ["d')
     assert read_prompts(file) == [Question(("a", "b"), "s"), Question(("c",))]
+    append(file, [Question(("e",))])  # and nothing of it is left
+    with file.open("ab") as out:
+        out.write('{"turns": ["ü'.encode()[:-1])
+    assert read_prompts(file) == [Question(("a", "b"), "s"), Question(("c",)), Question(("e",))]
 
 
 @pytest.mark.parametrize("wrong", [{"minutes": 0}, {"max_new_tokens": 0}, {"head": "tail"}])

@@ -121,17 +121,21 @@ class AsyncStream:
     def __init__(self, service: Service, request: Request) -> None:
         self._service, self._request = service, request
         self._running: Running | None = None
+        self._cancelled = False
 
     async def __aiter__(self) -> AsyncIterator[str]:
         async for _, update in Updates(self._service, self._request):
             self._running = update.sequence
             if update.error is not None:
                 raise update.error
+            if update.finish is not None and update.sequence is None and not self._cancelled:
+                raise ModelError(CLOSED)
             if update.text:
                 yield update.text
 
     def cancel(self) -> None:
         """End the answer after the current step. Safe from another thread."""
+        self._cancelled = True
         self._request.cancel()
 
     @property

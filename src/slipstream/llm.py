@@ -39,6 +39,7 @@ from slipstream.text import Detokenizer, Prompt, encode, end_tokens, predictions
 from slipstream.trace.record import Recorder
 
 PROCESSORS = "transformers' LogitsProcessor objects"
+CONTINUED = 4  # tokens of a continued text that the answer's are decoded behind: a character has no more
 MAX_DRAFT_PREDICTED = 63  # with a prediction long drafts may be right as a whole; with the root, 64 rows
 
 
@@ -364,7 +365,12 @@ class LLM:
             accept=make_rule(accept, **accept_options or {}),
             seed=integer("seed", seed),
             sample=sample,
-            stop=Detokenizer(self.tokenizer, stop, frozenset(ends) | (frozenset() if ignore_eos else self.eos)),
+            stop=Detokenizer(
+                self.tokenizer,
+                stop,
+                frozenset(ends) | (frozenset() if ignore_eos else self.eos),
+                after=() if template or self.tokenizer is None else tokens[-CONTINUED:],
+            ),
             collection=collection,
             max_draft=max_draft,
             drafters=None if drafters is None else tuple(separated(drafters)),

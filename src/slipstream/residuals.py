@@ -19,6 +19,7 @@ from slipstream.targets.base import Scores
 from slipstream.tree import TokenTree
 
 SMALLEST = 1e-300  # lower limit of a divisor
+LEAST = 1e-250  # of q: less counts as nothing and is never drawn, so that what is left of q can always be normalised
 GIVEN = 4  # columns of a table before the children's tokens
 
 

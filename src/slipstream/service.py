@@ -69,7 +69,8 @@ class Service:
         self._counting = threading.Lock()
         self._thread: threading.Thread | None = None
         self._closing: float | None = None  # once it is closing: when running answers are cancelled
-        engine.evict = self._evict
+        others = engine.evict  # services of one engine share its cache: `Server` and `LLM.service` make one each
+        engine.evict = lambda: self._evict() or others()
 
     # ---- for callers, from any thread
 

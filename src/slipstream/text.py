@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from numbers import Integral
@@ -102,17 +103,27 @@ class Detokenizer:
     """One answer's text as it grows. It is the request's `stop`, called once with every emitted token. Tokens are
     decoded when the text is read, or at once if there are stop strings."""
 
-    def __init__(self, tokenizer: Any, stop: Iterable[str] = (), eos: frozenset[int] = frozenset()) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        stop: Iterable[str] = (),
+        eos: frozenset[int] = frozenset(),
+        after: Sequence[int] = (),
+    ) -> None:
+        """after: the last tokens of a text that the answer continues. Some tokenizers drop a text's first space."""
         self._tokenizer, self._eos = tokenizer, eos
         self._decode = decoder(tokenizer)
         self.by_token = False  # whether `lengths` is needed; set before the first token
         self._stop = tuple(s for s in stop if s)
         self._unread: list[int] = []  # tokens that are not decoded yet
-        self._tokens: list[int] = []
+        self._before = self._decode(list(after)) if after else ""  # decode(tokens[base:shown])
+        if self._before.endswith("\ufffd"):  # within a character
+            self._before, after = "", ()
+        self._tokens = list(after)
+        self._begin = len(self._tokens)  # the answer's first token
         # Tokens before _shown are in the text already. Those from _base on are decoded together, since a token's text
         # depends on the token before it (spaces, and characters of several tokens).
-        self._base = self._shown = 0
-        self._before = ""  # decode(tokens[base:shown])
+        self._base, self._shown = 0, self._begin
         self._text = ""  # complete characters only
         self._held = ""  # complete characters of tokens whose last character is incomplete
         self._lengths: list[int] = []
@@ -145,8 +156,9 @@ class Detokenizer:
         """The text if no token follows: incomplete characters are decoded as they are."""
         if self._tokenizer is None:
             return ""
-        if not (self._tokens or self._lengths):  # no part of it was read before
-            return self._decode([token for token in self._unread if token not in self._eos])
+        if len(self._tokens) == self._begin and not self._lengths:  # no part of it was read before
+            said = [token for token in self._unread if token not in self._eos]
+            return self._decode([*self._tokens, *said])[len(self._before) :]
         self._read()
         if self._stopped:
             return self._text
@@ -209,3 +221,23 @@ def decoder(tokenizer: Any) -> Callable[[list[int]], str]:
     if plain and not tokenizer.clean_up_tokenization_spaces:
         return partial(tokenizer.backend_tokenizer.decode, skip_special_tokens=True)
     return lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=True))
+
+
+def token_bytes(tokenizer: Any, token: int, text: str) -> bytes | None:
+    """The bytes of one token, which may be a part of a character. text: the token as text. None: they are not known."""
+    if "\ufffd" not in text:
+        return text.encode()
+    piece = tokenizer.convert_ids_to_tokens(token)
+    if byte := re.fullmatch(r"<0x([0-9A-F]{2})>", piece):  # SentencePiece's byte tokens
+        return bytes([int(byte[1], 16)])
+    return bytes(_BYTES[c] for c in piece) if all(c in _BYTES for c in piece) else None
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """Byte-level BPE writes printable bytes as themselves and the others as characters from 256 on, in order."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [b for b in range(256) if b not in printable]
+    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
+
+
+_BYTES = _byte_level_alphabet()

@@ -87,7 +87,7 @@ def generate(
     expected, schema = o.prediction_text(prediction), o.schema_text(json_schema)
     pairs = o.drafter_options(option, drafter_path, head, learn)
     llm = open_llm(model, drafter, pairs, dtype, device, trust_remote_code, compile)
-    results = []
+    results, interrupted = [], False
     for sample in range(answers):
         stream = llm.stream(
             request,
@@ -107,7 +107,11 @@ def generate(
             template=not raw,
             trace=explain,
         )
-        result = print_answer(stream)
+        try:
+            result = print_answer(stream)
+        except typer.Exit:  # the answers before it are complete
+            interrupted = True
+            break
         results.append(result)
         seed = result.seed  # one for all: the answers differ by their sample index
         if explain:
@@ -120,7 +124,7 @@ def generate(
     if as_json:
         for result in results:
             print(json.dumps(result.as_dict(), ensure_ascii=False), flush=True)
-    if results[-1].finish_reason == "cancelled":
+    if interrupted or results[-1].finish_reason == "cancelled":
         raise typer.Exit(130)
 
 

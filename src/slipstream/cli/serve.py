@@ -48,6 +48,8 @@ def serve(
 
     if missing := [module for module in NEEDED if find_spec(module) is None]:
         raise OptionError(f"{missing[0]} is missing: pip install 'slipstream-llm[serve]'")
+    if api_key is not None and not api_key.strip():
+        raise OptionError("--api-key is empty: give a key, or leave the option out")
     sock = listening(host, port)  # before the model is loaded, so that a port in use is reported at once
     where = f"http://{f'[{host}]' if ':' in host else host}:{sock.getsockname()[1]}"
     with Front(sock) as front:

@@ -18,6 +18,7 @@ from slipstream.errors import OptionError
 from slipstream.heads.growth import Record, grow_depth, keep_best, new_record
 from slipstream.heads.packing import likeliest, pack, pack_chains, pack_first
 from slipstream.kernels.ops import best_tokens
+from slipstream.residuals import LEAST
 from slipstream.sampling import gumbel
 
 if TYPE_CHECKING:
@@ -68,6 +69,7 @@ def draw(logits: Tensor, key: Tensor, temperature: Tensor, count: int) -> tuple[
     (b,). Returns tokens (b, w, count), their probabilities (0: q has fewer tokens), and q (b, w, V)."""
     logp = torch.log_softmax(logits.double() / temperature[:, None, None], -1)
     q = logp.exp()
+    q = q.where(q > LEAST, 0.0)
     noise = gumbel(cast(Any, key[:, None]), torch.arange(q.shape[-1], device=q.device))[:, None]  # (b, 1, V)
     # The largest, in order, are draws without replacement.
     best = (logp + noise).where(q > 0, -torch.inf).topk(count)

@@ -4,7 +4,7 @@ by the text that follows."""
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, cast
 
@@ -60,11 +60,24 @@ class JointDrafter(Drafter):
             can.attach(part, answers)
 
     def begin(self, request: Request) -> DraftSession:
-        return JointSession(self, {name: part.begin(request) for name, part in self.parts.items()})
+        return JointSession(self, begin_parts(self.parts, request))
 
     def ended(self, request: Request, tokens: Sequence[int]) -> None:
         for part in self.parts.values():
             can.ended(part, request, tokens)
+
+
+def begin_parts(parts: Mapping[str, Drafter], request: Request) -> dict[str, DraftSession]:
+    """A session of each part, or of none if one of them can't begin."""
+    begun: dict[str, DraftSession] = {}
+    try:
+        for name, part in parts.items():
+            begun[name] = part.begin(request)
+    except BaseException:
+        for session in begun.values():
+            session.close()
+        raise
+    return begun
 
 
 class JointSession(BatchedSession):

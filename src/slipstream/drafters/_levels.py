@@ -13,6 +13,7 @@ import torch
 from slipstream.drafters.base import BatchedSession, Proposal
 from slipstream.errors import OptionError
 from slipstream.kernels.ops import best_tokens
+from slipstream.residuals import LEAST
 from slipstream.sampling import Sampler, gumbel
 from slipstream.tree import TokenTree
 
@@ -205,12 +206,14 @@ class LevelSession(BatchedSession):
             if mode == "sample" and not self._sampler.sampling.greedy:
                 many = self.options.width if node == growing.root else 1
                 key = self._sampler.key("" if self._shared_noise else "draft")
-                noisy = logits + gumbel(key, torch.arange(len(logits), device=logits.device))
+                q = logp.exp()
+                q = q.where(q > LEAST, 0.0)
+                noisy = (logits + gumbel(key, torch.arange(len(logits), device=logits.device))).where(q > 0, -torch.inf)
                 # The k largest, in order, are k draws without replacement.
-                drawn = torch.topk(noisy, min(many, room, int(torch.isfinite(logp).sum())))
+                drawn = torch.topk(noisy, min(many, room, int((q > 0).sum())))
                 tokens = drawn.indices.tolist()
                 if self._keep_q:
-                    growing.drawn_from(node, logp.exp())
+                    growing.drawn_from(node, q)
             else:
                 tokens = [int(logp.argmax())]
             for token in tokens[:room]:

@@ -12,7 +12,7 @@ from slipstream.budget.calibration import NEWEST
 from slipstream.budget.costs import Costs, full
 from slipstream.budget.pilot import Choice, Draft, Pilot, Source, Text
 from slipstream.drafters import _capabilities as can
-from slipstream.drafters._joint import JointDrafter, JointSession
+from slipstream.drafters._joint import JointDrafter, JointSession, begin_parts
 from slipstream.drafters.base import DraftSession, Proposal, Seen
 from slipstream.stopwatch import Stopwatch
 from slipstream.tree import TokenTree, fuse
@@ -227,9 +227,8 @@ class PilotedSession(JointSession):
     def __init__(self, drafter: PilotedDrafter, request: Request, names: Collection[str]) -> None:
         """names: of the parts that may be asked. Draft models begin now, those that read states when there are some,
         and whoever has not begun when it is asked for the first time: in large batches that is often never."""
-        super().__init__(
-            drafter, {name: drafter.parts[name].begin(request) for name in names if name in drafter.models}
-        )
+        models = {name: drafter.parts[name] for name in names if name in drafter.models}
+        super().__init__(drafter, begin_parts(models, request))
         self.request, self.names = request, names
         self.text = Text(ahead=True)
         self.asked: set[str] = set()  # parts that were asked for the next step

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from slipstream.datastores.live import COLLECTIONS
 from slipstream.drafters.base import Drafter, DraftSession, Proposal, Seen
 from slipstream.errors import OptionError
 from slipstream.tree import TokenTree, places
@@ -84,9 +85,16 @@ class Lookahead(Drafter):
         room = (request.max_draft + 1) // (o.ngram - 1)
         width = min(o.window, max(room - o.guesses, room // 2))
         guesses = min(o.guesses, room - width)
-        pool = self._pools.setdefault(request.collection, Pool(o.guesses)) if o.shared else Pool(o.guesses)
+        pool = self._shared_pool(request.collection) if o.shared else Pool(o.guesses)
         noise = np.random.default_rng([request.seed % 2**64, request.sample])
         return LookaheadSession(o.ngram, width, guesses, pool, noise)
+
+    def _shared_pool(self, collection: str) -> Pool:
+        pool = self._pools.pop(collection, None) or Pool(self.options.guesses)
+        self._pools[collection] = pool  # the most recently used last
+        if len(self._pools) > COLLECTIONS:
+            del self._pools[next(iter(self._pools))]
+        return pool
 
 
 class LookaheadSession(DraftSession):

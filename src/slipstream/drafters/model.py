@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from slipstream.drafters._levels import Grower, Growing, LevelSession, check_levels, grow_together
 from slipstream.drafters.base import Drafter, DraftSession, Proposal, Seen
-from slipstream.errors import DrafterError, OptionError
+from slipstream.errors import CacheFullError, DrafterError, OptionError
 from slipstream.tree import TokenTree
 
 if TYPE_CHECKING:
@@ -66,7 +66,14 @@ class DraftModel(Drafter):
         """Drafts level by level, all sequences together."""
         mine = cast(Sequence[DraftModelSession], sessions)
         growing = [session.grow(root, budget) for session, root, budget in zip(mine, roots, budgets, strict=True)]
-        return grow_together(self.draft, growing, self.target.vocabulary, max(self.options.width, self.options.first))
+        try:
+            return grow_together(
+                self.draft, growing, self.target.vocabulary, max(self.options.width, self.options.first)
+            )
+        except CacheFullError:  # the target may still have room
+            for session in mine:
+                session.slot.tree = None
+            return [Proposal(TokenTree.root(root)) for root in roots]
 
     def release(self) -> None:
         self.draft.release()
@@ -110,9 +117,12 @@ class DraftModelSession(LevelSession):
         if depth < 1 or budget.nodes < 1 or max([root, *self._unread]) >= self.draft.vocabulary:
             return Proposal(TokenTree.root(root))  # no budget, or a token that the draft model does not have
         if len(self._unread) > RIDE_ALONG:
-            for _ in self.draft.prefill(self.slot, self._unread, self._want):
-                pass
-            self._unread = []
+            known = self.slot.length
+            try:
+                for _ in self.draft.prefill(self.slot, self._unread, self._want):
+                    pass
+            finally:
+                self._unread = self._unread[self.slot.length - known :]
         self._lead = len(self._unread)
         growing = Growing(self.slot, [*self._unread, root])
         return (yield from self.grow_levels(growing, depth, budget.nodes))

@@ -244,7 +244,6 @@ class KeyCache(Keys):
     @torch.inference_mode()
     def _resize(self, rows: int, capacity: int) -> None:
         had, used = len(self.keys), self.capacity
-        self._free += range(rows - 1, had - 1, -1)
 
         def larger(old: Tensor) -> Tensor:
             new = old.new_zeros(rows, old.shape[1], capacity, old.shape[3])
@@ -254,6 +253,7 @@ class KeyCache(Keys):
         self._layers = [(larger(keys), larger(values)) for keys, values in self._layers]
         self._scratch.clear()
         self.generation += 1
+        self._free += range(rows - 1, had - 1, -1)
 
 
 @dataclass(frozen=True)

@@ -42,11 +42,14 @@ def fingerprint(model: Any) -> str:
     shape = {name: getattr(config, name, None) for name in names}
     found = hashlib.sha256(json.dumps(shape).encode())
     weights = [(name, p) for name, p in sorted(model.named_parameters()) if p.device.type != "meta"]
-    for device in sorted({p.device for _, p in weights}, key=str):
+    sampled: dict[str, torch.Tensor] = {}
+    for device in {p.device for _, p in weights}:  # one transfer from each
         here = [(name, p) for name, p in weights if p.device == device]
         slices = [p.reshape(-1)[:: max(1, p.numel() // SAMPLE)][:SAMPLE].to(torch.bfloat16) for _, p in here]
-        found.update(" ".join(f"{name} {tuple(p.shape)}" for name, p in here).encode())
-        found.update(torch.cat(slices).cpu().view(torch.int16).numpy().tobytes())
+        parts = torch.cat(slices).cpu().split([len(each) for each in slices])
+        sampled |= zip((name for name, _ in here), parts, strict=True)
+    found.update(" ".join(f"{name} {tuple(p.shape)}" for name, p in weights).encode())
+    found.update(torch.cat([sampled[name] for name, _ in weights]).view(torch.int16).numpy().tobytes())
     return found.hexdigest()[:32]
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from functools import partial
 from importlib.resources import files
 from time import time
 from typing import Any
@@ -80,8 +79,7 @@ class Api:
             text = files("slipstream.server").joinpath(file).read_text("utf-8")
             if file in COMMON:
                 text = f"{part(COMMON[file])}\n{text}"
-            page = partial(Response, text, media_type=kind, headers=SAFE)
-            app.get(f"/{path}", include_in_schema=False)(lambda page=page: page())
+            app.add_route(f"/{path}", part_of_page(text, kind), include_in_schema=False)
 
     async def chat(self, body: s.ChatRequest, http: Request) -> Any:
         return await self._answer(body, http, bodies.Chat(self._named(body.model), body))
@@ -257,6 +255,13 @@ async def unless_client_leaves(http: Request, work: Any, answers: Answers) -> No
         watching.cancel()
         task.cancel()
         answers.close()
+
+
+def part_of_page(text: str, kind: str) -> Callable[[Request], Response]:
+    def sent(_: Request) -> Response:
+        return Response(text, media_type=kind, headers=SAFE)
+
+    return sent
 
 
 def light_dark(name: str) -> str:

@@ -89,13 +89,10 @@ class Asking:
             prompts = [prompts]
         if not prompts:
             raise Refused(400, "prompt is empty", "prompt", "invalid_value")
-        most = self.limits.waiting + self.llm.engine.max_batch
-        if len(prompts) * body.n > most:
-            message = f"{len(prompts)} prompts with {body.n} answers each: this server takes {most} at once at most"
-            raise Refused(400, message, "prompt", "invalid_value")
         options = self._options(body)
         if body.logprobs is not None:
             options["logprobs"] = body.logprobs
+        options["template"] = False  # the answer continues the prompt
         read = [p if isinstance(p, list) else self.llm.tokenizer(p)["input_ids"] for p in prompts]
         return self._ask(body, read, body.max_tokens, options)
 
@@ -136,7 +133,10 @@ class Asking:
         self, body: s.Sampled, prompts: Sequence[list[int]], longest: int | None, options: dict[str, Any]
     ) -> tuple[Asked, list[Request]]:
         limits, context = self.limits, self.llm.target.context
-        requests: list[Request] = []
+        count, requests = len(prompts) * getattr(body, "n", 1), list[Request]()
+        if count > max(1, limits.waiting):
+            message = f"{count} answers: this server takes {limits.waiting} at once at most"
+            raise Refused(400, message, "prompt" if len(prompts) > 1 else "n", "invalid_value")
         for tokens in prompts:
             if limits.prompt is not None and len(tokens) > limits.prompt:
                 message = f"the prompt has {len(tokens)} tokens, this server reads {limits.prompt}: shorten it"

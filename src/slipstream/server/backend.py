@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from slipstream.counts import Counts
 from slipstream.merged import Merged
@@ -54,13 +54,20 @@ class Asked:
     predicted: int = 0  # tokens of the prediction
 
 
-@dataclass(frozen=True)
-class Logprob:
-    """One token of an answer as text, with its log-probability and alternatives."""
+class Spelled(NamedTuple):
+    """A token. As text, what is only a part of a character is a replacement character."""
 
     text: str
+    raw: bytes | None  # None: not known
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """One token of an answer, with its log-probability and alternatives."""
+
+    token: Spelled
     logprob: float
-    top: list[tuple[str, float]]
+    top: list[tuple[Spelled, float]]
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any
 
 from slipstream.counts import Counts
 from slipstream.server import schema as s
-from slipstream.server.backend import Asked, Chunk, Logprob
+from slipstream.server.backend import Asked, Chunk, Logprob, Spelled
 from slipstream.server.tool_calls import CallArguments, CallBegins, Content, Delta, ToolCall, read_call
 from slipstream.stats import Stats
 
@@ -121,25 +121,32 @@ def own_stats(choices: Sequence[Choice]) -> dict[str, Any]:
 
 
 def chat_logprobs(found: Sequence[Logprob]) -> dict[str, Any]:
-    def entry(text: str, logprob: float) -> dict[str, Any]:
-        return {"token": text, "logprob": max(LOWEST, logprob), "bytes": list(text.encode())}
+    def entry(token: Spelled, logprob: float) -> dict[str, Any]:
+        raw = None if token.raw is None else list(token.raw)
+        return {"token": token.text, "logprob": max(LOWEST, logprob), "bytes": raw}
 
     return {
         "content": [
-            entry(each.text, each.logprob) | {"top_logprobs": [entry(*alternative) for alternative in each.top]}
+            entry(each.token, each.logprob) | {"top_logprobs": [entry(*alternative) for alternative in each.top]}
             for each in found
         ],
         "refusal": None,
     }
 
 
+def key_of(token: Spelled) -> str:
+    """A token as a key: parts of characters must differ, and are written as OpenAI does."""
+    partial = "\ufffd" in token.text and token.raw is not None
+    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token.raw or b"") if partial else token.text
+
+
 def completion_logprobs(found: Sequence[Logprob], offset: int) -> dict[str, Any]:
-    texts = [each.text for each in found]
+    texts = [each.token.text for each in found]
     offsets = list(accumulate(map(len, texts[:-1]), initial=offset)) if texts else []
     return {
         "tokens": texts,
         "token_logprobs": [max(LOWEST, each.logprob) for each in found],
-        "top_logprobs": [{text: max(LOWEST, logprob) for text, logprob in each.top} for each in found],
+        "top_logprobs": [{key_of(token): max(LOWEST, logprob) for token, logprob in each.top} for each in found],
         "text_offset": offsets,
     }
 
@@ -238,7 +245,9 @@ class Completion(Chat):
         return found
 
     def logprobs(self, choice: Choice, chunk: Chunk) -> Any:
-        return completion_logprobs(chunk.logprobs, len(choice.text) - len(chunk.text)) if chunk.logprobs else None
+        before = choice.logprobs[: len(choice.logprobs) - len(chunk.logprobs)]
+        offset = sum(len(each.token.text) for each in before)  # not the text so far, some of which may be held back
+        return completion_logprobs(chunk.logprobs, offset) if chunk.logprobs else None
 
     def opening(self) -> Any:
         return ""

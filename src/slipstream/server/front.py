@@ -7,6 +7,7 @@ transformers, so it is ready long before the model is loaded. It ends when the m
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import os
 import socket
@@ -47,9 +48,17 @@ class Front(uvicorn.Server):
                 server_header=False,
             )
         )
+        if setup.log_requests:
+            logging.getLogger("uvicorn.access").setLevel(logging.INFO)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+        try:
+            await super().startup(sockets)
+        except OSError as error:
+            print(
+                f"can't listen: {error.strerror}. Another server took the port meanwhile", file=sys.stderr, flush=True
+            )
+            os._exit(1)
         self.remote.ready()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:

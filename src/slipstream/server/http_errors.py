@@ -39,7 +39,10 @@ def invalid(error: RequestValidationError) -> Refused:
     found: Sequence[Mapping[str, Any]] = error.errors()
     same = [each for each in found if each["loc"][:2] == found[0]["loc"][:2]]
     first = next((each for each in same if not each["type"].endswith("_type")), found[0])
-    place = [str(part) for part in first["loc"] if part != "body" and not KIND.match(str(part))]
+    *places, last = map(str, first["loc"])
+    place = [part for part in places if part != "body" and not KIND.match(part)]
+    if first["type"] == "extra_forbidden" or not (last == "body" or KIND.match(last)):
+        place.append(last)
     param = ".".join(place) or None
     if first["type"] == "extra_forbidden":
         return Refused(400, f"{param} is not supported by this server", param, "unsupported_parameter")

@@ -16,9 +16,10 @@ from slipstream.request import Request
 from slipstream.sequence import TokenLogprobs
 from slipstream.server import schema as s
 from slipstream.server.asking import Asking, SourceWatch
-from slipstream.server.backend import About, Answers, Asked, Chunk, Limits, Logprob, Question, State
+from slipstream.server.backend import About, Answers, Asked, Chunk, Limits, Logprob, Question, Spelled, State
 from slipstream.server.errors import logged_refusal
 from slipstream.service import Service
+from slipstream.text import token_bytes
 
 
 class Call:
@@ -37,10 +38,11 @@ class Call:
     def submit(self, service: Service, requests: Sequence[Request], body: s.Sampled, seconds: float) -> None:
         self._service, self.requests, deadline = service, requests, monotonic() + seconds
         try:
-            for i, request in enumerate(requests):
-                deliver = partial(self._deliver, i)
-                job = Job(request, deliver, body.priority, deadline, body.stream, mailbox=self._mailbox)
-                self.jobs.append(service.submit(job))
+            self.jobs = [
+                Job(request, partial(self._deliver, i), body.priority, deadline, body.stream, mailbox=self._mailbox)
+                for i, request in enumerate(requests)
+            ]
+            service.submit_all(self.jobs)
         except BaseException:
             self.cancel()
             raise
@@ -59,7 +61,7 @@ class Call:
             if not job.over and self._service is not None:
                 self._service.cancel(job)
 
-    def chunk(self, number: int, update: Update, decode: Callable[[int], str]) -> Chunk:
+    def chunk(self, number: int, update: Update, decode: Callable[[int], Spelled]) -> Chunk:
         """The chunk of an update. The updates of an answer must come in order."""
         watch = self.requests[number].watch
         self._ended += update.finish is not None
@@ -161,11 +163,15 @@ class Local:
     def _reload_heads(self) -> dict[str, Any]:
         return asdict(self.llm.reload_heads())
 
-    def _decode(self, token: int) -> str:
-        return str(self.llm.tokenizer.decode([token]))
+    def _decode(self, token: int) -> Spelled:
+        """A token behind another one: some tokenizers leave out a text's first space."""
+        tokenizer = self.llm.tokenizer
+        one, two = (str(tokenizer.decode([token] * times)) for times in (1, 2))
+        text = two[len(one) :]
+        return Spelled(text, token_bytes(tokenizer, token, text))
 
 
-def with_text(given: TokenLogprobs, decode: Callable[[int], str]) -> Logprob:
+def with_text(given: TokenLogprobs, decode: Callable[[int], Spelled]) -> Logprob:
     return Logprob(decode(given.token), given.logprob, [(decode(token), value) for token, value in given.top.items()])
 
 

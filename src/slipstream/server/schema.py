@@ -42,6 +42,8 @@ class Body(Strict):
 class TextPart(Strict):
     type: Literal["text", "input_text", "output_text"]
     text: str
+    annotations: list[Any] | None = None  # as in output that is sent back
+    logprobs: list[Any] | None = None
 
 
 class FunctionCall(Strict):
@@ -187,6 +189,8 @@ class InputMessage(Strict):
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[TextPart]
+    id: str | None = None  # as in output that is sent back
+    status: Literal["in_progress", "completed", "incomplete"] | None = None
 
 
 class ResponseRequest(Sampled):

@@ -105,7 +105,12 @@ class ChainTarget(Target):
 
     def score(self, slots: Sequence[Slot], trees: Sequence[TokenTree], want: Want, known: int = 0) -> list[Scores]:
         assert known == 0, "a chain is scored in one piece"
-        return [self._score(slot, tree, want) for slot, tree in zip(slots, trees, strict=True)]
+        try:
+            return [self._score(slot, tree, want) for slot, tree in zip(slots, trees, strict=True)]
+        except BaseException:
+            for slot in slots:
+                self.truncate(slot, slot.length)  # states that hold more than the text are made anew
+            raise
 
     def _score(self, slot: Slot, tree: TokenTree, want: Want) -> Scores:
         assert isinstance(slot, ChainSlot)

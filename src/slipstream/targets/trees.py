@@ -60,8 +60,8 @@ class TreeTarget(Target):
     def _row(self) -> int:
         """A free row of the pool."""
         if None not in self._slots:
+            self._pool.reserve(len(self._slots) + 1, 1)
             self._slots.append(None)
-            self._pool.reserve(len(self._slots), 1)
         return self._slots.index(None)
 
     def close(self, slot: Slot) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from slipstream.text import token_bytes
 from slipstream.trace.page import FORMAT, VERSION, Line
 
 if TYPE_CHECKING:
@@ -116,12 +116,9 @@ def readable(tokenizer: Any, token: int) -> str:
     text = tokenizer.decode([token])
     if "\ufffd" not in text:
         return text
-    piece = tokenizer.convert_ids_to_tokens(token)
-    if byte := re.fullmatch(r"<0x([0-9A-F]{2})>", piece):  # SentencePiece's byte tokens
-        return f"⟨{byte[1]}⟩"
-    if not all(c in _BYTES for c in piece):
+    raw, out = token_bytes(tokenizer, token, text), ""
+    if raw is None:
         return text
-    raw, out = bytes(_BYTES[c] for c in piece), ""
     while raw:
         for size in (1, 2, 3, 4):
             try:
@@ -134,13 +131,3 @@ def readable(tokenizer: Any, token: int) -> str:
             out += f"⟨{raw[0]:02X}⟩"
             raw = raw[1:]
     return out
-
-
-def _byte_level_alphabet() -> dict[str, int]:
-    """Byte-level BPE writes printable bytes as themselves and the others as characters from 256 on, in order."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [b for b in range(256) if b not in printable]
-    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
-
-
-_BYTES = _byte_level_alphabet()

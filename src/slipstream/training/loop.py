@@ -155,8 +155,13 @@ class Steps(ABC):
             except KeyboardInterrupt:
                 self.save(folder, setup, save)
                 raise
-        watch(self.step, self.total, self._evaluate(begun, log))
+        line = self._evaluate(begun, log)
         self.seconds = perf_counter() - begun
+        try:
+            watch(self.step, self.total, line)
+        except KeyboardInterrupt:
+            self.save(folder, setup, save)
+            raise
 
     def _step_and_pause(self) -> None:
         clock = perf_counter()

@@ -60,14 +60,21 @@ def split(asked: Sequence[Question]) -> tuple[list[Question], list[Question]]:
 
 def read_prompts(file: Path) -> list[Question]:
     """An incomplete last line, from a killed run, is left out."""
-    try:
-        lines = file.read_text(encoding="utf-8").split("\n")[:-1]
-    except FileNotFoundError:
-        return []
+    lines = whole_lines(file).decode().split("\n")[:-1]
     return [Question(tuple(json.loads(line)["turns"]), json.loads(line)["system"]) for line in lines]
 
 
 def append(file: Path, questions: Iterable[Question]) -> None:
-    with file.open("a", encoding="utf-8") as out:
+    """Behind the last complete line."""
+    with file.open("ab") as out:
+        out.truncate(len(whole_lines(file)))
         for question in questions:
-            out.write(json.dumps(asdict(question), ensure_ascii=False) + "\n")
+            out.write((json.dumps(asdict(question), ensure_ascii=False) + "\n").encode())
+
+
+def whole_lines(file: Path) -> bytes:
+    try:
+        written = file.read_bytes()
+    except FileNotFoundError:
+        return b""
+    return written[: written.rfind(b"\n") + 1]

@@ -157,12 +157,12 @@ def tune(
 def register_if_faster(work: Work) -> None:
     """Register the head if it is faster beyond noise. It replaces the head that training started from."""
     run, model, old = work.run, work.model, work.run.settings.start
-    run.registered = run.at_least("without") > 1 and run.gain("plain") > 1
-    if not run.registered:
-        return
-    add(work.head, model)
-    if old is not None and str(Path(old).resolve()) in {entry.folder for entry in entries_for(model)}:
-        remove(old)
+    faster = run.at_least("without") > 1 and run.gain("plain") > 1
+    if faster:
+        add(work.head, model)
+        if old is not None and str(Path(old).resolve()) in {entry.folder for entry in entries_for(model)}:
+            remove(old)
+    run.registered = faster
 
 
 def planned(run: Tuned) -> Estimate:
@@ -255,6 +255,7 @@ def learn(work: Work, watch: Watch | None) -> None:
         batch_tokens=planned(run).batch_tokens,
         log_every=max(1, min(LOG, planned(run).steps // LINES)),
         eval_every=max(1, min(EVALUATE, planned(run).steps // LOOKS)),
+        save_every=max(1, planned(run).steps // LOOKS),  # a run that is killed goes on from there
     )
     if work.head.exists() and not going:  # killed before its first checkpoint: start training anew
         shutil.rmtree(work.head)

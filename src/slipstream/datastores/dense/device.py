@@ -150,6 +150,8 @@ class DeviceFinder(Finder):
         return held
 
     def _near(self, asked: list[Asked], held: Loaded) -> list[Drafts]:
+        if not len(held) and all(one.own is None for one in asked):  # clients name collections: no capture for each
+            return [Drafts(np.empty(0, np.float32), []) for _ in asked]
         batch = bucket(len(asked), BATCHES)
         padded = [*asked, *asked[:1] * (batch - len(asked))]
         groups = [(0, len(held)) if self.unfiltered else held.group(one.root) for one in padded]

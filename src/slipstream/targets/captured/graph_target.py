@@ -106,7 +106,7 @@ class GraphTarget(Target):
         self._heads, self._shapes = int(self._config.num_attention_heads), tuple(dict.fromkeys(shapes))
         self.groups = tuple(dict.fromkeys(self._heads // shape.heads for shape in self._shapes))
         self._takes_logits_to_keep = "logits_to_keep" in inspect.signature(unwrapped(model).forward).parameters
-        self.context = min(self.context, self.arena.longest)
+        self._limit_context()
         self._stand_ins = StandIns(model)
         with self._stand_ins.in_place():
             self._fused = fusable_layers(model)
@@ -154,8 +154,13 @@ class GraphTarget(Target):
         """Keep keys of a head in the pages of its texts: see `Arena.add`. If the arena moves, steps are captured
         again."""
         added = self.arena.add(shapes, spare, self._forget_captures)
-        self.context = min(self.context, self.arena.longest)
+        self._limit_context()
         return added
+
+    def _limit_context(self) -> None:
+        """Where memory limits a text, a step's padding and drafts need room behind it too."""
+        longest = self.arena.longest
+        self.context = min(self.context, longest - min(BEYOND, longest // 2))
 
     def _forget_captures(self) -> None:
         """Drop all captures. Their memory pool ends with the last of them."""
@@ -451,23 +456,31 @@ class GraphTarget(Target):
         self.alike(ROWS[1], layers)  # makes the reference
         assert self._sample is not None
         slot, tree = self._sample_text(), TokenTree.chain(SAMPLE[0], SAMPLE[1][: len(self._sample) - 1])
-        step, _ = self._replay([slot], [tree], rows, Want(layers), [0], texts=1)
-        self.close(slot)
+        try:
+            step, _ = self._replay([slot], [tree], rows, Want(layers), [0], texts=1)
+        finally:
+            self.close(slot)
         end = 0 if step.shape.ends < step.shape.rows else len(tree) - 1
         return torch.equal(self._sample[-1], step.logits[end])
 
     def _sample_text(self) -> Slot:
         slot = self.open()
-        for _ in self.prefill(slot, [1 + 389 * i % (self.vocabulary - 1) for i in range(40)], Want()):
-            pass
+        try:
+            for _ in self.prefill(slot, [1 + 389 * i % (self.vocabulary - 1) for i in range(40)], Want()):
+                pass
+        except BaseException:
+            self.close(slot)
+            raise
         return slot
 
     @torch.inference_mode()
     def _tree_alike(self, rows: int, layers: tuple[int, ...]) -> bool:
         """Try a width of steps that score trees."""
         slot, tree = self._sample_text(), TokenTree.chain(SAMPLE[0], SAMPLE[1][: rows - 1])
-        step, _ = self._replay([slot], [tree], rows, Want(layers), [0])
-        self.close(slot)
+        try:
+            step, _ = self._replay([slot], [tree], rows, Want(layers), [0])
+        finally:
+            self.close(slot)
         found = step.logits[: len(tree)].clone()
         if self._sample is not None and len(self._sample) >= len(found):
             return torch.equal(self._sample[: len(found)], found)

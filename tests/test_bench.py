@@ -218,6 +218,19 @@ def test_an_interrupted_run_keeps_what_it_measured(shallow):
     assert sum(r.answers for r in rows if r.category == "all") == 3
 
 
+def test_a_category_that_not_everybody_came_to_is_reported_for_the_others(shallow):
+    prompts = [Prompt("a", "c", ("Hello!",)), Prompt("b", "d", ("Hi!",))]
+    plan = BenchPlan(prompts, ("none", "pld"), decoding=Decoding(max_new_tokens=3), repeats=1)
+
+    def stop(stage, done, of):  # noqa: ARG001
+        if stage == "measuring" and done == 3:
+            raise KeyboardInterrupt
+
+    rows, document = benchmark(plan, shallow.model, shallow.tokenizer, stop)
+    assert document["missing"] == "interrupted after 3 of 4 answers"
+    assert sorted(row.category for row in rows) == ["all", "all", "c", "c", "d"]
+
+
 def test_batches_give_the_same_texts_and_share_the_time(tiny):
     llm = LLM(tiny("llama"), drafter="pld")
     llm.tokenizer = None

@@ -804,6 +804,11 @@ def test_collected_answers_become_a_store_that_knows_how_they_were_sampled(model
         (tmp_path / "other.jsonl").write_text('{"text": "x"}\n')
         with pytest.raises(OptionError, match="line 1 was not written by `slipstream collect`"):
             add_answers(store, tmp_path / "other.jsonl")
+        for broken in ({**greedy, "temperature": 1.0}, {}):
+            _collected(path, broken)
+            with pytest.raises(OptionError):
+                add_answers(store, path)
+            assert [d.tolist() for d in store.documents()] == [[5, 6, 7, 8]]  # the old ones stay
         embed(store, [lambda: model], SMALL)
         llm = LLM(model, drafter="dresd", store=store)
         for options, warns in (

@@ -11,7 +11,7 @@ import store_jobs
 from commands import command
 from slipstream.datastores.durable import follow as follow_module
 from slipstream.datastores.durable.follow import follow
-from slipstream.datastores.durable.manifest import NAME, read_manifest
+from slipstream.datastores.durable.manifest import COPY, NAME, read_manifest
 from slipstream.datastores.durable.store import Store
 from slipstream.datastores.sparse.search import SearchShape
 from slipstream.errors import DamagedError, StoreError
@@ -162,6 +162,20 @@ def test_a_follower_is_nobody_elses(source, tmp_path):
             follow(source.folder, place)
     with pytest.raises(StoreError, match="is no datastore"):
         follow(tmp_path / "nothing", tmp_path / "target")
+
+
+def test_a_store_that_lost_its_manifest_is_not_overwritten(source, tmp_path):
+    """It can be repaired; the files of a first following that was interrupted can't be mistaken for it."""
+    grow(source, 0)
+    with Store.create(tmp_path / "own", 60_000, "print") as own:
+        own.append([1, 2, 3])
+        own.flush()
+    for lost in (NAME, COPY):
+        (tmp_path / "own" / lost).unlink()
+        before = {path.name: path.read_bytes() for path in (tmp_path / "own").glob("0*")}
+        with pytest.raises(StoreError, match="store repair"):
+            follow(source.folder, tmp_path / "own")
+        assert {path.name: path.read_bytes() for path in (tmp_path / "own").glob("0*")} == before
 
 
 def test_an_older_source_is_refused(source, tmp_path):

@@ -16,7 +16,17 @@ from slipstream.errors import OptionError
 from slipstream.plan import advice, theory
 from slipstream.plan.forecast import forecast, outcome, why
 from slipstream.plan.roofline import CHIPS, LAUNCH, REACHED, Shape, chip, drafting_on_part, shape_of, step_cost
-from slipstream.plan.survival import Survival, Tally, after_forward, counted, fade, from_traces, guessed, parse_alpha
+from slipstream.plan.survival import (
+    Survival,
+    Tally,
+    after_forward,
+    counted,
+    fade,
+    from_traces,
+    guessed,
+    parse_alpha,
+    together,
+)
 from slipstream.plan.theory import Interval
 from slipstream.plan.words import advice as words
 from slipstream.plan.words import bar, table
@@ -343,6 +353,10 @@ def test_traces_are_counted_by_drafter(tmp_path):
     assert found.reached[0] == (0.5,)
     assert found.tokens().value == 1.5
     assert found.answers[0].drafting == pytest.approx(0.002)
+    both = together([found, from_traces([path])[0]])  # several recordings count as one
+    assert (len(both.answers), both.source) == (3, "2 traces, 1 traces")
+    assert both.tokens().value == 1.5
+    assert together([found]) is found
 
 
 @pytest.mark.parametrize("given", ["0.6±0.1", "0.6+-0.1", " 0.6 +/- 0.1 "])

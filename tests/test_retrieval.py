@@ -1,5 +1,6 @@
 """Drafting from text: the live text, earlier answers, a store; and what must never pass between collections."""
 
+import json
 import os
 import signal
 import time
@@ -300,6 +301,20 @@ def test_duplicates_are_left_out_on_request_also_of_what_is_there(tmp_path):
         assert (counts.documents, counts.duplicates) == (1, 1)
         counts = ingest(store, find_sources(sorted(tmp_path.glob("*.txt"))), Encoder(Letters()), deduplicate=True)
         assert texts(store) == ["other", "same"]
+
+
+def test_a_changed_source_is_no_duplicate_of_itself(tmp_path, monkeypatch):
+    """Though a new one is so large that it fills the first batch."""
+    monkeypatch.setattr("slipstream.datastores.ingest.ingest.BATCH", 50)
+    lines = tmp_path / "b.jsonl"
+    lines.write_text("".join(json.dumps({"text": f"line {i}"}) + "\n" for i in range(3)))
+    with Store.create(tmp_path / "s", 256) as store:
+        ingest(store, find_sources([lines]), Encoder(Letters()), deduplicate=True)
+        with lines.open("a") as file:
+            file.write(json.dumps({"text": "one more"}) + "\n")
+        (tmp_path / "a.txt").write_text("x" * 200)
+        ingest(store, find_sources([tmp_path / "a.txt", lines]), Encoder(Letters()), deduplicate=True)
+        assert texts(store) == sorted(["x" * 200, "line 0", "line 1", "line 2", "one more"])
 
 
 # ---- the commands

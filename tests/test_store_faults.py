@@ -368,6 +368,59 @@ def test_after_a_power_failure_a_reader_sees_what_was_acknowledged(folder):
         assert documents(Store.open(folder)) == [[1, 2], [1, 3]]
 
 
+@pytest.mark.parametrize("harmed", ["witness", "manifest", "segment"])
+def test_a_repair_keeps_what_was_acknowledged_a_moment_before_a_power_failure(harmed, folder):
+    """Whatever else is broken: the slot in the log's header is not synced, the record is."""
+    with Store.create(folder, 1000) as store:
+        store.append([5, 6])
+        store.flush()
+        store.append([1, 2])
+        log = folder / store.manifest.log
+        header = log.read_bytes()[:PAGE]
+        store.append([1, 3])
+    with log.open("r+b") as file:
+        file.write(header)
+    (folder / Witness.NAME).unlink()
+    if harmed == "manifest":
+        (folder / NAME).unlink()
+    if harmed == "segment":
+        (segment,) = folder.glob("*.seg")
+        segment.write_bytes(segment.read_bytes()[:-100])
+    repair(folder)
+    found = documents(Store.open(folder))
+    assert [1, 2] in found
+    assert [1, 3] in found
+
+
+@pytest.mark.slow
+def test_a_process_that_ends_while_it_reads_a_store_ends_in_order(folder):
+    """A thread that searches or merges goes on until Python itself is gone."""
+    two_segments(folder)
+    done = in_child(
+        """
+        import sys
+        import threading
+        import time
+        from slipstream.datastores.durable.store import Store
+
+        store = Store.open(sys.argv[1])
+        (segment, *_) = store.contents.segments.values()
+        tokens = segment.tokens
+
+        def read():
+            while True:
+                tokens.sum()
+
+        threading.Thread(target=read, daemon=True).start()
+        time.sleep(0.1)
+        print(int(tokens[0]) >= 0)
+        """,
+        folder,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "True"
+
+
 # ---- live damage, and files that nobody wrote
 
 

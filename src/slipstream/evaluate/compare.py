@@ -10,7 +10,8 @@ from typing import Any
 from slipstream.errors import OptionError
 
 # What must be equal for two runs to be comparable.
-SAME = ("model", "dtype", "device", "threads")
+SAME = ("model", "dtype", "device", "threads", "replayed")
+OPTIONS = ("prompts", "limit", "categories", "batch", "draft_model")
 
 
 def compare_files(before: Path, after: Path) -> Iterator[str]:
@@ -18,6 +19,10 @@ def compare_files(before: Path, after: Path) -> Iterator[str]:
     one, other = load(before), load(after)
     for key in SAME:
         a, b = one["provenance"].get(key), other["provenance"].get(key)
+        if a != b:
+            yield f"not the same {key}: {a} and {b}"
+    for key in OPTIONS:
+        a, b = ((document["provenance"].get("options") or {}).get(key) for document in (one, other))
         if a != b:
             yield f"not the same {key}: {a} and {b}"
     if one["decoding"] != other["decoding"]:

@@ -57,7 +57,7 @@ def summarise(runs: Sequence[MeasuredRun], baselines: Sequence[str] = ("none", "
     for category in [ALL, *(categories if len(categories) > 1 else [])]:
         here = [r for r in runs if category in (ALL, r.category)]
         by_name = {name: [r for r in here if r.contestant == name] for name in names}
-        for name in names:
+        for name in [name for name in names if by_name[name]]:  # after Ctrl-C some may not have come so far
             over = {b: speedup(by_name[name], by_name[b]) for b in baselines if by_name.get(b)}
             rows.append(_row(name, category, by_name[name], over))
     return rows

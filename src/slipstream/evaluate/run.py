@@ -101,6 +101,8 @@ def replay(
     """Replay drafters against a recording, and measure what they would have had accepted and how long it would take."""
     if peers := [name for name in names if name in PEERS]:
         raise OptionError(f"{', '.join(peers)} can't be replayed: only drafters of this engine can")
+    if not names:
+        raise OptionError("there is nothing to replay: name drafters of this engine")
     contestants = [Replayed(name, recording, **drafter_options.get(name, {})) for name in names]
     total = len(recording.items) * len(contestants) * repeats
     runs: list[MeasuredRun] = []

@@ -15,7 +15,7 @@ from slipstream.loading.models import blank_model, load_model
 from slipstream.plan import advice
 from slipstream.plan.here import here
 from slipstream.plan.roofline import SIZES, Shape, chip, head_shape, shape_of
-from slipstream.plan.survival import Survival, from_recording, from_traces
+from slipstream.plan.survival import Survival, from_recording, from_traces, together
 from slipstream.plan.theory import Interval
 from slipstream.version import __version__
 
@@ -43,7 +43,7 @@ def make(asked: Asked) -> dict[str, Any]:
     """The plan, ready for JSON."""
     llm = _loaded(asked) if asked.device == "here" else None
     shape = shape_of_model(asked.model) if llm is None else _shape(llm.model)
-    counted = {s.drafter: s for s in _counted(asked, llm)}
+    counted = _counted(asked, llm)
     small = shape_of_model(asked.draft_model) if asked.draft_model else None
     on = at = None  # the chip, and the place by batch: of a named device
     if llm is not None:
@@ -101,8 +101,8 @@ def _shape(model: Any) -> Shape:
     return shape_of(model.config, {name: parameter.numel() for name, parameter in model.named_parameters()})
 
 
-def _counted(asked: Asked, llm: LLM | None) -> list[Survival]:
-    """Survival counted in the given traces and recordings."""
+def _counted(asked: Asked, llm: LLM | None) -> dict[str, Survival]:
+    """By drafter: survival counted in all of the given traces and recordings."""
     traces = [path for path in asked.survival if not path.is_dir()]
     found = from_traces(traces) if traces else []
     folders = [path for path in asked.survival if path.is_dir()]
@@ -111,8 +111,13 @@ def _counted(asked: Asked, llm: LLM | None) -> list[Survival]:
     for folder in folders:
         # Heads and draft models need the target's weights, whatever device is planned for.
         model, tokenizer = (llm.model, llm.tokenizer) if llm is not None else load_model(asked.model)
-        found += [from_recording(folder, name, asked.options, model, tokenizer) for name in asked.drafters]
-    return found
+        for name in asked.drafters:
+            options = asked.options if name == asked.drafters[0] else {}
+            found.append(from_recording(folder, name, options, model, tokenizer))
+    by_drafter: dict[str, list[Survival]] = {}
+    for each in found:
+        by_drafter.setdefault(each.drafter, []).append(each)
+    return {name: together(several) for name, several in by_drafter.items()}
 
 
 def _share(shape: Shape, drafter: str, small: Shape | None) -> float:

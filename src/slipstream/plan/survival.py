@@ -180,6 +180,14 @@ def from_traces(paths: Sequence[Path]) -> list[Survival]:
     return [counted(name, found, f"{len(found)} traces") for name, found in by_drafter.items()]
 
 
+def together(several: Sequence[Survival]) -> Survival:
+    """What was counted of one drafter in several places, as one."""
+    if len(several) == 1:
+        return several[0]
+    answers = [tally for each in several for tally in each.answers]
+    return counted(several[0].drafter, answers, ", ".join(each.source for each in several))
+
+
 def from_recording(folder: Path, drafter: str, options: dict[str, Any], model: Any, tokenizer: Any) -> Survival:
     """Survival of a drafter on the recorded texts, with its time on this machine."""
     from slipstream.evaluate.replay import Recording

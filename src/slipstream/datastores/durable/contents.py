@@ -156,11 +156,14 @@ class Contents:
         forked = self.held is not None and not self.held.ours
         log, witness, held = self.log, self.witness, self.held
         self.log = self.witness = self.held = None
-        if log is not None:
-            log.close(sync=not forked)
-        for file in (witness, held):
-            if file is not None:
-                file.close()
+        try:
+            if log is not None:
+                with on_disk(self.folder):
+                    log.close(sync=not forked)
+        finally:
+            for file in (witness, held):
+                if file is not None:
+                    file.close()
 
     def runs(self, collection: str) -> Runs:
         """A snapshot of everything in a collection, to be searched."""

@@ -31,6 +31,7 @@ from slipstream.datastores.durable.manifest import (
     write_manifest,
 )
 from slipstream.datastores.durable.names import OURS
+from slipstream.datastores.durable.newest import files_of
 from slipstream.datastores.durable.pages import PAGE
 from slipstream.datastores.durable.segment import Segment
 from slipstream.datastores.durable.witness import Place, Witness
@@ -117,6 +118,11 @@ def _follow(there: Path | Url, folder: Path, manifest: Manifest) -> Followed:
 def _old_state(there: Path | Url, folder: Path, manifest: Manifest) -> Manifest | None:
     """The target's current state. Raise unless it is an earlier state of the source."""
     if not (folder / NAME).exists():
+        if (folder / COPY).exists() or any(file.store != manifest.id for file in files_of(folder).values()):
+            raise StoreError(
+                f"{folder} holds a store that has lost {NAME}: `slipstream store repair` makes it anew. Or name a new "
+                "folder"
+            )
         return None
     old = read_manifest(folder)
     if old.id != manifest.id or FOLLOWS not in old.notes:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from slipstream.errors import StoreError
 
-TRIES, PAUSE = 20, 0.01  # a reader may hold the folder for a moment
+TRIES, PAUSE = 300, 0.01  # a reader holds the folder while it reads the log, which may be long after a bulk build
 
 
 class Lock:

@@ -148,9 +148,11 @@ class LogWriter:
                 witness.say(generation, self.head.log, place)
 
     def close(self, sync: bool = True) -> None:
-        if sync and self._synced != self.place and not self.doubtful:
-            self._sync(self.place)
-        os.close(self._file)
+        try:
+            if sync and self._synced != self.place and not self.doubtful:
+                self._sync(self.place)
+        finally:
+            os.close(self._file)
 
 
 # ---- reading

@@ -55,7 +55,8 @@ class Mapping:
             error = ctypes.get_errno()
             raise OSError(error, os.strerror(error))
         self.address = address
-        weakref.finalize(self, _unmap, address, size, _guard(address, size))
+        # Not when Python ends: threads that search and merge go on until the very end.
+        weakref.finalize(self, _unmap, address, size, _guard(address, size)).atexit = False
 
     def array(self, dtype: Any, count: int, offset: int) -> NDArray[Any]:
         """An array over a part of it, which keeps the mapping alive."""

@@ -227,18 +227,22 @@ def _finish(state: Findings, generation: int, changed: bool) -> RepairReport:
             if path.name not in (NAME, COPY):
                 path.unlink()
         (folder / Witness.NAME).unlink(missing_ok=True)  # it may refer to lost records
+        # Complete records may lie beyond the acknowledged length, which is not synced: acknowledge them, since whoever
+        # opens the store while it is locked reads no further, and what follows is cut off.
+        log = folder / state.manifest.log
+        LogWriter(log, read_log(log, beyond=True).place).close()
     with Store.open(folder) as store:
         place, kept, generation = store.contents.place, store.info()["documents"], store.manifest.generation
     if not changed:
         return RepairReport(kept, 0, (), ())
-    log, witness = LogWriter(folder / state.manifest.log, place), Witness(folder)
+    writer, witness = LogWriter(folder / state.manifest.log, place), Witness(folder)
     again = sorted((c, s) for c, s in state.again if s)
     if again:
-        log.append([Record(COMPLETE, collection, source, AGAIN) for collection, source in again])
+        writer.append([Record(COMPLETE, collection, source, AGAIN) for collection, source in again])
         shown = ", ".join(source for _, source in again[:5]) + (", …" if len(again) > 5 else "")
         state.sentences.append(f"documents of {len(again)} sources were lost: add them again ({shown})")
-    log.enter(witness, generation)
-    log.close()
+    writer.enter(witness, generation)
+    writer.close()
     witness.close()
     if state.aside:
         state.sentences.append(f"the damaged files are in {folder / ASIDE}: delete them when you miss nothing")

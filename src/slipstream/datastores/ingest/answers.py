@@ -26,14 +26,15 @@ def add_answers(store: Store, path: Path, collection: str = DEFAULT) -> Ingested
     if known is not None:
         if known.complete and (known.size, known.modified) == (size.st_size, size.st_mtime_ns):
             return Ingested(known=1)
-        store.remove(name, collection)
         counts.replaced = 1
     documents = []
     for line, sampling in _lines(path):
-        _note(store, path, {key: sampling[key] for key in KEPT})
+        _note(store, path, sampling)
         documents.append(Document(np.array(line, np.int64), name))
         counts.documents, counts.tokens = counts.documents + 1, counts.tokens + len(line)
     documents.append(Document((), name, (size.st_size, size.st_mtime_ns)))
+    if known is not None:  # not before the new ones are known to be readable
+        store.remove(name, collection)
     store.extend(documents, collection, bulk=True)
     store.flush()
     return counts
@@ -44,7 +45,7 @@ def _lines(path: Path) -> Iterator[tuple[list[int], dict[str, Any]]]:
         for number, line in enumerate(file, 1):
             try:
                 record = json.loads(line)
-                yield record["tokens"], record["sampling"]
+                yield record["tokens"], {key: record["sampling"][key] for key in KEPT}
             except (ValueError, TypeError, KeyError) as error:
                 if not line.endswith("\n"):
                     return  # it is being written

@@ -62,7 +62,7 @@ def ingest(
     seen: set[int] | None = None
     room = longest_segment(store.segment_tokens)
     for documents in encoded(pieces, encoder, room):
-        if deduplicate and seen is None:  # not before changed sources of the first batch were removed
+        if deduplicate and seen is None:  # not before changed sources were removed
             seen = _hashes(store, collection)
         fresh = [d for d in documents if d.completes or seen is None or is_new(document_hash(d, store.dtype), seen)]
         counts.duplicates += len(documents) - len(fresh)
@@ -124,19 +124,21 @@ def _pieces(
     store: Store, sources: Sequence[SourceFile], collection: str, field: str | None, counts: Ingested
 ) -> Iterator[Piece]:
     """What is still to be read. Of an interrupted source, the part that is not stored. If it has changed, all of it,
-    and the stored part is removed."""
+    and the stored part is removed: of all such sources before the first is read, so that nothing counts as a duplicate
+    of what is about to go."""
     known = store.sources(collection)
     for source in sources:
-        entry = known.get(source.name, SourceEntry(source.name, 0, complete=False))
-        same = (entry.size, entry.modified) == (source.size, source.modified)
-        if entry.complete and same:
-            counts.known += 1
-            continue
-        if source.name in known and not same:
+        entry = known.get(source.name)
+        if entry is not None and (entry.size, entry.modified) != (source.size, source.modified):
             store.remove(source.name, collection)
             counts.replaced += entry.complete
-            entry = SourceEntry(source.name, 0, complete=False)
-        yield from pieces_of(source, field, entry.texts, entry.tokens)
+            del known[source.name]
+    for source in sources:
+        entry = known.get(source.name, SourceEntry(source.name, 0, complete=False))
+        if entry.complete:
+            counts.known += 1
+        else:
+            yield from pieces_of(source, field, entry.texts, entry.tokens)
 
 
 def pieces_of(source: SourceFile, field: str | None, texts: int = 0, tokens: int = 0) -> Iterator[Piece]:

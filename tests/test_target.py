@@ -12,7 +12,7 @@ from slipstream.errors import ModelError
 from slipstream.sampling import Sampler, Sampling
 from slipstream.targets import Want, open_target
 from slipstream.targets.cache import KeyValuePool, LayerShape
-from slipstream.targets.choose import PROVEN, scores_trees
+from slipstream.targets.choose import PROVEN, scores_trees, tells_windows
 from slipstream.targets.masks import MaskKind, additive_masks, mask_kinds
 from slipstream.tree import TokenTree
 
@@ -339,6 +339,33 @@ def test_a_row_looks_as_far_back_as_its_layer_does():
 )
 def test_masks_are_those_that_a_config_names(config, kinds):
     assert mask_kinds(SimpleNamespace(**config)) == kinds
+
+
+@pytest.mark.parametrize("family", of_each_kind(FAMILIES))
+def test_families_tell_their_attention_what_their_masks_say(family, tiny):
+    """As captured steps need, which have no masks."""
+    config = tiny(family).config.get_text_config()
+    if (kinds := mask_kinds(config)) is not None:
+        assert tells_windows(tiny(family), kinds)
+
+
+def test_a_window_that_only_a_mask_has_is_noticed_however_long_it_is():
+    layers = ["sliding_attention"] * tiny_model("qwen2_moe").config.num_hidden_layers
+    model = tiny_model("qwen2_moe", use_sliding_window=True, sliding_window=4096, layer_types=layers)
+    kinds = mask_kinds(model.config)
+    assert {kind.window for kind in kinds.values()} == {4096}
+    assert not tells_windows(model, kinds)
+    assert not tells_windows(model, {"chunked_attention": MaskKind(chunk=64)})
+
+
+def test_where_attention_depends_on_a_key_s_place_chains_are_scored():
+    """Not known to the trial, whose texts are short."""
+    model = tiny_model("llama")
+    assert open_target(model).trees
+    model.config.attn_temperature_tuning = True
+    target = open_target(model)
+    assert not target.trees
+    assert "temperature" in target.notes[0]
 
 
 def test_hidden_states_are_those_of_the_path(tiny):

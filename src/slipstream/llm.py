@@ -129,9 +129,13 @@ class LLM:
         if not 0 < (memory := real("memory", memory)) < 1:
             raise OptionError(f"memory={memory}: a share of what is free, between 0 and 1")
         self.target = open_target(model, graphs=graphs, compile=compile, memory=memory)
-        made = drafters.make(drafter, self.target, tokenizer, **options)
         name = drafter if isinstance(drafter, str) else type(drafter).__name__
-        self.engine = Engine(self.target, made, name, max_batch)
+        try:
+            made = drafters.make(drafter, self.target, tokenizer, **options)
+            self.engine = Engine(self.target, made, name, max_batch)
+        except BaseException:  # the error's traceback may be kept for long, and the target with it
+            self.target.release()
+            raise
         self._service: Service | None = None
         self._serving = threading.Lock()  # held while the service is made
         self._first = threading.Lock()  # held by the first of the threads that call `generate` at the same time

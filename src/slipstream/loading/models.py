@@ -65,7 +65,7 @@ def load_model(
     except Exception as error:
         if str(source) == embedded.NAME:
             log.warning("the model hub did not give %s: using the embedded copy, whose weights are 4-bit", source)
-            return load_model(None, dtype=dtype, device=device, device_map=device_map, **options)
+            return load_model(None, dtype=given, device=device, device_map=device_map, **options)
         raise ModelError(explain(str(source), error)) from error
     if name is not None:
         model.config._name_or_path = name  # not the cache folder it came from

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +15,7 @@ from slipstream.loading.adapters import check_kind
 from slipstream.targets.base import Target, Want
 from slipstream.targets.cache import LayerShape
 from slipstream.targets.chains import ChainTarget
-from slipstream.targets.masks import mask_kinds
+from slipstream.targets.masks import MaskKind, mask_kinds
 from slipstream.targets.trees import TreeTarget, input_device, is_exact, unwrapped
 from slipstream.tree import TokenTree
 
@@ -50,16 +51,25 @@ def open_target(
         return _chains(model, vocabulary, chunk or CHUNK, "its layers keep states that can't branch")
     if getattr(config, "alibi", False):
         return _chains(model, vocabulary, chunk or CHUNK, "its position bias follows a key's place in the cache")
+    if getattr(config, "attn_temperature_tuning", False):
+        why = "the temperature of its attention follows a key's place in the cache"
+        return _chains(model, vocabulary, chunk or CHUNK, why)
     target = TreeTarget(model, shapes, kinds, vocabulary, chunk or CHUNK)
     if config.model_type not in PROVEN and not scores_trees(target):
         return _chains(model, vocabulary, chunk or CHUNK, "it does not honour a tree's mask and positions")
     if graphs and target.device.type == "cuda":
-        return _graphs(model, shapes, vocabulary, chunk, compile, memory) or target
+        return _graphs(model, shapes, kinds, vocabulary, chunk, compile, memory) or target
     return target
 
 
 def _graphs(
-    model: Any, shapes: list[LayerShape | None], vocabulary: int, chunk: int | None, compile: bool, memory: float
+    model: Any,
+    shapes: list[LayerShape | None],
+    kinds: Mapping[str, MaskKind],
+    vocabulary: int,
+    chunk: int | None,
+    compile: bool,
+    memory: float,
 ) -> Target | None:
     """A target that replays captured steps, if this model's steps can be captured and give correct logits."""
     name = type(unwrapped(model)).__name__
@@ -70,6 +80,9 @@ def _graphs(
     try:
         from slipstream.targets.captured.graph_target import GraphTarget
 
+        if not tells_windows(model, kinds):
+            log.info("%s limits what it attends to by its mask alone: its steps are not captured", name)
+            return None
         gc.collect()  # frees the caches of LLMs that are no longer used but have reference cycles
         how: dict[str, Any] = {"chunk": chunk} if chunk else {}
         target = GraphTarget(model, layers, vocabulary, compile="inductor" if compile else "", memory=memory, **how)
@@ -81,6 +94,22 @@ def _graphs(
         why = str(error).splitlines()[0] if str(error) else type(error).__name__
     log.warning("%s: its steps can't be captured as CUDA graphs (%s), so they run as they are", name, why)
     return None
+
+
+@torch.inference_mode()
+def tells_windows(model: Any, kinds: Mapping[str, MaskKind]) -> bool:
+    """Whether each layer tells its attention its window, as captured steps need, since they have no mask. A trial with
+    texts would not notice in a window longer than they are."""
+    if any(kind.chunk for kind in kinds.values()):
+        return False
+    windows = {kind.window for kind in kinds.values()} - {None}
+    if not windows:
+        return True
+    from slipstream.targets.captured.layers import recorded_attention
+
+    with recorded_attention(model.config.get_text_config()) as calls:
+        model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=input_device(model)))
+    return windows == {call.options.get("sliding_window") for call in calls} - {None, 0}
 
 
 def check_model(model: Any) -> Any:

@@ -34,7 +34,9 @@ def load(folder: Path, setup: dict[str, Any]) -> dict[str, Any]:
     """The saved state. Raise if it has another setup."""
     path = folder / NAME
     state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-    different = {name: (old, setup.get(name)) for name, old in state["setup"].items() if setup.get(name) != old}
+    before = state["setup"]
+    both = {name: (before.get(name), setup.get(name)) for name in {**before, **setup}}
+    different = {name: (old, new) for name, (old, new) in both.items() if old != new}
     if different:
         changes = "; ".join(f"{name} was {old}, now {new}" for name, (old, new) in different.items())
         raise OptionError(

@@ -144,6 +144,7 @@ def distill(
     loop = DistillLoop(Speaker(draft), Speaker(model), divergence, own, texts, held_out, plan, processes)
     setup = {
         "model": name,
+        "dtype": str(model.dtype),
         "data": texts.fingerprint(),
         **asdict(source),
         **asdict(lesson),

@@ -247,7 +247,7 @@ class Steps(ABC):
         start = perf_counter()
         found = self.measured()
         self.accuracy = found["accuracy"]
-        self._evaluation = perf_counter() - start
+        self._evaluation = self.processes.agree(perf_counter() - start)  # or they would end after different steps
         # Evaluations are not counted in the time per step.
         self._logged = (self._logged[0], self._logged[1] + self._evaluation)
         line = {"step": self.step, **found, "seconds": perf_counter() - begun}
@@ -316,9 +316,10 @@ class Loop(Steps):
         """How often the head's token of each rank is right at each depth, on some held-out texts: for static trees."""
         table, weight = np.zeros(0), 0
         for i in range(min(texts, len(self.held_out))):
-            tokens = self.held_out.batch(np.array([i])).tokens.to(self.teacher.device)
-            if tokens.shape[1] < MEASURED:
+            text, _ = self.held_out.text(i)  # alone, so without padding, which would count as well guessed
+            if len(text) < MEASURED:
                 continue
+            tokens = torch.from_numpy(text.astype(np.int64))[None].to(self.teacher.device)
             states, _ = self.teacher.read(tokens)
             with self.precision():
                 found = np.array(measure(self.head, states, tokens))

@@ -103,6 +103,7 @@ def train(
     loop = Loop(head, Teacher(model, head), weights, depths, texts, held_out, plan, processes)
     setup = {
         "model": name,
+        "dtype": str(model.dtype),
         "data": texts.fingerprint(),
         **asdict(lesson),
         **sizes,

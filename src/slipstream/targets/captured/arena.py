@@ -120,13 +120,17 @@ class Arena:
         before the former, to let go of tensors."""
         held, new = self.bytes, [Added(shape, spare) for shape in shapes]
         self._added += new
-        fitting = self._fitting(held)
-        if fitting < self.pages and not any(self._rows):
-            moving()
-            self._allocate(fitting)
-        else:
-            for layer in new:
-                self._store_added(layer)
+        try:
+            fitting = self._fitting(held)
+            if fitting < self.pages and not any(self._rows):
+                moving()
+                self._allocate(fitting)
+            else:
+                for layer in new:
+                    self._store_added(layer)
+        except BaseException:
+            self.remove(new)
+            raise
         return new
 
     def remove(self, layers: Sequence[Added]) -> None:

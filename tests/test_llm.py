@@ -12,6 +12,7 @@ import slipstream
 from slipstream import LLM, OptionError, PromptError
 from slipstream.errors import ModelError
 from slipstream.heads import HEADS
+from slipstream.targets.trees import TreeTarget
 from slipstream.text import Detokenizer
 
 FRUIT = "Repeat this list twice: apples, oranges, bananas, pears, grapes, lemons, cherries, plums."
@@ -359,3 +360,12 @@ def test_a_text_is_continued_with_what_follows_it_to_the_letter(smol):
     said = smol.generate(text, **most)
     assert smol.tokenizer.decode([*smol.tokenizer(text)["input_ids"], *said.tokens]) == text + said.text
     assert "".join(smol.stream(text, **most)) == said.text
+
+
+def test_a_drafter_that_can_not_be_made_holds_no_memory(smol, monkeypatch):
+    """Whoever mistypes a name in a notebook keeps the error, and with it everything that it refers to."""
+    freed = []
+    monkeypatch.setattr(TreeTarget, "release", lambda self: freed.append(self))
+    with pytest.raises(slipstream.SlipstreamError):
+        slipstream.LLM(smol.model, smol.tokenizer, "eagle3", drafter_path="nowhere")
+    assert len(freed) == 1

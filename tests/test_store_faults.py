@@ -353,16 +353,21 @@ def full(*_, **__):
     raise OSError(28, "No space left on device")
 
 
-def test_after_a_power_failure_a_reader_sees_what_was_acknowledged(folder):
-    """The slot in the log's header may be that of a moment before."""
-    with Store.create(folder, 1000) as store:
-        store.append([1, 2])
-        log = folder / store.manifest.log
-        header = log.read_bytes()[:PAGE]
-        store.append([1, 3])
+def lose_power(folder, store, record):
+    """After a record was acknowledged. The slot in the log's header may then be that of a moment before."""
+    log = folder / store.manifest.log
+    header = log.read_bytes()[:PAGE]
+    store.append(record)
+    store.close()
     with log.open("r+b") as file:
         file.write(header)
     (folder / Witness.NAME).unlink()
+
+
+def test_after_a_power_failure_a_reader_sees_what_was_acknowledged(folder):
+    store = Store.create(folder, 1000)
+    store.append([1, 2])
+    lose_power(folder, store, [1, 3])
     assert documents(Store.open(folder)) == [[1, 2], [1, 3]]
     with Store.open(folder, write=True):
         assert documents(Store.open(folder)) == [[1, 2], [1, 3]]
@@ -370,17 +375,12 @@ def test_after_a_power_failure_a_reader_sees_what_was_acknowledged(folder):
 
 @pytest.mark.parametrize("harmed", ["witness", "manifest", "segment"])
 def test_a_repair_keeps_what_was_acknowledged_a_moment_before_a_power_failure(harmed, folder):
-    """Whatever else is broken: the slot in the log's header is not synced, the record is."""
-    with Store.create(folder, 1000) as store:
-        store.append([5, 6])
-        store.flush()
-        store.append([1, 2])
-        log = folder / store.manifest.log
-        header = log.read_bytes()[:PAGE]
-        store.append([1, 3])
-    with log.open("r+b") as file:
-        file.write(header)
-    (folder / Witness.NAME).unlink()
+    """Whatever else is broken."""
+    store = Store.create(folder, 1000)
+    store.append([5, 6])
+    store.flush()
+    store.append([1, 2])
+    lose_power(folder, store, [1, 3])
     if harmed == "manifest":
         (folder / NAME).unlink()
     if harmed == "segment":

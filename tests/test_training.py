@@ -498,6 +498,30 @@ def test_a_run_that_was_stopped_ends_where_it_would_have(walker, walks, tmp_path
         train(walker, [walks], parts, lesson, plan)
 
 
+def test_an_interruption_of_the_last_evaluation_loses_nothing(walker, walks, tmp_path):
+    lesson, plan = Lesson("redrafter"), replace(QUICK, steps=5)
+
+    def interrupted(step, total, line):  # noqa: ARG001
+        if step == 5 and "accuracy" in line:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(walker, [walks], tmp_path / "head", lesson, plan, watch=interrupted)
+    found = train(walker, [walks], tmp_path / "head", lesson, plan, resume=True)
+    assert found.steps == 5
+    train(walker, [walks], tmp_path / "whole", lesson, plan)
+    assert same_weights(tmp_path / "head", tmp_path / "whole", walker)
+
+
+def test_a_run_goes_on_only_with_all_of_its_options(tmp_path):
+    """One that was not named at first counts as much as one that is missing now."""
+    checkpoint.save(tmp_path, {"setup": {"seed": 1, "rate": None}})
+    assert checkpoint.load(tmp_path, {"seed": 1})["setup"]["seed"] == 1
+    for setup, named in (({"seed": 2}, "seed was 1, now 2"), ({"seed": 1, "window": 128}, "window was None, now 128")):
+        with pytest.raises(OptionError, match=named):
+            checkpoint.load(tmp_path, setup)
+
+
 def test_the_steps_of_an_epoch_read_every_text_once(walker, walks, tmp_path, monkeypatch):
     texts, _ = read_texts([walks], VOCABULARY)
     read, batch = [], Texts.batch

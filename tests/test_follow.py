@@ -170,12 +170,15 @@ def test_a_store_that_lost_its_manifest_is_not_overwritten(source, tmp_path):
     with Store.create(tmp_path / "own", 60_000, "print") as own:
         own.append([1, 2, 3])
         own.flush()
-    for lost in (NAME, COPY):
-        (tmp_path / "own" / lost).unlink()
-        before = {path.name: path.read_bytes() for path in (tmp_path / "own").glob("0*")}
+    shutil.copytree(source.folder, tmp_path / "copy")  # of the same id, with a record that only its log has
+    with Store.open(tmp_path / "copy", write=True) as copy:
+        copy.append([4, 5, 6])
+    for place, lost in (("own", NAME), ("own", COPY), ("copy", NAME), ("copy", COPY)):
+        (tmp_path / place / lost).unlink()
+        before = {path.name: path.read_bytes() for path in (tmp_path / place).glob("0*")}
         with pytest.raises(StoreError, match="store repair"):
-            follow(source.folder, tmp_path / "own")
-        assert {path.name: path.read_bytes() for path in (tmp_path / "own").glob("0*")} == before
+            follow(source.folder, tmp_path / place)
+        assert {path.name: path.read_bytes() for path in (tmp_path / place).glob("0*")} == before
 
 
 def test_an_older_source_is_refused(source, tmp_path):

@@ -338,3 +338,22 @@ def test_when_the_service_fails_all_its_answers_end_and_nothing_stays():
     assert not rounds.service._begun
     rounds.service.kept.shrink(0)
     assert not rounds.engine.open
+
+
+def test_a_batch_that_fails_where_no_page_is_free_ends_all_the_same():
+    """Each sequence alone finds no room then, so that one has to make some."""
+    rounds = Rounds(max_batch=2, room=42)
+    for number in (1, 2):
+        rounds.ask(number, 20, 5)
+    rounds.take(3)
+    step = rounds.engine.step
+
+    def failing(sequences, *readings):
+        if len(sequences) > 1:
+            raise RuntimeError("a draft for all of them")
+        step(sequences, *readings)
+
+    rounds.engine.step = failing
+    rounds.take(500)
+    assert set(rounds.ends()) == {1, 2}
+    assert not rounds.service.busy

@@ -340,7 +340,7 @@ def test_parts_of_characters_are_told_apart_by_their_bytes(client, llm):
         spelled += bytes(found.bytes)
     assert spelled.decode() == "🏳"
     halves = [(Spelled("\ufffd", bytes([byte])), -1.0) for byte in "🏳".encode()]
-    (top,) = completion_logprobs([Logprob(halves[0][0], -1.0, halves)], 0)["top_logprobs"]
+    (top,) = completion_logprobs([Logprob(halves[0][0], -1.0, halves)])["top_logprobs"]
     assert list(top) == ["bytes:\\xf0", "bytes:\\x9f", "bytes:\\x8f", "bytes:\\xb3"]
 
 

@@ -149,6 +149,12 @@ def test_the_page_takes_no_parameters(client, path):
     assert client.get(f"{path}?page=x&text=y&kind=z").content == plain.content
 
 
+@pytest.mark.parametrize("token", [10**6, 2**32, 10**30])
+def test_ids_of_no_token_are_refused(client, token):
+    error = refused(client.post("/v1/completions", json={"prompt": [1, token], "max_tokens": 1}))
+    assert "prompt tokens must lie in" in error["message"]
+
+
 def test_an_unknown_field_is_refused_by_its_name_whatever_that_is(client):
     for name in ("Temperature", "int", "body", "none"):
         assert refused(client.post(CHAT, json=chat(**{name: 1})))["param"] == name

@@ -362,6 +362,12 @@ class LLM:
         if bad := sorted(t for t in {*bias, *ends, *(t for w in words for t in w)} if not 0 <= t <= last):
             raise OptionError(f"logit_bias, bad_words or stop_tokens name {bad[:5]}: ids lie in 0..{last}")
         sampling.setdefault("repetition_penalty", self._repetition_penalty)
+        continues = self.tokenizer is not None and (
+            not template or (isinstance(prompt, str) and not self.tokenizer.chat_template)
+        )
+        tail = tokens[-CONTINUED:] if continues else []
+        if any(not 0 <= token < min(self.target.vocabulary, len(self.tokenizer)) for token in tail):
+            tail = []  # they have no text; `check_prompt` may refuse them
         request = Request(
             tokens=tokens,
             max_new_tokens=max_new_tokens,
@@ -373,7 +379,7 @@ class LLM:
                 self.tokenizer,
                 stop,
                 frozenset(ends) | (frozenset() if ignore_eos else self.eos),
-                after=() if template or self.tokenizer is None else tokens[-CONTINUED:],
+                after=tail,
             ),
             collection=collection,
             max_draft=max_draft,

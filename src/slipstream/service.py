@@ -341,9 +341,10 @@ class Service:
             self._stop_reading(job)
             self._requeue(job)
             return True
-        if len(self.running) < 2:
+        unfinished = [job for job in self.running if job.sequence is not None and job.sequence.finish is None]
+        if len(unfinished) < 2:
             return False
-        youngest = max(self.running, key=lambda job: job.number)
+        youngest = max(unfinished, key=lambda job: job.number)
         assert youngest.sequence is not None
         self.engine.put_back(youngest.sequence)
         self.running.remove(youngest)
@@ -376,14 +377,18 @@ class Service:
 
     def _step_one_by_one(self, sequences: list[Sequence]) -> None:
         """A step of the whole batch failed: take each sequence's step alone to find which one fails."""
+        stuck: tuple[Sequence, CacheFullError] | None = None
         for sequence in sequences:
             if sequence.finish is None:
                 try:
-                    self.engine.step([sequence])
-                except CacheFullError:
-                    pass  # the next round makes room
+                    self.engine.with_room(partial(self.engine.step, [sequence]))
+                except CacheFullError as error:
+                    stuck = sequence, error
                 except Exception as error:
                     sequence.error, sequence.finish = error, "failed"
+        if stuck is not None and not self._make_room():
+            sequence, sequence.error = stuck
+            sequence.finish = "failed"
 
     def _report_progress(self, jobs: list[Job]) -> None:
         """After a step: deliver new tokens (`PACE`), beginnings and ends at once, and retire requests that ended."""

@@ -228,10 +228,10 @@ class Pilot:
 
     # ---- before a step
 
-    def asks(self, names: Container[str], drafts: Sequence[Draft], unstarted: Container[str] = ()) -> Iterator[Source]:
+    def asks(self, names: Container[str], drafts: Sequence[Draft], late: Container[str] = ()) -> Iterator[Source]:
         """The sources to ask for this step, one after the other. drafts: one per sequence; the caller adds each
-        source's proposals before it takes the next source. names: drafters that can propose something. unstarted: those
-        of which a draft could have been started ahead, and was not."""
+        source's proposals before it takes the next source. names: drafters that can propose something. late: those
+        whose next draft takes longer than usual."""
         self.judge()
         self.steps += 1
         if self._measures_plain(len(drafts)) or (len(drafts) == 1 and drafts[0].text.rests and self.cheap(names)):
@@ -246,7 +246,7 @@ class Pilot:
             level = self._level(drafts)
             for head in heads:
                 head.level = level
-            yield from self._best_head(heads, unstarted, self.costs.seconds(1, len(drafts)))
+            yield from self._best_head(heads, late, self.costs.seconds(1, len(drafts)))
 
     def _level(self, drafts: Sequence[Draft]) -> int:
         """The level of these drafts: by the tokens per sequence that are expected of their nodes worth verifying."""
@@ -271,7 +271,7 @@ class Pilot:
         self._postpone(source)
         return False
 
-    def _best_head(self, heads: list[Source], unstarted: Container[str], step: float) -> list[Source]:
+    def _best_head(self, heads: list[Source], late: Container[str], step: float) -> list[Source]:
         """The head to ask, if any. Switching to another head costs its start once and gains in every later step, at
         whatever level. So heads are compared by their gains averaged over the recent levels."""
         self._levels *= 1 - NEWEST
@@ -281,11 +281,11 @@ class Pilot:
             return [self._trial]
         self._trial = None
         expected_gains = [sum(share * s.gain(level) for level, share in enumerate(self._levels)) for s in heads]
-        start_costs = [s.start_cost / step * NEWEST if s.drafter in unstarted else 0.0 for s in heads]
+        start_costs = [s.start_cost / step * NEWEST if s.drafter in late else 0.0 for s in heads]
         best = heads[int(np.argmax(np.subtract(expected_gains, start_costs)))]
         if due := [s for s in heads if self.steps >= s.due[s.level] and (s is not best or s.gain() <= 0)]:
             chosen = min(due, key=lambda s: s.drafting.times)
-            if not chosen.known or chosen.drafter in unstarted:
+            if not chosen.known or chosen.drafter in late:
                 drafts = TRIAL if chosen.known else TRIAL - chosen.drafting.times
                 self._trial, self._trial_left = chosen, drafts - 1
             return [chosen]

@@ -130,10 +130,10 @@ class PilotedDrafter(JointDrafter):
                 session.label(root)
         drafts = [SessionDraft(*each) for each in zip(mine, roots, budgets, strict=True)]
         names = set().union(*(draft.able for draft in drafts))
-        unstarted, taken = self._unstarted(mine, ahead), dict[Source, float]()
-        for source in self.pilot.asks(names, drafts, unstarted):
-            late = source.drafter in unstarted
-            taken[source] = self._ask(source, [draft for draft in drafts if source.drafter in draft.able], late)
+        late, taken = self._late(mine, ahead), dict[Source, float]()
+        for source in self.pilot.asks(names, drafts, late):
+            able = [draft for draft in drafts if source.drafter in draft.able]
+            taken[source] = self._ask(source, able, source.drafter in late)
         if not taken:
             self.resting = self.pilot.decline(names, len(mine))
             self._declined = Declined(set(mine), names, full(len(mine)))
@@ -149,7 +149,7 @@ class PilotedDrafter(JointDrafter):
         self._choosing = whole.seconds() - sum(taken.values())
         return [Proposal(tree, beside=draft.beside) for tree, draft in zip(kept, drafts, strict=True)]
 
-    def _unstarted(self, sessions: Sequence[PilotedSession], ahead: bool) -> set[str]:
+    def _late(self, sessions: Sequence[PilotedSession], ahead: bool) -> set[str]:
         """The parts whose next draft takes longer: they missed steps, or no draft of theirs was started ahead though it
         could have been. ahead: whether drafts of these sessions could be started while the last step ran."""
         found = {name for session in sessions for name in session.names if session.lags(name)}
@@ -158,8 +158,7 @@ class PilotedDrafter(JointDrafter):
         return found
 
     def _ask(self, source: Source, drafts: Sequence[SessionDraft], late: bool) -> float:
-        """Add a source's proposals to the drafts. Returns the seconds that it took. late: whether it was not started
-        ahead."""
+        """Add a source's proposals to the drafts. Returns the seconds that it took. late: see `_late`."""
         name, asking = source.drafter, Stopwatch()
         first = any([draft.session.show(name) for draft in drafts])
         found = self.parts[name].propose(

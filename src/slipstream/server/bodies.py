@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
+from codecs import getincrementaldecoder
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -140,11 +141,15 @@ def key_of(token: Spelled) -> str:
     return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token.raw or b"") if partial else token.text
 
 
-def completion_logprobs(found: Sequence[Logprob], offset: int) -> dict[str, Any]:
-    texts = [each.token.text for each in found]
-    offsets = list(accumulate(map(len, texts[:-1]), initial=offset)) if texts else []
+def completion_logprobs(found: Sequence[Logprob], before: Sequence[Logprob] = ()) -> dict[str, Any]:
+    """before: those of the answer's earlier tokens."""
+    decode = getincrementaldecoder("utf-8")("replace").decode
+    tokens = [each.token for each in (*before, *found)]
+    spelled = [decode(token.text.encode() if token.raw is None else token.raw) for token in tokens]
+    ends = list(accumulate(map(len, spelled), initial=0))  # a character of several tokens belongs to the last of them
+    offsets = ends[len(before) : -1]
     return {
-        "tokens": texts,
+        "tokens": [each.token.text for each in found],
         "token_logprobs": [max(LOWEST, each.logprob) for each in found],
         "top_logprobs": [{key_of(token): max(LOWEST, logprob) for token, logprob in each.top} for each in found],
         "text_offset": offsets,
@@ -241,13 +246,12 @@ class Completion(Chat):
     def choice(self, choice: Choice) -> dict[str, Any]:
         found = {"index": choice.index, "text": choice.text, "finish_reason": choice.finish, "logprobs": None}
         if isinstance(self.body, s.CompletionRequest) and self.body.logprobs is not None:
-            found["logprobs"] = completion_logprobs(choice.logprobs, 0)
+            found["logprobs"] = completion_logprobs(choice.logprobs)
         return found
 
     def logprobs(self, choice: Choice, chunk: Chunk) -> Any:
         before = choice.logprobs[: len(choice.logprobs) - len(chunk.logprobs)]
-        offset = sum(len(each.token.text) for each in before)  # not the text so far, some of which may be held back
-        return completion_logprobs(chunk.logprobs, offset) if chunk.logprobs else None
+        return completion_logprobs(chunk.logprobs, before) if chunk.logprobs else None
 
     def opening(self) -> Any:
         return ""

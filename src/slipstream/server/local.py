@@ -166,8 +166,8 @@ class Local:
     def _decode(self, token: int) -> Spelled:
         """A token behind another one: some tokenizers leave out a text's first space."""
         tokenizer = self.llm.tokenizer
-        one, two = (str(tokenizer.decode([token] * times)) for times in (1, 2))
-        text = two[len(one) :]
+        one, two = (str(tokenizer.decode([token] * n, clean_up_tokenization_spaces=False)) for n in (1, 2))
+        text = two[len(one) :] if two.startswith(one) else one
         return Spelled(text, token_bytes(tokenizer, token, text))
 
 

@@ -34,7 +34,7 @@ def load(folder: Path, setup: dict[str, Any]) -> dict[str, Any]:
     """The saved state. Raise if it has another setup."""
     path = folder / NAME
     state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-    before = state["setup"]
+    before = {"dtype": setup.get("dtype"), **state["setup"]}  # which older ones do not have
     both = {name: (before.get(name), setup.get(name)) for name in {**before, **setup}}
     different = {name: (old, new) for name, (old, new) in both.items() if old != new}
     if different:

@@ -118,7 +118,9 @@ def _follow(there: Path | Url, folder: Path, manifest: Manifest) -> Followed:
 def _old_state(there: Path | Url, folder: Path, manifest: Manifest) -> Manifest | None:
     """The target's current state. Raise unless it is an earlier state of the source."""
     if not (folder / NAME).exists():
-        if (folder / COPY).exists() or any(file.store != manifest.id for file in files_of(folder).values()):
+        # A first following that was interrupted leaves segments of the source and an empty log, and no copy.
+        written = any(path.stat().st_size > PAGE for path in folder.glob("*.log"))
+        if written or (folder / COPY).exists() or any(f.store != manifest.id for f in files_of(folder).values()):
             raise StoreError(
                 f"{folder} holds a store that has lost {NAME}: `slipstream store repair` makes it anew. Or name a new "
                 "folder"

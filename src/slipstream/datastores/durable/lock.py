@@ -12,7 +12,8 @@ from pathlib import Path
 
 from slipstream.errors import StoreError
 
-TRIES, PAUSE = 300, 0.01  # a reader holds the folder while it reads the log, which may be long after a bulk build
+PAUSE = 0.01  # seconds between two tries
+WRITER, READERS = 20, 300  # tries: readers hold the folder while they read the log, which is long after a bulk build
 
 
 class Lock:
@@ -24,8 +25,8 @@ class Lock:
         self._file = -1
         try:
             self._file = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
-            for file in (self._folder, self._file):
-                if not _taken(file):
+            for file, tries in ((self._file, WRITER), (self._folder, READERS)):
+                if not _taken(file, tries):
                     holder = os.pread(self._file, 32, 0).decode(errors="replace").strip() or "unknown"
                     raise StoreError(
                         f"{folder} is being written by process {holder}: there can be one writer; readers need not wait"
@@ -48,13 +49,13 @@ class Lock:
         return self.process == os.getpid()
 
 
-def _taken(file: int) -> bool:
-    for attempt in range(TRIES):
+def _taken(file: int, tries: int) -> bool:
+    for attempt in range(tries):
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
         except BlockingIOError:
-            if attempt < TRIES - 1:
+            if attempt < tries - 1:
                 time.sleep(PAUSE)
     return False
 

@@ -1,6 +1,7 @@
 """slipstream heads check: what a folder holds, whether it fits, and what is odd, from files alone."""
 
 import json
+from importlib.resources import files
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from published import BEFORE, LAYERS, H, V, eagle, eagle3, llama_config, medusa,
 from slipstream.errors import DrafterError
 from slipstream.heads import HEADS, load_head, save_head
 from slipstream.heads.check import check_head, short
+from slipstream.loading import embedded
+from slipstream.loading.models import blank_model
 
 
 @pytest.fixture(scope="module")
@@ -162,3 +165,19 @@ def test_what_cannot_be_loaded_is_an_error_as_in_loading(tmp_path):
     code, _, err = command("heads", "check", tmp_path, "--model", tmp_path / "nowhere")
     assert code == 2
     assert "nowhere" in err
+
+
+@pytest.mark.slow
+def test_the_embedded_model_is_known_by_its_name_without_the_hub():
+    """As the page on heads has it."""
+    shipped = files("slipstream.heads") / "shipped" / "eagle3"
+    code, out, err = command("heads", "check", shipped, "--model", embedded.NAME)
+    assert code == 0, err
+    assert f"{embedded.NAME}: --drafter eagle3" in out
+
+
+def test_what_fits_a_model_fits_an_adapter_of_it(folder, tmp_path):
+    (tmp_path / "adapter_config.json").write_text(
+        json.dumps({"peft_type": "LORA", "base_model_name_or_path": str(folder)})
+    )
+    assert blank_model(tmp_path).config.hidden_size == blank_model(folder).config.hidden_size

@@ -30,12 +30,15 @@ def bucket():
             "/bucket/deep/b.jsonl": b'{"text": "one"}\n{"text": "two"}\n',
             "/bucket/deep/c.json": json.dumps([{"text": "three"}]).encode(),
             "/bucket/deep/.hidden": b"secret",
+            "/.own/.kept/e.txt": b"six",
+            "/.own/.kept/__pycache__/f.txt": b"seven",
             "/bucket/image.bin": b"\0\1\2",
             "/bucket/d.parquet": parquet({"text": ["four", "five"]}),
         }
     )
     yield there
-    there.rm("/bucket", recursive=True)
+    for folder in ("/bucket", "/.own"):
+        there.rm(folder, recursive=True)
 
 
 def parquet(columns):
@@ -56,6 +59,11 @@ def read(*given):
         ("memory://bucket/deep", ["one", "two", "three"]),
         ("memory://bucket/deep/*.jsonl", ["one", "two"]),
         ("memory://bucket/d.parquet", ["four", "five"]),
+        ("memory://bucket/deep/*", ["one", "two", "three"]),
+        ("memory://bucket/deep/.hidden", ["secret"]),
+        ("memory://.own/.kept", ["six"]),
+        ("memory://.own/.kept/*.txt", ["six"]),
+        ("memory://.own/.kept/**", ["six"]),
         ("memory://bucket", ["Über Bäume\n", "four", "five", "one", "two", "three"]),
     ],
 )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import io
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePosixPath
@@ -64,19 +66,17 @@ class Url:
     def name(self) -> str:
         return PurePosixPath(self._place[1]).name
 
-    @property
-    def hidden(self) -> bool:
-        return any(part.startswith(".") or part == "__pycache__" for part in PurePosixPath(self._place[1]).parts)
-
     def resolve(self) -> Url:
         return self
 
     def files(self) -> list[Url]:
-        """Itself; or of a folder all files in it, of a pattern those that match."""
+        """Itself; or of a folder all files in it that are not hidden, of a pattern those that match and are not."""
         fs, path = self._place
         fs.invalidate_cache()
-        found = fs.glob(path) if any(c in path for c in "*?[") else [path]
-        files = {name for one in found for name in (fs.find(one) if fs.isdir(one) else [one])}
+        found = [path]
+        if pattern := re.search(r"[*?[]", path):
+            found = visible(fs.glob(path), path[: pattern.start()].rpartition("/")[0])
+        files = {name for one in found for name in (visible(fs.find(one), one) if fs.isdir(one) else [one])}
         return [Url(fs.unstrip_protocol(name)) for name in sorted(files) if fs.isfile(name)]
 
     def stat(self) -> tuple[int, int]:
@@ -107,3 +107,9 @@ class Url:
     def unlink(self) -> None:
         fs, path = self._place
         fs.rm_file(path)
+
+
+def visible(names: Iterable[str], folder: str) -> list[str]:
+    """Those that are not hidden within the folder, wherever that is itself."""
+    hidden = re.compile(r"(^|/)(\.[^/]|__pycache__(/|$))")
+    return [name for name in names if not hidden.search(name.removeprefix(folder.rstrip("/")))]

@@ -111,9 +111,11 @@ def _of_the_hub(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def blank_model(source: str | Path, trust_remote_code: bool = False) -> Any:
-    """A model made from its config, with names and sizes but no weights."""
+    """A model made from its config, with names and sizes but no weights. An adapter's is its base model's."""
     place: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     path = Path(source)
+    if adapters.is_adapter(path):
+        return blank_model(adapters.base_of(path, adapters.read_config(path)), trust_remote_code)
     if path.suffix == ".gguf":
         source, place["gguf_file"] = path.parent, path.name
     try:
@@ -121,6 +123,8 @@ def blank_model(source: str | Path, trust_remote_code: bool = False) -> Any:
             config = transformers.AutoConfig.from_pretrained(source, **place)
             model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     except Exception as error:
+        if str(source) == embedded.NAME:  # without the hub: as `load_model`
+            return blank_model(embedded.ensure(), trust_remote_code)
         raise ModelError(explain(str(source), error)) from error
     model.config._name_or_path = str(source)
     return model

@@ -72,7 +72,7 @@ def is_text(path: Path) -> bool:
 def _paths(item: str | Path) -> Sequence[Path | Url]:
     path = path_of(item)
     if isinstance(path, Url):
-        return [file for file in path.files() if not file.hidden]
+        return path.files()
     if path.is_dir():
         return _below(path)
     if path.exists():

@@ -919,6 +919,17 @@ def test_new_weights_are_tried_in_every_way_to_ask_for_them():
     assert {s.name for s in pilot.sources().values() if not any(s.due) and not any(s.observations)} == {"a", "a:2"}
 
 
+def test_a_slow_moment_of_the_host_stops_nobody():
+    """Of the first of its times alone nothing follows."""
+    pilot = Pilot(Costs({1: 0.01, 64: 0.0101}), ["a"])
+    (source,) = known(pilot, {"a": 0.0001})
+    pilot.handling.see(5.0)
+    assert asked(pilot, "a")
+    step(pilot, Text(), chain(range(1, 9)), [source], [*range(1, 9), 0])
+    assert source.gain() > 0
+    assert asked(pilot, "a")
+
+
 def test_how_much_is_verified_is_counted_per_sequence():
     """Also when one text goes on alone after many."""
     pilot, tree = Pilot(Costs({1: 1.0, 64: 1.0}, flat=True), ["a"]), chain([1, 2])

@@ -420,7 +420,10 @@ class Pilot:
     def _expected_seconds(self, sources: Collection[Source], rows: int, batch: int) -> tuple[float, Floats]:
         """Seconds that drafting by these sources and the host take, and (rows,) seconds of steps that verify 0, 1, …
         nodes of their drafts."""
-        spent = sum([s.drafting.seconds for s in sources]) + batch * self.handling.seconds
+        handling = (
+            self.handling.seconds if self.handling.known else 0.0
+        )  # the first of its times may be a slow moment's
+        spent = sum([s.drafting.seconds for s in sources]) + batch * handling
         beside = sum([s.beside for s in sources]) * (batch if self.costs.flat else 1)
         return spent, self.costs.upto(rows + beside, batch)[beside:]
 

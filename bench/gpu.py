@@ -124,12 +124,8 @@ def bandwidth() -> float:
 def llama_7b(device: str = "cuda", dtype: torch.dtype = torch.bfloat16, **other: int) -> Any:
     """Or one of other sizes."""
     sizes = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32}
-    config = transformers.LlamaConfig(
-        **(sizes | other),
-        vocab_size=32000,
-        max_position_embeddings=16384,
-        dtype=dtype,
-    )
+    sizes |= {"vocab_size": 32000, "max_position_embeddings": 16384}
+    config = transformers.LlamaConfig(**(sizes | other), dtype=dtype)
     torch.set_default_dtype(dtype)
     with torch.device(device):
         model = transformers.LlamaForCausalLM(config)

@@ -15,7 +15,9 @@ from time import perf_counter
 from typing import Any
 
 import numpy as np
+import torch
 
+from gpu import llama_7b
 from slipstream import LLM
 from slipstream.evaluate.workloads import builtin, read
 from slipstream.jobs import Job, Update
@@ -27,7 +29,8 @@ from soak_lab import real, tell
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="default: the embedded one")
-    parser.add_argument("--drafters", nargs="+", help="default: eagle3 and auto, or auto alone with --model")
+    parser.add_argument("--shape", choices=["7b"], help="instead: random weights, and the embedded model's tokenizer")
+    parser.add_argument("--drafters", nargs="+", help="default: eagle3 and auto, or auto alone with another model")
     parser.add_argument("--prompts", nargs="*", default=[], help="files of questions; default: the built-in ones")
     parser.add_argument("--prefix", type=int, default=4096, help="tokens of the document")
     parser.add_argument("--questions", type=int, default=8)
@@ -39,8 +42,10 @@ def main() -> None:
     if given.questions < 1:
         parser.error(f"--questions is at least 1, not {given.questions}")
     model, tokenizer = load_model(given.model, dtype=given.dtype, device=given.device)
+    if given.shape:
+        model = llama_7b(given.device, getattr(torch, given.dtype), vocab_size=len(tokenizer))
     prompts = prompts_of(given, tokenizer)
-    for name in given.drafters or (["auto"] if given.model else ["eagle3", "auto"]):
+    for name in given.drafters or (["auto"] if given.model or given.shape else ["eagle3", "auto"]):
         found = hits_and_misses(LLM(model, tokenizer, name), prompts, given.tokens)
         print(json.dumps({"benchmark": "hits", "seed": given.seed, "drafter": name, **found}), flush=True)
 

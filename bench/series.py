@@ -163,10 +163,11 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=28)
     parser.add_argument("--beside", type=int, default=4, help="busy jobs at a time")
     parser.add_argument("--apart", type=int, default=2, help="cores for the jobs that run apart")
-    parser.add_argument("--only", nargs="*", help="these jobs, and no others")
+    parser.add_argument("--only", nargs="*", help="these jobs, in this order, and no others")
     given = parser.parse_intermixed_args()  # values may come after options
     jobs, values = read_series(given.series.read_text())
-    jobs = [job for job in jobs if not given.only or job.name in given.only]
+    if given.only:
+        jobs = sorted([job for job in jobs if job.name in given.only], key=lambda job: given.only.index(job.name))
     values |= dict(value.split("=", 1) for value in given.values)
     Series(jobs, given.out.resolve(), values, given.beside, given.apart, given.minutes).run()
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
@@ -27,6 +27,7 @@ from typing import Any
 import torch
 import transformers
 
+from gpu import known_of
 from slipstream.budget import Budget
 from slipstream.drafters import _capabilities as can
 from slipstream.drafters import make
@@ -417,11 +418,21 @@ def speed(given: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, An
             row |= {f"{what} ms": middle.ms(getattr(middle, what)) for what in ("seconds", "draft", "verify", "host")}
             rows.append({**row, "rates": [round(rate, 1) for rate in rates[name]]})
         report(rows[begun:], given)
+        for name, engine in engines.items():
+            if name.startswith("auto"):
+                tell(f"{name}, batches of {batch}: {'; '.join(known(engine.drafter.pilot, batch))}")
         tell(f"reading {read:.1f} s, all {perf_counter() - clock:.1f} s")
     texts.close()
     about = provenance(str(given.model), target)
     target.release()
     return rows, about
+
+
+def known(pilot: Any, batch: int) -> Iterator[str]:
+    """What `auto` knows after a cell."""
+    yield f"a plain step {pilot.costs.seconds(1, batch) * 1e3:.2f} ms"
+    for source in pilot.sources(batch).values():
+        yield known_of(source)
 
 
 def times(rates: list[float], others: list[float]) -> float:

@@ -633,7 +633,7 @@ def test_a_source_is_worth_what_drafts_without_it_would_be_worth_less(batch):
 
 def test_what_is_done_with_drafts_counts_for_whoever_is_asked_alone():
     pilot = Pilot(Costs({1: 1.0, 64: 1.1}), ["a", "b"])
-    pilot.handling = TypicalTime(TRIAL, 0.5)
+    pilot.handling[1] = TypicalTime(TRIAL, 0.5)
     right, wrong, text = chain([1]), chain([2], 0.9, "b"), Text()
     for _ in range(100):
         pilot.calibration.learn(fuse([right, wrong]), [1])
@@ -648,14 +648,16 @@ def test_what_is_done_with_drafts_counts_for_whoever_is_asked_alone():
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-def test_a_batch_pays_once_for_its_drafts_and_for_each_sequence_what_is_done_with_them(batch):
+def test_a_batch_pays_for_its_drafts_and_for_what_is_done_with_them(batch):
+    """As long as that took in batches of about its size: with a lone text each sequence of it takes longer."""
     pilot = Pilot(Costs({1: 1.0, 64: 1.1}), ["a"])
-    pilot.handling = TypicalTime(TRIAL, 0.01)
+    pilot.handling[1], pilot.handling[4] = TypicalTime(TRIAL, 0.02), TypicalTime(TRIAL, 0.03)
     drafts = [chain([1, 2]) for _ in range(batch)]
     kept = choose(pilot, [Text() for _ in drafts], drafts, [8] * batch, known(pilot, {"a": 0.2}, batch))
     rows = max(map(len, kept))
+    took = {1: 0.02, 3: 0.03}[batch]
     assert rows > 1
-    assert pilot.last.rate == pytest.approx(pilot.last.tokens / (0.2 + batch * 0.01 + pilot.costs.seconds(rows, batch)))
+    assert pilot.last.rate == pytest.approx(pilot.last.tokens / (0.2 + took + pilot.costs.seconds(rows, batch)))
     assert pilot.last.plain == pytest.approx(batch / pilot.costs.seconds(1, batch))
 
 
@@ -923,11 +925,25 @@ def test_a_slow_moment_of_the_host_stops_nobody():
     """Of the first of its times alone nothing follows."""
     pilot = Pilot(Costs({1: 0.01, 64: 0.0101}), ["a"])
     (source,) = known(pilot, {"a": 0.0001})
-    pilot.handling.see(5.0)
+    pilot.handling[1].see(5.0)
     assert asked(pilot, "a")
     step(pilot, Text(), chain(range(1, 9)), [source], [*range(1, 9), 0])
     assert source.gain() > 0
     assert asked(pilot, "a")
+
+
+def test_what_the_host_takes_with_a_lone_text_keeps_no_batch_from_drafts():
+    """A lone text bears all of it, each of many only a part."""
+    pilot, batch = Pilot(Costs({1: 0.01, 128: 0.0101}, flat=True), ["a"]), 16
+    pilot.handling[1] = TypicalTime(TRIAL, 0.002)
+    (source,) = known(pilot, {"a": 0.0001}, batch)
+    drafts = [chain([1, 2]) for _ in range(batch)]
+    for _ in range(2 * TRIAL):
+        assert [s.name for s in pilot.asks({"a"}, [Draft(Text(), TokenTree.root(0), 8) for _ in drafts])] == ["a"]
+        choose(pilot, [Text() for _ in drafts], drafts, [8] * batch, [source])
+        pilot.handling[batch].see(0.004)
+    pilot.judge()
+    assert source.gain() > 0
 
 
 def test_how_much_is_verified_is_counted_per_sequence():

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections import defaultdict
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -181,8 +182,8 @@ class Pilot:
         self.costs, self.trees, self.drafters, self.heads, self.returns = costs, trees, list(drafters), heads, returns
         self.readers = readers
         self.calibration = Calibration(self.drafters)
-        # Per sequence: the host's part of a step with drafts. Plain steps hide theirs behind the next forward.
-        self.handling = TypicalTime()
+        # By size of the batch: the host's part of a step with drafts. Plain steps hide theirs behind the next forward.
+        self.handling = defaultdict[int, TypicalTime](TypicalTime)
         self.steps = 0  # so far, with drafts or without
         self.mean_nodes = 0.0  # running mean of the nodes that a step verifies per sequence
         self.last: Choice | None = None
@@ -420,10 +421,8 @@ class Pilot:
     def _expected_seconds(self, sources: Collection[Source], rows: int, batch: int) -> tuple[float, Floats]:
         """Seconds that drafting by these sources and the host take, and (rows,) seconds of steps that verify 0, 1, …
         nodes of their drafts."""
-        handling = (
-            self.handling.seconds if self.handling.known else 0.0
-        )  # the first of its times may be a slow moment's
-        spent = sum([s.drafting.seconds for s in sources]) + batch * handling
+        host = self.handling[full(batch)]
+        spent = sum([s.drafting.seconds for s in sources]) + (host.seconds if host.known else 0.0)
         beside = sum([s.beside for s in sources]) * (batch if self.costs.flat else 1)
         return spent, self.costs.upto(rows + beside, batch)[beside:]
 

@@ -97,7 +97,7 @@ class PilotedDrafter(JointDrafter):
     def measured(self, rows: Sequence[int], forward: float, host: float = 0.0) -> None:
         batch = len(rows)
         if self._choosing is not None:
-            self.pilot.handling.see((self._choosing + host) / batch)
+            self.pilot.handling[full(batch)].see(self._choosing + host)
             self._choosing = None
         self._steps.append((sum(rows) - batch + 1 if self.pilot.costs.flat else max(rows), batch, forward))
 

@@ -15,6 +15,7 @@ from slipstream.datastores.ingest.records import read_documents
 from slipstream.datastores.ingest.sources import find_sources
 from slipstream.training.collect import CollectSettings, begin, collect
 from slipstream.training.prompts import Question, read_questions
+from slipstream.user_files import held
 
 SHORT = CollectSettings(max_new_tokens=12)
 QUESTIONS = [Question((text,)) for text in ("red", "green and blue", "the sea", "a house", "why", "ten small boats")]
@@ -258,6 +259,19 @@ def test_a_file_with_other_answers_is_left_alone(llm, tmp_path):
     with pytest.raises(OptionError, match="line 1 was not written by"):
         collect(llm, QUESTIONS, out, SHORT)
     assert out.read_text() == '{"prompt": "mine"}\n' + before
+    for mine in ('[{"prompt": "mine"}]', "a note"):  # it has one line, which does not end
+        out.write_text(mine)
+        with pytest.raises(OptionError, match="line 1 was not written by"):
+            collect(llm, QUESTIONS, out, SHORT)
+        assert out.read_text() == mine
+
+
+def test_two_at_a_time_do_not_write_to_one_file(llm, tmp_path):
+    out = tmp_path / "d.jsonl"
+    out.touch()
+    with held(out), pytest.raises(OptionError, match="another process works in"):
+        collect(llm, QUESTIONS[:1], out, SHORT)
+    assert collect(llm, QUESTIONS[:1], out, SHORT).conversations == 1
 
 
 def test_the_command(model, tmp_path):

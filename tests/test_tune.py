@@ -1,12 +1,15 @@
 """tune: one command from a model to its drafter; every phase goes on where it stopped."""
 
 import json
+import signal
+from types import SimpleNamespace
 
 import pytest
 
 from families import tiny_model
 from slipstream import LLM, OptionError
-from slipstream.heads import load_head, registry
+from slipstream.cli.train import training_bar
+from slipstream.heads import HEADS, load_head, registry, save_head
 from slipstream.stopwatch import preparing
 from slipstream.training import own_prompts
 from slipstream.training import tune as module
@@ -15,6 +18,7 @@ from slipstream.training.own_prompts import append, is_new, read_prompts, split,
 from slipstream.training.prompts import Question
 from slipstream.training.tune import tune
 from slipstream.training.tuned import Trial, Tuned, TuneSettings
+from slipstream.user_files import held
 from test_collect import letters
 
 QUICK = TuneSettings(minutes=0.02, head="redrafter", max_new_tokens=12)
@@ -23,7 +27,8 @@ QUICK = TuneSettings(minutes=0.02, head="redrafter", max_new_tokens=12)
 @pytest.fixture(autouse=True)
 def own_cache(monkeypatch, tmp_path):
     monkeypatch.setenv("SLIPSTREAM_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(module, "measure", lambda *_: Costs(1e-6, 1e-6, 1e-6, 1e-6))  # any time will do
+    for name in ("measure_answers", "measure_steps"):
+        monkeypatch.setattr(module, name, lambda *_: Costs(1e-6, 1e-6, 1e-6, 1e-6))  # any time will do
 
 
 @pytest.fixture(scope="module")
@@ -201,6 +206,50 @@ def test_an_answer_during_which_something_was_captured_is_given_again(monkeypatc
     assert module.settled(answer) == 2
     taken = iter([1.0] * 99)
     assert module.settled(answer) == 2 + module.AGAIN  # it ends all the same
+
+
+@pytest.mark.parametrize("own", [0, 1, 4, 60])
+def test_a_trial_has_at_least_as_many_prompts_as_there_are_built_in_ones(own, tmp_path):
+    append(tmp_path / "prompts.jsonl", [Question((f"{n}",)) for n in range(10 * own)])
+    asked = module.trial_prompts(tmp_path, Tuned(QUICK, "m"), template=False)
+    kinds = [kind == "own" for kind, _ in asked]
+    built_in = len(module.builtin()[1::2])
+    assert len(asked) == max(built_in, 2 * min(own, built_in))
+    assert sum(kinds) == min(own, built_in)
+    assert all(kinds[: 2 * min(own, built_in) : 2])  # they alternate, as long as there are both
+
+
+def test_two_runs_do_not_work_in_one_folder(target, tmp_path):
+    (tmp_path / "t").mkdir()
+    with held(tmp_path / "t"), pytest.raises(OptionError, match="another process works in"):
+        tune(*target, tmp_path / "t", QUICK)
+    assert not list((tmp_path / "t").iterdir())
+
+
+def test_a_registered_head_that_is_damaged_is_left_out_of_the_trial(target, tmp_path):
+    folder = tmp_path / "head"
+    save_head(HEADS["redrafter"].fresh(target[0]), folder)
+    registry.add(folder, target[0])
+    (folder / "config.json").write_text("{")
+    told = []
+    work = module.Work(*target, tmp_path, Tuned(QUICK, "m"), [], told.append, 0.9)
+    assert module.contestants(work)["without"]["heads"] == []
+    assert str(folder) in told[0]
+
+
+def test_an_interrupt_waits_for_the_end_of_a_step_of_training_alone():
+    with training_bar(SimpleNamespace(count=1, rank=1)) as watch:
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        watch(0, 2, {})
+        signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            watch(1, 2, {})
+    with training_bar(SimpleNamespace(count=1, rank=1)) as watch:
+        for line in ({}, {"accuracy": [0.5]}):
+            watch(2, 2, line)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
 
 
 def test_gains_are_over_all_prompts():

@@ -17,7 +17,8 @@ from slipstream.training.estimate import (
     ending,
     estimate,
     expected_length,
-    measure,
+    measure_answers,
+    measure_steps,
 )
 from slipstream.training.log import read
 from slipstream.training.prompts import Question
@@ -163,7 +164,8 @@ def test_answers_that_are_there_leave_their_time_to_training():
 def test_costs_are_measured(kind):
     model = tiny_model("llama")
     with LLM(model, letters(), "none", max_batch=4) as llm:
-        costs = measure(llm, model, kind, None, 4)
+        answers = measure_answers(llm, 4)
+    costs = measure_steps(answers, model, kind, None)
     assert costs.answering > 0
     assert costs.alone > 0
     assert costs.learning > 0

@@ -1,6 +1,7 @@
 """Learning on: what was answered while working trains the head that drafted it, and the better one stays."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from slipstream.training import learned
 from slipstream.training import tune as module
 from slipstream.training.estimate import Costs
 from slipstream.training.learned import openings, take_answers
-from slipstream.training.tune import contestants, tune
+from slipstream.training.tune import Work, contestants, tune
 from slipstream.training.tuned import Tuned, TuneSettings
 from test_collect import letters
 
@@ -23,7 +24,8 @@ from test_collect import letters
 @pytest.fixture(autouse=True)
 def own_cache(monkeypatch, tmp_path):
     monkeypatch.setenv("SLIPSTREAM_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(module, "measure", lambda *_: Costs(1e-6, 1e-6, 1e-6, 1e-6))  # any time will do
+    for name in ("measure_answers", "measure_steps"):
+        monkeypatch.setattr(module, name, lambda *_: Costs(1e-6, 1e-6, 1e-6, 1e-6))  # any time will do
 
 
 @pytest.fixture(scope="module")
@@ -138,14 +140,14 @@ def test_the_better_head_stays(better, target, tmp_path, monkeypatch):
 def test_the_new_head_stands_in_the_place_of_the_old(target, tmp_path):
     old, other = old_head(target[0], tmp_path / "old"), old_head(target[0], tmp_path / "other", "medusa")
     new = str(tmp_path / "t" / "head")
-    run = Tuned(quick("s", old), "m")
-    assert contestants(target[0], tmp_path / "t", run)["without"]["heads"] == [str(old)]  # though not registered
+    work = Work(*target, tmp_path / "t", Tuned(quick("s", old), "m"), [], print, 0.9)
+    assert contestants(work)["without"]["heads"] == [str(old)]  # though not registered
     registry.add(old, target[0])
     registry.add(other, target[0])
-    made = contestants(target[0], tmp_path / "t", run)
+    made = contestants(work)
     assert made["without"]["heads"] == [str(other), str(old)]
     assert made["with"]["heads"] == [str(other), new]
-    made = contestants(target[0], tmp_path / "t", Tuned(quick("s"), "m"))
+    made = contestants(replace(work, run=Tuned(quick("s"), "m")))
     assert made["with"]["heads"] == [str(old), str(other), new]
 
 

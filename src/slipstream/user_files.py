@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -80,3 +81,19 @@ def _beside(path: Path) -> Path:
     """The temporary file: in the folder of the file that it will replace, links resolved."""
     final = path.resolve()
     return final.with_name(final.name + ".making")
+
+
+@contextmanager
+def held(place: Path) -> Iterator[None]:
+    """Refuse to work in a folder, or on a file, in which another process does."""
+    file = os.open(place, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise OptionError(f"another process works in {place}: wait for it, or name another place") from None
+        except OSError:  # this file system has no locks
+            pass
+        yield
+    finally:
+        os.close(file)

@@ -310,12 +310,13 @@ def print_size(done: Trained | Distilled) -> None:
 
 @contextmanager
 def training_bar(processes: Any) -> Iterator[Any]:
-    """A bar with loss, rate, accuracies and time left. Ctrl-C ends the training between two steps."""
-    stopped = False
+    """A bar with loss, rate, accuracies and time left. Ctrl-C ends the training between two steps, before and after it
+    at once."""
+    training = stopped = False
 
     def stop(*_: Any) -> None:
         nonlocal stopped
-        if stopped:  # a second Ctrl-C: stop at once
+        if stopped or not training:  # a second Ctrl-C: stop at once
             raise KeyboardInterrupt
         stopped = True
 
@@ -327,6 +328,8 @@ def training_bar(processes: Any) -> Iterator[Any]:
             latest: dict[str, Any] = {}
 
             def watch(step: int, total: float, line: dict[str, Any]) -> None:
+                nonlocal training
+                training = not (0 < total <= step and "accuracy" in line)  # else this was the last call
                 if line:
                     latest.update(line)
                     text = f"loss {latest.get('loss', 0):.3f}, {latest.get('tokens_per_second', 0):,.0f} tokens/s"

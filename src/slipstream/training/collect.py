@@ -29,6 +29,7 @@ from slipstream.sequence import check_prompt
 from slipstream.targets.base import shared
 from slipstream.text import Prompt
 from slipstream.training.prompts import Question
+from slipstream.user_files import held
 from slipstream.workers import Workers, results
 
 Progress = Callable[[int, int, int], None]  # conversations done, of how many, tokens written
@@ -97,10 +98,10 @@ def _collect(
     progress: Progress | None,
 ) -> Collected:
     """answered: runs the given conversations, and yields each when it has ended."""
-    known = resume(out, model, settings)
-    left = [q for q in questions if q.id not in known]
     done = tokens = too_long = 0
-    with out.open("a", encoding="utf-8") as file:
+    with out.open("a", encoding="utf-8") as file, held(out):
+        known = resume(out, model, settings)
+        left = [q for q in questions if q.id not in known]
         for talk in answered(left):
             if talk.answers:
                 file.write(json.dumps(talk.line(model, settings), ensure_ascii=False) + "\n")
@@ -113,6 +114,9 @@ def _collect(
     return Collected(done, tokens, len(questions) - len(left), too_long)
 
 
+BEGIN = b'{"id": "'  # of each line
+
+
 def resume(out: Path, model: str, settings: CollectSettings) -> set[str]:
     """The ids in the file. An incomplete last line, from a killed run, is cut off."""
     if not out.exists():
@@ -121,7 +125,7 @@ def resume(out: Path, model: str, settings: CollectSettings) -> set[str]:
     whole = 0  # bytes of complete lines
     with out.open("rb+") as file:
         for number, line in enumerate(file, 1):
-            if not line.endswith(b"\n"):
+            if not line.endswith(b"\n") and (whole or line.startswith(BEGIN[: len(line)])):
                 break
             try:
                 record = json.loads(line)

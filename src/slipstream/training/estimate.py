@@ -7,7 +7,7 @@ until enough fit. If even the minimum does not fit, an error says so at once, wi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from time import perf_counter
 from typing import Any
@@ -150,13 +150,14 @@ def needed(costs: Costs, given: Given, length: int, batch: int) -> float:
     return max(answering, training, LEAST_TRIALS * TRIED * costs.alone / TRYING) / 60
 
 
-def check(found: Estimate, minutes: float, where: str) -> None:
-    """Raise if nothing useful fits into the minutes."""
+def check(found: Estimate, minutes: float, where: str, share: float = 1.0) -> None:
+    """Raise if nothing useful fits into the minutes of work, which are this share of the time."""
     if minutes < found.needed:
         raise OptionError(
-            f"{minutes:g} minutes are too few for a useful head on {where}: {found.answers} answers, {found.steps} "
-            f"steps of training and {found.trials} prompts in the trial fit, at least {LEAST_ANSWERS}, {LEAST_STEPS} "
-            f"and {LEAST_TRIALS} are needed. Give --minutes {ceil(10 * found.needed) / 10:g} or more"
+            f"{minutes / share:g} minutes are too few for a useful head on {where}: {found.answers} answers, "
+            f"{found.steps} steps of training and {found.trials} prompts in the trial fit, at least {LEAST_ANSWERS}, "
+            f"{LEAST_STEPS} and {LEAST_TRIALS} are needed. Give --minutes "
+            f"{ceil(10 * found.needed / share) / 10:g} or more"
         )
 
 
@@ -171,10 +172,10 @@ def ending(llm: LLM, questions: Sequence[Question]) -> float:
     return (ended + ENDING * PRIOR_TOKENS) / (sum(written) + PRIOR_TOKENS)
 
 
-def measure(llm: LLM, model: Any, kind: str, start: str | None, batch: int, own: dict[str, Any] | None = None) -> Costs:
-    """Measure a few tokens of answers, alone and in a batch, and training steps of two sizes. own: the head's sizes."""
-    cpu = model.device.type == "cpu"
-    vocabulary, new, long = Lender.of(model).vocab_size, 4 if cpu else 16, 64
+def measure_answers(llm: LLM, batch: int) -> Costs:
+    """Measure a few tokens of answers, alone and in a batch."""
+    cpu = llm.model.device.type == "cpu"
+    vocabulary, new, long = Lender.of(llm.model).vocab_size, 4 if cpu else 16, 64
     prompts = np.random.default_rng(0).integers(0, vocabulary, (batch, long)).tolist()
 
     def seconds(rows: int, read: int, tokens: int) -> float:
@@ -193,10 +194,15 @@ def measure(llm: LLM, model: Any, kind: str, start: str | None, batch: int, own:
     reading = seconds(1, long, 1) / long
     alone = (seconds(1, 2, 1 + new) - seconds(1, 2, 1)) / new
     together = (seconds(batch, 2, 1 + new) - seconds(batch, 2, 1)) / (new * batch)
-    low, high = (64, 256) if cpu else (1024, BATCHES[0])
+    return Costs(max(together, 1e-9), max(alone, 1e-9), 0.0, 0.0, reading)
+
+
+def measure_steps(answers: Costs, model: Any, kind: str, start: str | None, own: dict[str, Any] | None = None) -> Costs:
+    """Measure training steps of two sizes as well. own: the head's sizes."""
+    low, high = (64, 256) if model.device.type == "cpu" else (1024, ON_GPU)
     fast, slow = step_costs(model, kind, start, (low, high), own)
     learning = max(slow - fast, 0.0) / (high - low) or slow / high
-    return Costs(max(together, 1e-9), max(alone, 1e-9), max(fast - low * learning, 0.0), learning, reading)
+    return replace(answers, step=max(fast - low * learning, 0.0), learning=learning)
 
 
 def step_costs(

@@ -136,6 +136,7 @@ class Steps(ABC):
         """Train to the end. `save` writes the head; the checkpoint next to it includes the `setup`. Only the first
         process has a log and writes files. If `watch` raises KeyboardInterrupt, a checkpoint is saved first."""
         plan, begun = self.plan, perf_counter() - self.seconds
+        watch(self.step, self.total, {})
         while not self.total or self.step < self.total:
             if plan.share < 1:
                 self._step_and_pause()

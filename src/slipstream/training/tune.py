@@ -26,9 +26,10 @@ from time import perf_counter
 from typing import Any
 
 from slipstream.answers import Result
-from slipstream.errors import ContextError, OptionError
+from slipstream.errors import ContextError, DrafterError, OptionError
 from slipstream.evaluate.workloads import builtin
 from slipstream.heads.base import Lender
+from slipstream.heads.check import check_head
 from slipstream.heads.registry import add, entries_for, heads_for, remove
 from slipstream.llm import LLM
 from slipstream.stopwatch import preparing
@@ -46,7 +47,8 @@ from slipstream.training.estimate import (
     check,
     ending,
     estimate,
-    measure,
+    measure_answers,
+    measure_steps,
 )
 from slipstream.training.learned import ANSWERS, count_tokens, openings, take_answers
 from slipstream.training.loop import TrainingPlan, Watch, pause
@@ -56,6 +58,7 @@ from slipstream.training.recipes import find, name_sizes
 from slipstream.training.train import Lesson, start_from, train
 from slipstream.training.tune_page import write_page
 from slipstream.training.tuned import OWN, Trial, Tuned, TuneSettings
+from slipstream.user_files import held
 
 LINES, LOOKS = 40, 12  # about how many losses and accuracies a run logs: enough for a readable curve
 ROUNDS = 5  # times that the trial answers each prompt at most, while it has time: others may use the machine too
@@ -96,8 +99,10 @@ class Work:
         row is most of it."""
         return 16 if self.model.device.type == "cpu" else 128
 
-    def open_llm(self, drafter: str, **options: Any) -> LLM:
-        return LLM(self.model, self.tokenizer, drafter, memory=self.memory, **options)
+    def open_llm(self, drafter: str, beside: int = 0, of: int = 1, **options: Any) -> LLM:
+        """beside: how many are open already, of those that share the memory."""
+        each = self.memory / of
+        return LLM(self.model, self.tokenizer, drafter, memory=each / (1 - beside * each), **options)
 
     def save(self) -> None:
         self.run.save(self.folder)
@@ -129,20 +134,32 @@ def tune(
     if tokenizer is None:
         raise OptionError("tune needs the model's tokenizer: it writes and reads prompts as text")
     folder.mkdir(parents=True, exist_ok=True)
-    run = Tuned.open(folder, settings, Lender.of(model).name)
-    work = Work(model, tokenizer, folder, run, given, tell, memory)
+    with held(folder):
+        run = Tuned.open(folder, settings, Lender.of(model).name)
+        go_on(Work(model, tokenizer, folder, run, given, tell, memory), watch, costs)
+    return run
+
+
+def go_on(work: Work, watch: Watch | None, costs: Costs | None) -> None:
+    """All phases that are left."""
+    run, model, settings = work.run, work.model, work.run.settings
+    if run.registered is not None:
+        work.tell("this run is finished: here is what it found. To train another head, name another folder with --out")
     if not run.accuracy:  # refuse impossible settings before anything is saved
         if settings.start is not None:
             start_from(settings.start, model, Lesson(settings.head), settings.sizes)
         if settings.store is not None:
             take_from_store(work)
         if run.plan is None:
-            run.plan = make_estimate(work, costs)
+            with work.timed("preparing"):
+                run.plan = make_estimate(work, costs)
     try:
         if not run.accuracy:
             # Once training has begun, no texts are added, even if more minutes were given.
             if settings.store is None and not work.training_begun:
-                with work.open_llm("none", max_batch=work.batch) as llm:
+                with work.timed("preparing"):
+                    llm = work.open_llm("none", max_batch=work.batch)
+                with llm:
                     answer(work, llm)
             learn(work, watch)
         if run.registered is None:
@@ -150,8 +167,7 @@ def tune(
             register_if_faster(work)
     finally:  # also if interrupted, to show how far it came
         work.save()
-        write_page(run, model, folder)
-    return run
+        write_page(run, model, work.folder)
 
 
 def register_if_faster(work: Work) -> None:
@@ -176,18 +192,19 @@ def make_estimate(work: Work, costs: Costs | None) -> Estimate:
     work.tell("measuring what fits into the time")
     ready = work.first_questions
     with work.open_llm("none", max_batch=batch) as llm:
-        sizes = name_sizes(settings.head, settings.sizes)
-        costs = costs or measure(llm, model, settings.head, settings.start, batch, sizes)
+        answers = costs or measure_answers(llm, batch)
         if settings.store is not None:
             begin = Given(texts=work.run.prompts, tokens=count_tokens(work.folder))
         else:
             turns = sum(len(question.turns) for question in ready) / max(1, len(ready))
             ends = ending(llm, ready[:batch])
             begin = Given(prompts=len(work.given) or None, builtin=len(ready), turns=turns or 1.0, ending=ends)
+    sizes = name_sizes(settings.head, settings.sizes)
+    costs = costs or measure_steps(answers, model, settings.head, settings.start, sizes)
     working = settings.minutes * settings.share
     found = estimate(costs, working, begin, settings.max_new_tokens, model.device.type == "cpu")
-    check(found, working, str(model.device))
-    work.tell(found.in_words(working))
+    check(found, working, str(model.device), settings.share)
+    work.tell(found.in_words(settings.minutes))
     return found
 
 
@@ -215,6 +232,7 @@ def answer(work: Work, llm: LLM) -> None:
         source = chain(source, write_prompts(llm, asked, run.settings.seed))
     at_most = 60 * ANSWERING * run.settings.minutes
     while True:
+        before = run.spent.get("answering", 0.0)
         with work.timed("answering"):
             # In the first turn: prompts that an interrupted run has not answered.
             clock = perf_counter()
@@ -225,10 +243,13 @@ def answer(work: Work, llm: LLM) -> None:
         part = min(1.0, run.spent["answering"] / at_most)
         if asked:
             work.tell(f"answering: {len(asked):,} prompts, {found.tokens:,} tokens more, {part:.0%} of its time")
-        if asked and part >= 1:
+        # Another round like this one would end nearer to the planned time, or further from it.
+        if asked and run.spent["answering"] + (run.spent["answering"] - before) / 2 >= at_most:
             return
         with work.timed("answering"):
+            clock = perf_counter()
             new = [q for q in islice(source, llm.engine.max_batch) if q.id not in known]
+            pause(perf_counter() - clock, run.settings.share)
         if not new and not asked:
             raise OptionError(
                 "no prompts: the model wrote none that end, and none were given. Name some with --prompts"
@@ -246,9 +267,11 @@ def answer(work: Work, llm: LLM) -> None:
 def learn(work: Work, watch: Watch | None) -> None:
     run, going = work.run, work.training_begun
     work.tell("training")
-    share = TRAINING if run.settings.store is None else ANSWERING + TRAINING
+    # What answering took too long is training's loss, what it left is its gain.
+    left = (ANSWERING + TRAINING) * run.settings.minutes
+    left -= (run.spent.get("preparing", 0.0) + run.spent.get("answering", 0.0)) / 60
     plan = TrainingPlan(
-        minutes=share * run.settings.minutes,
+        minutes=max(left, TRAINING * run.settings.minutes / 2),
         rate=find(run.settings.head).rate,
         seed=run.settings.seed,
         share=run.settings.share,
@@ -273,11 +296,14 @@ def run_trial(work: Work) -> None:
     run.trials = []  # drop those of an interrupted run, in which `auto` had learnt other things
     takes: dict[int, list[Trial]] = defaultdict(list)  # by prompt
     with ExitStack() as opened:
-        options = contestants(work.model, work.folder, run)
-        llms = {name: opened.enter_context(work.open_llm(**own)) for name, own in options.items()}
-        asked = trial_prompts(work.folder, run, has_template(llms["plain"]))
         clock, at_most = perf_counter(), 60 * TRYING * run.settings.minutes
         with work.timed("trying"):
+            options = contestants(work)
+            llms = {
+                name: opened.enter_context(work.open_llm(**own, beside=i, of=len(options)))
+                for i, (name, own) in enumerate(options.items())
+            }
+            asked = trial_prompts(work.folder, run, has_template(llms["plain"]))
             for number, (kind, prompt) in [*enumerate(asked)] * ROUNDS:
                 try:
                     began = perf_counter()
@@ -295,20 +321,28 @@ def run_trial(work: Work) -> None:
                     break
 
 
-def contestants(model: Any, folder: Path, run: Tuned) -> dict[str, dict[str, Any]]:
-    """Options of an LLM for each. If training started from a head, `without` has that head, `with` the new one."""
-    known, old = [str(path) for _, path in heads_for(model)], run.settings.start
+def contestants(work: Work) -> dict[str, dict[str, Any]]:
+    """Options of an LLM for each. If training started from a head, `without` has that head, `with` the new one. As in
+    `auto`, registered heads that can't be read are left out."""
+    known, old = list[str](), work.run.settings.start
+    for _, path in heads_for(work.model):
+        try:
+            check_head(path)
+            known.append(str(path))
+        except DrafterError as error:
+            work.tell(f"the trial does without {path}: {error}")
     others = [path for path in known if old is None or Path(path) != Path(old).resolve()]
     before = known if old is None else [*others, old]
     return {
         "plain": {"drafter": "none"},
         "without": {"drafter": "auto", "heads": before},
-        "with": {"drafter": "auto", "heads": [*others, str(folder / "head")]},
+        "with": {"drafter": "auto", "heads": [*others, str(work.head)]},
     }
 
 
 def trial_prompts(folder: Path, run: Tuned, template: bool) -> list[tuple[str, Prompt]]:
-    """Pairs of kind and prompt: own and built-in ones alternate."""
+    """Pairs of kind and prompt: own and built-in ones alternate. Where there are few of one kind, more of the other, to
+    as many as there are built-in ones."""
 
     def asked(said: str) -> Prompt:
         return [{"role": "user", "content": said}] if template else said
@@ -319,7 +353,9 @@ def trial_prompts(folder: Path, run: Tuned, template: bool) -> list[tuple[str, P
     else:
         own = [(OWN, asked(q.turns[0])) for q in split(read_prompts(folder / "prompts.jsonl"))[1]]
     others = [(p.category, asked(p.turns[0])) for p in builtin()[1::2]]
-    return [each for pair in zip(own, others, strict=False) for each in pair] or others or own
+    both = min(len(own), len(others))
+    pairs = [each for pair in zip(own[:both], others[:both], strict=True) for each in pair]
+    return pairs + (own[both:] + others[both:])[: max(0, len(others) - len(pairs))]
 
 
 def settled(answer: Callable[[], Result]) -> Result:

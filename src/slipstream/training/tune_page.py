@@ -22,7 +22,7 @@ from slipstream.user_files import write_text
 
 PAGE = "tune.html"
 DEPTH_COLOURS = ("suffix", "pld", "eagle3", "model", "rest")  # five that colour-blind readers can tell apart
-PHASES = ("answering", "training", "trying")
+PHASES = ("preparing", "answering", "training", "trying")
 
 Points = Sequence[tuple[float, float]]
 
@@ -159,7 +159,7 @@ def _trial_charts(run: Tuned) -> str:
         "phases",
         "Where the time went",
         "Minutes of each phase.",
-        partial(bars, spent, [colour(PLAIN)] * 3, "{:.1f} min"),
+        partial(bars, spent, [colour(PLAIN)] * len(spent), "{:.1f} min"),
         {},
     )
     return found

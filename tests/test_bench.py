@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from slipstream import LLM, DraftSession, OptionError, Proposal, TokenTree
-from slipstream.cli.bench import sweep_contestants
+from slipstream.cli.bench import chosen_contestants, sweep_contestants
 from slipstream.drafters.base import Drafter
 from slipstream.engine import Engine
 from slipstream.evaluate.compare import compare_files
@@ -103,7 +103,7 @@ def test_a_known_pattern_gives_exactly_the_predicted_numbers(monkeypatch):
     seconds = clock() - start
     assert sequence.tokens == [truth(p) for p in range(3, 36)]
     answer = Answer(sequence.tokens, seconds, sequence.stats.first_token_seconds, sequence.stats)
-    (row,) = summarise([MeasuredRun("pattern", "i", "c", 0, answer, True)])
+    (row,) = summarise([MeasuredRun("pattern", "i", "c", 0, answer, True, 0)])
     steps = 1 + 4 * 3
     nodes = 12 * (DEPTH + 1)
     # the very last step is cut by the token limit: four tokens are left, so the draft may be three deep
@@ -120,8 +120,9 @@ def test_a_known_pattern_gives_exactly_the_predicted_numbers(monkeypatch):
     assert row.ms_per_step["verify"] == pytest.approx(2.0)
 
 
-def run(contestant, item, repeat, seconds, tokens=10, category="c", equal=True):
-    return MeasuredRun(contestant, item, category, repeat, Answer([0] * tokens, seconds, seconds / 10), equal)
+def run(contestant, item, repeat, seconds, tokens=10, category="c", equal=True, group=None):
+    answer = Answer([0] * tokens, seconds, seconds / 10)
+    return MeasuredRun(contestant, item, category, repeat, answer, equal, item if group is None else group)
 
 
 def test_speedups_are_of_seconds_per_token_with_a_bootstrap_over_items():
@@ -137,6 +138,21 @@ def test_speedups_are_of_seconds_per_token_with_a_bootstrap_over_items():
     assert speedup(hiccup, base).value == 2.0
     longer = [run("x", f"i{i}", 0, 2.0, tokens=20) for i in range(8)]
     assert speedup(longer, base).value == 2.0
+
+
+def test_items_that_were_answered_together_are_one_measurement():
+    def runs(contestant, seconds):
+        return [run(contestant, f"{g}.{i}", 0, s, group=g) for g, s in enumerate(seconds) for i in range(4)]
+
+    together = speedup(runs("x", (1.0, 2.0, 1.5)), runs("none", (2.0, 2.0, 2.0)))
+    whole = [run("x", str(g), 0, 4 * s, tokens=40) for g, s in enumerate((1.0, 2.0, 1.5))]
+    alone = speedup(whole, [run("none", str(g), 0, 8.0, tokens=40) for g in range(3)])
+    assert together.low < together.value < together.high
+    assert (together.value, together.low, together.high) == (alone.value, alone.low, alone.high)
+    assert (together.items, alone.items) == (12, 3)
+    items = [Item(str(i), "c", [1], [1]) for i in range(3)]
+    measured = measure([Listed("A", [])], items, Decoding(), repeats=2, batch=2)
+    assert [one.group for one in measured] == [0, 0, 1] * 2
 
 
 def test_rows_cover_all_items_and_each_category():
@@ -203,7 +219,7 @@ def test_the_whole_benchmark_on_a_real_model(shallow, tmp_path):
     assert json.loads(json.dumps(document)) == document
     path = tmp_path / "a.json"
     path.write_text(json.dumps(document))
-    assert all("no difference beyond noise" in said for said in compare_files(path, path))
+    assert all("too little was measured to tell" in said for said in compare_files(path, path) if " none " in said)
 
 
 def test_an_interrupted_run_keeps_what_it_measured(shallow):
@@ -260,8 +276,15 @@ def test_sweeps_name_their_contestants():
         sweep_contestants(["pld"], ["speed=1"])
 
 
+def test_only_contestants_that_nobody_asked_for_are_left_out():
+    assert chosen_contestants("none, pld ,hf-pld", True, False, 1) == ["none", "pld", "hf-pld"]
+    assert chosen_contestants("none,pld,hf,hf-pld", False, False, 2) == ["none", "pld", "hf"]
+    assert chosen_contestants("none,pld,hf,hf-pld", False, True, 1) == ["none", "pld"]
+    assert chosen_contestants("none,hf", True, True, 1) == ["none", "hf"]
+
+
 def test_comparisons_say_what_changed_beyond_noise(tmp_path):
-    def written(name, value, low, high):
+    def written(name, value, low, high, items=8, repeats=3):
         ratio = {"value": value, "low": low, "high": high}
         row = {"contestant": "pld", "category": "all", "tokens_per_second": 10 * value, "spread": [9, 11]}
         document = {
@@ -269,6 +292,8 @@ def test_comparisons_say_what_changed_beyond_noise(tmp_path):
             "provenance": {"dtype": "float32"},
             "decoding": {},
             "missing": None,
+            "items": items,
+            "repeats": repeats,
             "rows": [{**row, "speedup": {"none": ratio}}],
         }
         path = tmp_path / name
@@ -279,6 +304,12 @@ def test_comparisons_say_what_changed_beyond_noise(tmp_path):
     assert next(compare_files(old, new)).endswith("1.50 → 2.00 × plain: FASTER")
     assert next(compare_files(new, old)).endswith("SLOWER")
     assert next(compare_files(old, same)).endswith("no difference beyond noise")
+    once = written("once", 2.0, 2.0, 2.0)
+    for pair in ((old, once), (once, new), (once, once)):
+        assert next(compare_files(*pair)).endswith("too little was measured to tell")
+    fewer = written("fewer", 1.5, 1.4, 1.6, items=2, repeats=1)
+    warned = list(compare_files(old, fewer))
+    assert warned[:2] == ["not the same items: 8 and 2", "not the same repeats: 3 and 1"]
     (tmp_path / "d").write_text("{}")
     with pytest.raises(OptionError, match="not a benchmark's document"):
         next(compare_files(old, tmp_path / "d"))
@@ -289,6 +320,12 @@ def test_what_cannot_be_measured_is_refused(tiny):
         BenchPlan([])
     with pytest.raises(OptionError, match="each contestant runs once"):
         BenchPlan([Prompt("a", "c", ("x",))], ("pld", "pld"))
+    with pytest.raises(OptionError, match="no contestants were named"):
+        BenchPlan([Prompt("a", "c", ("x",))], ())
+    with pytest.raises(OptionError, match=r"no contestant is called nope: there are .*pld.*hf-assisted"):
+        BenchPlan([Prompt("a", "c", ("x",))], ("pld length=4", "nope"))
+    with pytest.raises(OptionError, match="hf-pld answers one prompt at a time"):
+        BenchPlan([Prompt("a", "c", ("x",))], ("hf", "hf-pld"), batch=2)
     with pytest.raises(OptionError, match="hf-assisted needs a draft model"):
         Peer("hf-assisted", tiny("llama"))
 
@@ -317,6 +354,19 @@ def test_replayed_numbers_equal_live_ones(shallow, tmp_path, sampling, monkeypat
         replay(recording, ["hf"], {}, lambda *_: None, repeats=1)
     with pytest.raises(OptionError, match="no whole recording"):
         Recording.load(tmp_path)
+
+
+def test_an_interrupted_replay_keeps_what_it_measured():
+    items = [Item("a", "c", [5, 6, 7, 5, 6], [7, 5, 6])]
+    recording = Recording(items, {1: 0.01, 8: 0.02, 64: 0.04}, Decoding(max_new_tokens=3), 100, 1000, "tiny", {})
+
+    def stop(stage, done, of):  # noqa: ARG001
+        if done == 3:
+            raise KeyboardInterrupt
+
+    rows, document = replay(recording, ["none", "pld"], {}, stop, repeats=2)
+    assert document["missing"] == "interrupted after 3 of 4 answers"
+    assert sum(row.answers for row in rows) == 3
 
 
 def test_hidden_states_are_replayed_too(tiny, tmp_path):

@@ -823,6 +823,16 @@ def test_collected_answers_become_a_store_that_knows_how_they_were_sampled(model
             assert caplog.text.count("was sampled with temperature 0 and top_p 1") == warns
 
 
+def test_answers_in_files_of_one_name_in_two_folders_are_both_kept(tmp_path, monkeypatch):
+    with Store.create(tmp_path / "store", 64) as store:
+        for name, tokens in {"one": (5, 6), "two": (7, 8)}.items():
+            (tmp_path / name).mkdir()
+            monkeypatch.chdir(tmp_path / name)
+            _collected(Path("data.jsonl"), {"temperature": 0.0, "top_p": 1.0}, [tokens])
+            assert add_answers(store, Path("data.jsonl")).replaced == 0
+        assert sorted(d.tolist() for d in store.documents()) == [[5, 6], [7, 8]]
+
+
 # ---- the command
 
 

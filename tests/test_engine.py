@@ -211,6 +211,17 @@ def test_only_a_prompt_that_is_running_already_is_not_read_again(llm, monkeypatc
     assert read == [len(PROMPT), len(PROMPT), 1]  # the second is as long as the first, and another text
 
 
+def test_a_prompt_is_read_again_in_its_own_pieces_where_a_state_can_not_be_cut(tiny, monkeypatch):
+    llm, read = LLM(tiny("qwen3_next"), drafter="none"), []
+    alone, prefill = llm.generate(PROMPT, max_new_tokens=6).tokens, llm.target.prefill
+    monkeypatch.setattr(
+        llm.target, "prefill", lambda slot, new, want: read.append(len(new)) or prefill(slot, new, want)
+    )
+    requests = [llm.request(PROMPT, max_new_tokens=6) for _ in range(2)]
+    assert [s.tokens for s in llm.engine.run(requests) if s.finish is not None] == [alone] * 2
+    assert read == [len(PROMPT)] * 2
+
+
 # ---- bad input
 
 

@@ -1056,6 +1056,23 @@ def test_as_many_nodes_are_invested_as_pay_most(batch, flat):
     assert len(found) > 2
 
 
+@pytest.mark.parametrize("flat", [False, True])
+def test_who_invests_is_asked_in_larger_batches_too(flat):
+    pilot = Pilot(Costs({1: 1.0, 64: 1.1}, flat=flat), ["w"], returns={"w": RETURNS})
+    (source,) = known(pilot, {"w": 0.001})
+    source.learn(0.3)
+    assert list(pilot.asks(["w"], [nothing() for _ in range(4)]))
+
+
+def test_a_text_at_its_end_says_nothing_of_an_investment():
+    pilot = Pilot(Costs({1: 1.0, 64: 1.1}), ["w"], returns={"w": RETURNS})
+    known(pilot, {"w": 0.001})
+    ending, short = (Draft(Text(), TokenTree.root(0), limit) for limit in (0, 2))
+    assert list(pilot.asks(["w"], [nothing(), ending]))
+    assert not list(pilot.asks(["w"], [nothing(), short]))  # there is no room
+    assert list(pilot.asks(["w"], [nothing()]))
+
+
 def test_who_lost_as_an_investor_waits_in_the_next_process_too():
     _, source = with_investor("gpu", {}, 0, 600)
     assert source.gain() < 0

@@ -12,6 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from slipstream.budget.chains import expected_tokens
+from slipstream.budget.costs import TRIAL, TypicalTime
 from slipstream.errors import OptionError
 from slipstream.plan import advice, theory
 from slipstream.plan.forecast import forecast, outcome, why
@@ -536,6 +537,25 @@ def test_a_plan_for_this_machine_is_in_the_precision_and_with_the_draft_model_th
     assert (document["dtype"], document["context"]) == ("bfloat16", 64)
     assert [row["drafter"] for row in document["drafters"]] == ["suffix", "model"]
     assert document["drafters"][1]["c"] > document["drafters"][0]["c"]
+
+
+def test_a_plan_for_several_sequences_counts_the_drafts_of_all(tiny):
+    """Counted times are of one sequence. What was measured with several at once is used as it is."""
+    from slipstream import LLM
+    from slipstream.plan.here import here
+
+    llm = LLM(tiny("llama"), drafter="auto", drafters="pld")
+    auto, known = llm.engine.drafter, {}
+    for name in ("suffix", "eagle3"):
+        known[name] = counted(name, steps_of(0.6, 4, 4, seconds=(0.002, 1.0, 0.0)), "steps")
+    auto.pilot.sources(1)["pld"].drafting = TypicalTime(TRIAL, 0.001)
+    one, four = here(llm, 1, known), here(llm, 4, known)
+    for name, seconds in {"suffix": 0.002, "eagle3": 0.002, "pld": 0.001}.items():
+        assert (one.draft(name, 4), four.draft(name, 4)) == pytest.approx((seconds, 4 * seconds))
+    auto.pilot.sources(4)["pld"].drafting = TypicalTime(TRIAL, 0.003)
+    auto.pilot.sources(4)["eagle3"], auto.parts["eagle3"] = auto.pilot.sources(4)["pld"], auto.parts["pld"]
+    for name, seconds in {"suffix": 0.008, "eagle3": 0.003, "pld": 0.003}.items():
+        assert four.draft(name, 4) == pytest.approx(seconds)
 
 
 def test_the_page_shows_every_drafter_in_every_chart(config, tmp_path, browser):

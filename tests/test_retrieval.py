@@ -5,13 +5,14 @@ import os
 import signal
 import time
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from commands import command
 from families import tiny_model
-from slipstream import LLM, OptionError, Store, StoreError
+from slipstream import LLM, DrafterError, OptionError, Store, StoreError
 from slipstream.budget import Budget
 from slipstream.datastores.ingest.encoding import Encoder
 from slipstream.datastores.ingest.ingest import ingest
@@ -224,6 +225,16 @@ def test_what_can_not_be_drafted_from_is_refused(tiny, tmp_path):
         LLM(tiny("llama"), drafter="suffix", shortest=5, longest=4)
 
 
+@pytest.mark.parametrize("drafter", ["auto", "suffix", "rest"])
+def test_a_store_that_was_opened_by_name_is_closed_with_its_drafter(tiny, tmp_path, drafter):
+    for _ in range(2):
+        with LLM(tiny("llama"), drafter=drafter, store=tmp_path / "s", learn=True) as llm:
+            llm.generate([1, 2, 3], max_new_tokens=2)
+    with pytest.raises(DrafterError):
+        LLM(tiny("llama"), store=tmp_path / "s", learn=True, heads=str(tmp_path / "none"))
+    Store.open(tmp_path / "s", True).close()
+
+
 # ---- building
 
 
@@ -317,6 +328,29 @@ def test_a_changed_source_is_no_duplicate_of_itself(tmp_path, monkeypatch):
         assert texts(store) == sorted(["x" * 200, "line 0", "line 1", "line 2", "one more"])
 
 
+def test_files_of_one_name_in_two_folders_are_two_sources(tmp_path, monkeypatch):
+    with Store.create(tmp_path / "s", 256) as store:
+        for name in ("one", "two"):
+            (tmp_path / name).mkdir()
+            (tmp_path / name / "notes.txt").write_text(f"notes of {name}")
+            monkeypatch.chdir(tmp_path / name)
+            assert ingest(store, find_sources(["."]), Encoder(Letters())).replaced == 0
+        assert texts(store) == ["notes of one", "notes of two"]
+        assert ingest(store, find_sources([tmp_path / "one"]), Encoder(Letters())).known == 1
+
+
+def test_a_file_of_an_older_store_is_not_read_again_until_it_changes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "notes.txt").write_text("as it was")
+    with Store.create(tmp_path / "s", 256) as store:
+        ingest(store, [replace(s, name="notes.txt") for s in find_sources(["notes.txt"])], Encoder(Letters()))
+        assert ingest(store, find_sources(["notes.txt"]), Encoder(Letters())).known == 1
+        assert texts(store) == ["as it was"]
+        (tmp_path / "notes.txt").write_text("as it is now")
+        ingest(store, find_sources(["notes.txt"]), Encoder(Letters()))
+        assert texts(store) == ["as it is now", "as it was"]  # which may be of another folder
+
+
 # ---- the commands
 
 
@@ -324,6 +358,24 @@ def cli(*words, folder, code=0):
     found, out, err = command("store", *words, folder=folder)
     assert found == code, err
     return out + err
+
+
+def test_a_source_is_removed_by_its_path_or_its_name(tmp_path):
+    names = ["here.txt", "there.txt", "python3.11/json.py"]
+    with Store.create(tmp_path / "s", 256) as store:
+        for name in (str(tmp_path / names[0]), str(tmp_path / names[1]), names[2]):
+            store.append([1, 2], name)
+    for typed in (names[0], tmp_path / names[1], names[2]):
+        assert "removed 1 documents" in cli("remove", "s", typed, folder=tmp_path)
+
+
+def test_names_that_are_not_utf8_are_listed(tmp_path, capsys):
+    name = os.fsdecode(b"caf\xe9.txt")
+    with Store.create(tmp_path / "s", 256) as store:
+        store.append([1, 2], name)
+    assert r"caf\udce9.txt: 1" in cli("info", "s", "--sources", folder=tmp_path).encode().decode()
+    cli("info", "s", "--sources", "--json", folder=tmp_path)
+    assert json.loads(capsys.readouterr().out)["sources"] == {"default": {name: 1}}
 
 
 @pytest.mark.slow

@@ -13,12 +13,14 @@ import openai
 import pydantic
 import pytest
 import uvicorn
+from starlette.testclient import TestClient
 
 from patience import PATIENCE
 from slipstream import LLM
 from slipstream.server.app import Server
 from slipstream.server.backend import Asked, Chunk, Limits, Logprob, Spelled
-from slipstream.server.bodies import Choice, completion_logprobs
+from slipstream.server.bodies import Choice, Completion, completion_logprobs
+from slipstream.server.schema import CompletionRequest
 from slipstream.server.tool_calls import Hermes
 
 pytestmark = pytest.mark.slow
@@ -340,7 +342,7 @@ def test_parts_of_characters_are_told_apart_by_their_bytes(client, llm):
         spelled += bytes(found.bytes)
     assert spelled.decode() == "🏳"
     halves = [(Spelled("\ufffd", bytes([byte])), -1.0) for byte in "🏳".encode()]
-    (top,) = completion_logprobs([Logprob(halves[0][0], -1.0, halves)])["top_logprobs"]
+    (top,) = completion_logprobs([Logprob(halves[0][0], -1.0, halves)], [0])["top_logprobs"]
     assert list(top) == ["bytes:\\xf0", "bytes:\\x9f", "bytes:\\x8f", "bytes:\\xb3"]
 
 
@@ -352,6 +354,28 @@ def test_where_a_token_stands_is_the_same_whole_and_streamed(client):
     whole = client.completions.create(**asked).choices[0].logprobs.text_offset
     chunks = [c.choices[0].logprobs for c in client.completions.create(**asked, stream=True) if c.choices]
     assert [place for each in chunks if each for place in each.text_offset] == whole
+
+
+def test_log_probabilities_of_a_stream_are_sent_and_not_kept():
+    """Each token is looked at once, though a character may be of several."""
+    pieces = [b"a", *(bytes([byte]) for byte in "🏳".encode()), b"bc", b"d"]
+    found = [Logprob(Spelled(piece.decode(errors="replace"), piece), -1.0, []) for piece in pieces]
+    body, streamed, whole = CompletionRequest(prompt="", logprobs=0), Choice(0, Asked(), True), Choice(0, Asked())
+    made, places = Completion(NAME, body), []
+
+    async def chunks():
+        for each in found:
+            yield streamed, Chunk(each.token.text, [each])
+
+    async def read():
+        async for event in made.events(chunks(), [streamed]):
+            if event.startswith("data: {") and (logprobs := json.loads(event[6:])["choices"][0]["logprobs"]):
+                places.extend(logprobs["text_offset"])
+
+    asyncio.run(read())
+    whole.take(Chunk("a🏳bcd", found))
+    assert places == made.choice(whole)["logprobs"]["text_offset"] == [0, 1, 1, 1, 1, 2, 4]
+    assert (len(streamed.logprobs), len(whole.logprobs)) == (0, len(found))
 
 
 # ---- the other endpoints
@@ -527,6 +551,17 @@ def test_who_leaves_ends_the_answer(running, stream):
 # ---- the page
 
 
+def test_the_page_is_told_how_answers_ended_and_how_full_the_cache_is(llm, monkeypatch):
+    server = Server(llm, NAME)
+    server.service.counts.ended.update(stop=1, length=2, cancelled=3, failed=4, timeout=5)
+    monkeypatch.setattr(type(llm.target), "filled", 0.25)
+    with TestClient(server.app) as there:
+        live = there.get("/live").json()
+    ends = {name: live["totals"][name] for name in ("finished", "cancelled", "failed", "timeout")}
+    assert ends == {"finished": 3, "cancelled": 3, "failed": 4, "timeout": 5}
+    assert live["cache"] == {"used": 0.25}
+
+
 def test_the_page_shows_an_answer_and_no_hostile_text_acts(running, browser):
     browser.complaints.clear()
     browser.open(f"{running.url}/")
@@ -541,5 +576,6 @@ def test_the_page_shows_an_answer_and_no_hostile_text_acts(running, browser):
     assert browser.run("document.querySelectorAll('#answer .token').length") >= 8
     assert browser.run("document.querySelectorAll('img').length") == 0
     assert browser.run("document.getElementById('model').textContent") == NAME
+    assert browser.run("document.getElementById('cache').textContent").endswith("%")
     assert not [c for c in browser.complaints if "favicon" not in str(c) and "Password" not in str(c)]
     browser.open("about:blank")  # or the page would go on asking a server that is gone

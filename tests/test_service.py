@@ -9,11 +9,13 @@ import weakref
 from time import monotonic, sleep
 
 import pytest
+import torch
 
 from families import graphs
 from patience import PATIENCE
 from slipstream import LLM, BusyError, ModelError, OptionError, PromptError
 from slipstream.answers import Updates, together
+from slipstream.counts import Counts
 from slipstream.drafters import make
 from slipstream.engine import Engine
 from slipstream.errors import CacheFullError
@@ -23,6 +25,7 @@ from slipstream.kernels.sizes import PAGE
 from slipstream.request import Request
 from slipstream.sampling import Sampling
 from slipstream.service import Service
+from slipstream.stats import Stats
 from slipstream.targets import open_target
 
 PROMPTS = [[5, 6, 7, 8] * 6, [9, 10, 11], [3] * 17, [20, 21, 22, 20, 21, 22, 20, 21], list(range(1, 41))]
@@ -610,3 +613,119 @@ def test_a_list_is_read_before_its_steps(llm):
     assert batches[0] == llm.engine.max_batch
     assert max(waiting) <= 2 * llm.engine.max_batch
     assert len(llm.service.kept) == kept
+
+
+# ---- what is kept, counted and copied
+
+
+def test_a_state_that_can_not_be_cut_stays_for_whoever_goes_on_with_all_of_it(tiny):
+    prompt = [1 + i * i % 60 for i in range(60)]
+    with LLM(tiny("qwen3_next"), drafter="suffix") as llm:
+        service = llm.service
+        first = Listener(service, llm.request(prompt, max_new_tokens=9, ignore_eos=True))
+        first.wait()
+        text = [*prompt, *first.tokens]
+        for other in ([*prompt[:50], 7, 8, 9], [*text, 5, 6, 7]):
+            expected = alone(llm, other, max_new_tokens=9)
+            listener = Listener(service, llm.request(other, max_new_tokens=9, ignore_eos=True))
+            listener.wait()
+            assert listener.tokens == expected
+            assert len(service.kept) == 2
+            assert service.counts.found_tokens == (0 if len(other) < len(text) else len(text) - 1)
+
+
+def test_a_prefix_is_counted_once_though_its_request_is_put_back(tiny, monkeypatch):
+    """And not at all if its request never began."""
+    prompt, full = [1 + i * i % 60 for i in range(60)], [CacheFullError("no pages are left")]
+    with LLM(tiny("llama"), drafter="none") as llm:
+        long = llm.request(prompt, max_new_tokens=20, ignore_eos=True)
+        short = llm.request([*prompt[:40], 7, 8], max_new_tokens=2, ignore_eos=True)
+        left = llm.request([*prompt[:40], 9, 8], max_new_tokens=2, ignore_eos=True)
+        read_on = llm.engine.read_on
+
+        def failing(readings):
+            asked = [reading.sequence.request for reading in readings]
+            if left in asked:
+                llm.service.cancel(listeners[2].job)
+                return
+            if short in asked and full:
+                raise full.pop()
+            read_on(readings)
+
+        monkeypatch.setattr(llm.engine, "read_on", failing)
+        with llm.engine.turn():  # nothing begins meanwhile
+            listeners = [Listener(llm.service, request) for request in (long, short, left)]
+        assert [listener.wait().finish for listener in listeners] == ["length", "length", "cancelled"]
+        assert llm.service.counts.put_back == 1
+        assert llm.service.counts.found_tokens == 40
+
+
+def test_an_answer_that_grows_while_it_is_counted_is_counted_as_it_was():
+    class Growing(dict):
+        def __iter__(self):
+            lengths = list(self.keys())
+            self[max(lengths) + 1] = 1
+            return iter(lengths)
+
+    counts = Counts()
+    counts.add(Stats("pld", True, accepted_lengths=Growing({0: 3, 2: 1})))
+    assert counts.by_depth == [1, 1]
+
+
+class Counting:
+    """A stateful processor: its n-th call allows the token 10 + n alone."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, ids, scores):  # noqa: ARG002
+        self.calls += 1
+        scores[:] = -torch.inf
+        scores[0, 10 + self.calls] = 0
+        return scores
+
+
+def test_answers_in_an_event_loop_have_processors_of_their_own(llm):
+    async def main():
+        options = {"max_new_tokens": 5, "ignore_eos": True, "processors": [Counting()]}
+        streams = [llm.astream(prompt, **options) for prompt in PROMPTS[:2]]
+
+        async def streamed(stream):
+            async for _ in stream:
+                pass
+            return stream.result
+
+        asked = [llm.agenerate(prompt, **options) for prompt in PROMPTS[:2]]
+        return await asyncio.gather(*asked, *map(streamed, streams))
+
+    assert [answer.tokens for answer in asyncio.run(main())] == [[11, 12, 13, 14, 15]] * 4
+
+
+def test_a_stream_in_an_event_loop_is_answered_once(llm):
+    async def main():
+        stream, told = llm.astream(PROMPTS[0], max_new_tokens=5, ignore_eos=True), []
+        for _ in range(2):
+            async for _ in stream:
+                pass
+            told.append((stream.result.tokens, llm.service.counts.requests))
+        assert told[0] == told[1]
+        assert len(told[0][0]) == 5
+
+    asyncio.run(main())
+
+
+def test_whoever_leaves_a_stream_in_an_event_loop_ends_its_answer(babble):
+    async def main():
+        stream = babble.astream("Say hi.", max_new_tokens=2000, ignore_eos=True)
+        async for _ in stream:
+            break
+        async for _ in stream:
+            raise AssertionError("it goes on")
+        end = monotonic() + PATIENCE
+        while not babble.service.counts.ended:
+            assert monotonic() < end, "an answer goes on that nobody hears"
+            await asyncio.sleep(0.01)
+        assert babble.service.counts.ended == {"cancelled": 1}
+
+    babble.service.counts.ended.clear()
+    asyncio.run(main())

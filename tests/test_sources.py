@@ -41,8 +41,8 @@ def write(name, content=b"text\n"):
     return path
 
 
-def names(*given, **options):
-    return [source.name for source in find_sources(given, **options)]
+def paths(*given, **options):
+    return [str(source.path) for source in find_sources(given, **options)]
 
 
 def documents(name, content=None, field=None):
@@ -61,10 +61,18 @@ def refused(call, *arguments, **options):
 # Finding
 
 
-def test_a_source_knows_its_size_and_time():
+def test_a_source_knows_its_size_and_time(folder):
     path = write("a.txt", b"four")
     os.utime(path, ns=(5, 1_000_000_007))
-    assert find_sources(["a.txt"]) == [SourceFile("a.txt", Path("a.txt"), 4, 1_000_000_007)]
+    assert find_sources(["a.txt"]) == [SourceFile(str(folder / "a.txt"), Path("a.txt"), 4, 1_000_000_007)]
+
+
+def test_a_file_has_one_name_however_it_is_typed(folder, monkeypatch):
+    write("src/a.py")
+    for typed in ("src/a.py", "./src/../src", "src/*.py", folder / "src"):
+        assert [source.name for source in find_sources([typed])] == [str(folder / "src" / "a.py")]
+    monkeypatch.chdir("src")
+    assert [source.name for source in find_sources(["."])] == [str(folder / "src" / "a.py")]
 
 
 def test_a_folder_is_searched_in_order_without_what_is_hidden_cached_or_binary(folder):
@@ -75,27 +83,27 @@ def test_a_folder_is_searched_in_order_without_what_is_hidden_cached_or_binary(f
     write("src/picture", b"\x89PNG\0\0")
     write("src/t.parquet", b"PAR1\0")
     found = ["src/a/z.md", "src/a.py", "src/b.py", "src/c/data.jsonl", "src/empty.py", "src/t.parquet"]
-    assert names("src") == names("src/") == names(Path("src")) == found
-    assert names("./src/c", "src/b.py") == ["src/c/data.jsonl", "src/b.py"]
-    assert names(str(folder / "src" / "c")) == [(folder / "src/c/data.jsonl").as_posix()]
-    assert names("src/.env", "src/.git") == ["src/.env", "src/.git/config"]  # named by themselves, they are wanted
+    assert paths("src") == paths("src/") == paths(Path("src")) == found
+    assert paths("./src/c", "src/b.py") == ["src/c/data.jsonl", "src/b.py"]
+    assert paths(str(folder / "src" / "c")) == [(folder / "src/c/data.jsonl").as_posix()]
+    assert paths("src/.env", "src/.git") == ["src/.env", "src/.git/config"]  # named by themselves, they are wanted
 
 
 def test_globs_reach_below_and_meet_folders_as_the_shell_does():
     for name in ("src/a.py", "src/deep/er/b.py", "src/deep/c.md", "src/__pycache__/a.py", "src/.x/d.py", "e[1].py"):
         write(name)
     write("src/deep/d.bin", b"\0")
-    assert names("src/**/*.py") == ["src/a.py", "src/deep/er/b.py"]
-    assert names("src/*") == names("src/**") == ["src/a.py", "src/deep/c.md", "src/deep/er/b.py"]
-    assert names("src/[ab].py") == ["src/a.py"]
-    assert names("e[1].py") == ["e[1].py"]  # a file of that name comes before the pattern
+    assert paths("src/**/*.py") == ["src/a.py", "src/deep/er/b.py"]
+    assert paths("src/*") == paths("src/**") == ["src/a.py", "src/deep/c.md", "src/deep/er/b.py"]
+    assert paths("src/[ab].py") == ["src/a.py"]
+    assert paths("e[1].py") == ["e[1].py"]  # a file of that name comes before the pattern
 
 
 def test_no_file_comes_twice(folder):
     write("src/a.py")
     Path("src/link.py").symlink_to("a.py")
     Path("src/around").symlink_to(".")
-    assert names("src/a.py", "src", "src/*.py", folder / "src") == ["src/a.py"]
+    assert paths("src/a.py", "src", "src/*.py", folder / "src") == ["src/a.py"]
 
 
 def test_a_name_that_finds_nothing_is_refused_by_name():
@@ -124,7 +132,7 @@ def test_files_in_other_encodings_are_left_out_and_counted():
     for i in range(5):
         write(f"src/old{i}.c", "Bäume".encode("latin-1"))
     with pytest.warns(UserWarning, match=r"left out 5 files .* UTF-8: src/old0.c, src/old1.c, src/old2.c, …"):
-        assert names("src") == ["src/a.py"]
+        assert paths("src") == ["src/a.py"]
 
 
 def test_text_is_utf8_to_its_end():
@@ -136,7 +144,7 @@ def test_text_is_utf8_to_its_end():
     assert is_text(write("a", "a" * 8191 + "ä"))  # a character across the border
 
 
-def test_the_standard_library_comes_without_its_tests_and_without_what_was_installed():
+def test_the_standard_library_comes_without_its_tests_and_without_what_was_installed(folder):
     found = find_sources([], stdlib=True)
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     by_name = {source.name: source for source in found}
@@ -147,7 +155,8 @@ def test_the_standard_library_comes_without_its_tests_and_without_what_was_insta
         assert name.endswith(".py")
         assert not {"site-packages", "test", "idle_test"} & set(name.split("/")), name
     write("mine.py")
-    assert names("mine.py", stdlib=True) == ["mine.py", *by_name]
+    both = find_sources(["mine.py"], stdlib=True)
+    assert [source.name for source in both] == [str(folder / "mine.py"), *by_name]
 
 
 # Reading

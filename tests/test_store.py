@@ -9,9 +9,12 @@ import numpy as np
 import pytest
 
 from slipstream.datastores.durable import contents as contents_module
+from slipstream.datastores.durable import lock as lock_module
+from slipstream.datastores.durable import log as log_module
 from slipstream.datastores.durable import state as state_module
 from slipstream.datastores.durable import store as store_module
 from slipstream.datastores.durable.compaction import Compaction
+from slipstream.datastores.durable.lock import Lock
 from slipstream.datastores.durable.log import DOCUMENT, PREFIX, RECORD, Record, salvage_log
 from slipstream.datastores.durable.manifest import COPY, NAME, read_manifest
 from slipstream.datastores.durable.pages import PAGE, checksum
@@ -324,6 +327,40 @@ def test_a_reader_sees_acknowledged_records_only(folder, store):
         assert children(reader, [1, 2]) == [3, 4]
 
 
+def test_a_reader_holds_up_no_writer_while_it_parses_the_log(folder, store, monkeypatch):
+    store.append([1, 2, 3])
+    store.close()
+    monkeypatch.setattr(lock_module, "READERS", 1)
+    parse, turns = log_module._parsed, [0]
+
+    def parsed(*given):
+        Lock(folder).close()
+        turns[0] += 1
+        return parse(*given)
+
+    monkeypatch.setattr(log_module, "_parsed", parsed)
+    reader = Store.open(folder)
+    reader.refresh()
+    assert turns[0] > 0
+    assert children(reader, [1, 2]) == [3]
+
+
+def test_a_reader_sees_what_was_added_while_it_read_the_log(folder, store, monkeypatch):
+    store.append([1, 2, 3])
+    store.close()
+    ask, left = log_module.no_writer, [1]
+
+    def asked(there):
+        if left:
+            left.pop()
+            with Store.open(folder, write=True) as late:
+                late.append([1, 2, 4])
+        return ask(there)
+
+    monkeypatch.setattr(log_module, "no_writer", asked)
+    assert children(Store.open(folder), [1, 2]) == [3, 4]
+
+
 def test_a_reader_that_a_flush_overtakes_reads_the_next_manifest(folder, store, monkeypatch):
     store.append([1, 2, 3])
     parse, turns = state_module.parse_manifest, [0]
@@ -431,6 +468,12 @@ def test_a_document_longer_than_a_segment_is_refused(folder):
             store.append([1] * 50)
         store.append([1] * 49)
         assert documents(store) == [[1] * 49]
+
+
+def test_segments_that_are_too_long_are_refused(folder):
+    with pytest.raises(StoreError, match="too long: at most 2147483648"):
+        Store.create(folder, 10, segment_tokens=(1 << 31) + 1)
+    assert not folder.exists()
 
 
 def test_another_tokenizer_is_refused(folder):
@@ -1087,6 +1130,34 @@ def test_an_interrupted_repair_can_be_repeated(folder, tmp_path, monkeypatch):
             break
     assert not crashed
     assert step > 5
+
+
+@pytest.mark.parametrize("part", ["segment", "log"])
+def test_an_interrupted_repair_forgets_no_source_that_must_be_read_again(folder, monkeypatch, part):
+    with Store.create(folder, 1000) as store:
+        store.extend([Document(np.arange(500) + i, "file", read=(7, 7, i + 1, 0)) for i in range(20)])
+        if part == "segment":
+            store.extend([Document((), "file", (7, 7))])
+        store.flush()
+        store.extend([Document([1, i], "file", read=(7, 7, 21 + i, 0)) for i in range(2)] if part == "log" else [])
+        log = folder / store.manifest.log
+    (path,) = folder.glob("*.seg")
+    if part == "segment":
+        change(path, section(path, "tokens") + PAGE)
+    else:
+        change(log, PAGE + RECORD.size + PREFIX.size + 3)  # in the first of two records
+
+    def crash(*_):
+        raise Crash
+
+    with monkeypatch.context() as patch:
+        patch.setattr("slipstream.datastores.durable.repair.Store.open", crash)  # the new manifest is there by then
+        with pytest.raises(Crash):
+            repair(folder)
+    for _ in range(2):
+        file = Store.open(folder).sources()["file"]
+        assert (file.size, file.complete) == (-1, True)
+        repair(folder)
 
 
 # ---- numbers

@@ -643,6 +643,23 @@ def test_a_fork_of_a_writer_can_read_and_not_write(folder):
     assert documents(Store.open(folder)) == [[1, 2], [1, 4]]
 
 
+def test_a_fork_does_not_keep_a_store_that_its_parent_closed(folder):
+    store = Store.create(folder, 1000)
+    waits, ends = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(ends)
+        os.read(waits, 1)
+        os._exit(0)
+    try:
+        store.close()
+        Store.open(folder, write=True).close()
+    finally:
+        os.close(ends)
+        os.waitpid(child, 0)
+        os.close(waits)
+
+
 def test_a_deleted_lock_lets_no_second_writer_in(folder):
     with Store.create(folder, 1000):
         (folder / "lock").unlink()

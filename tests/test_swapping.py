@@ -206,6 +206,16 @@ def test_what_is_registered_instead_is_swapped_in(model, tmp_path):
         assert llm.engine.drafter.parts["eagle3"].folder == new
 
 
+def test_a_head_that_was_named_gives_way_to_a_newer_one_alone(model, tmp_path):
+    known, named, new = (folder_of(model, tmp_path / name, seed) for seed, name in enumerate(("known", "named", "new")))
+    registry.add(known, model)
+    with LLM(model, drafter="eagle3", drafter_path=named) as llm:
+        assert llm.reload_heads().swapped == {}
+        registry.remove(known)
+        registry.add(new, model)
+        assert llm.reload_heads().swapped == {"eagle3": str(new)}
+
+
 def test_a_server_reloads_heads(model, tmp_path):
     pytest.importorskip("fastapi")
     from slipstream.server.app import Server

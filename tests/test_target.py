@@ -225,6 +225,14 @@ def test_fork_and_truncate(family, tiny):
     close(rows(old, tree), paths_alone(model, TEXTS[0] + tree.tokens.tolist(), tree))
 
 
+@pytest.mark.parametrize(("family", "cut"), [("llama", True), ("falcon-alibi", True), ("qwen3_next", False)])
+def test_a_target_says_what_it_can_cut_without_reading_it_again(family, cut, tiny):
+    target = open_target(tiny(family))
+    slot, _ = read(target, TEXTS[0])
+    assert target.cuts(slot, len(TEXTS[0]))
+    assert target.cuts(slot, 5) == cut
+
+
 def test_a_forked_prompt_is_read_in_chunks_again_where_nothing_can_be_rolled_back(tiny):
     model = tiny("qwen3_next")
     target = open_target(model, chunk=8)

@@ -11,6 +11,7 @@ import pytest
 from families import graphs
 from patience import PATIENCE
 from slipstream import LLM, Proposal, TokenTree
+from slipstream.drafters._joint import JointDrafter
 from slipstream.drafters.base import Drafter, DraftSession
 from slipstream.engine import Engine
 from slipstream.errors import OptionError
@@ -282,3 +283,66 @@ def test_a_drafter_that_fails_at_the_beginning_leaves_nothing_behind(tiny):
         llm.generate([5, 6, 7], drafters="nobody")
     assert llm.engine._open == []
     assert all(slot is None for slot in llm.target._slots)
+
+
+class Given(FailsAtTheEnd):
+    """Its sessions record how they were given back, some of them by failing."""
+
+    def __init__(self, target, done, fails=()):
+        super().__init__(target, None, None)
+        self.done, self.fails = done, fails
+
+    def begin(self, request):  # noqa: ARG002
+        return GivenSession(self)
+
+    def ended(self, request, tokens):
+        self.done.append("ended")
+        if "ended" in self.fails:
+            super().ended(request, tokens)
+
+
+class GivenSession(Silent):
+    def __init__(self, drafter):
+        self.drafter = drafter
+
+    def close(self):
+        self.drafter.done.append("closed")
+        if "closed" in self.drafter.fails:
+            raise OSError("not closed")
+
+    def pause(self):
+        self.drafter.done.append("paused")
+
+
+@pytest.mark.parametrize("stays", [False, True])
+def test_the_session_is_given_back_though_the_drafter_fails_after_the_answer(stays, tiny):
+    llm, done = LLM(tiny("llama"), drafter="none"), []
+    llm.engine.drafter = Given(llm.target, done, fails=["ended"])
+    *_, last = llm.engine.run([llm.request([5, 6, 7], max_new_tokens=3)], Kept() if stays else None)
+    assert done == ["ended", "paused" if stays else "closed"]
+    assert "No space left" in last.stats.warnings[0]
+
+
+def test_every_part_of_a_joint_drafter_has_its_turn_after_the_answer(tiny):
+    """Whichever of them fails; and the first error is told."""
+    llm, done = LLM(tiny("llama"), drafter="none"), {"first": [], "second": []}
+
+    class Both(JointDrafter):
+        def make_parts(self):
+            return {name: Given(llm.target, what, ["ended", "closed"]) for name, what in done.items()}
+
+        def learn(self, *_):
+            return False
+
+        def begin(self, request):
+            session = super().begin(request)
+            session.label = mock.Mock(side_effect=ValueError("not labelled"))
+            return session
+
+        def propose(self, sessions, roots, budgets):  # noqa: ARG002
+            return [Proposal(TokenTree.root(root)) for root in roots]
+
+    llm.engine.drafter = Both(llm.target, None, None)
+    result = llm.generate([5, 6, 7], max_new_tokens=3)
+    assert done == {"first": ["ended", "closed"], "second": ["ended", "closed"]}
+    assert ["No space left" in result.stats.warnings[0], "not labelled" in result.stats.warnings[1]] == [True, True]

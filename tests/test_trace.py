@@ -82,9 +82,20 @@ def test_lines_reach_the_sink_as_soon_as_they_are_final(babble):
     stream = babble.stream("Count to ten.", max_new_tokens=12, trace=got.append)
     counts = [len(got) for _ in stream]
     assert counts == sorted(counts)
-    assert counts[1] >= 1  # the header at once, steps one behind
+    assert counts[1] >= 1  # the header with the first step, steps one behind
     assert stream.result.trace == got
     assert got[-1]["end"] is True
+
+
+def test_a_trace_has_one_header_though_its_conversation_went_on_before(babble):
+    got = []
+    with babble.chat() as chat:
+        late = chat.stream("And then?", max_new_tokens=4, trace=got.append)
+        chat.send("Hello!", max_new_tokens=4)
+        list(late)
+    assert [line for line in got if "format" in line] == got[:1]
+    assert got == late.result.trace
+    assert got[0]["prompt_tokens"] == late.result.stats.prompt_tokens
 
 
 def test_a_trace_without_a_tokenizer_shows_ids(tmp_path):

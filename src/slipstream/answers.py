@@ -122,9 +122,14 @@ class AsyncStream:
         self._service, self._request = service, request
         self._running: Running | None = None
         self._cancelled = False
+        self._begun = False  # the request is answered once, however often this is iterated over
 
     async def __aiter__(self) -> AsyncIterator[str]:
-        async for _, update in Updates(self._service, self._request):
+        if self._begun:
+            return
+        updates = Updates(self._service, self._request)
+        self._begun = True
+        async for _, update in updates:
             self._running = update.sequence
             if update.error is not None:
                 raise update.error

@@ -51,9 +51,10 @@ class Counts:
         self.nodes += stats.nodes_verified
         self.accepted += stats.accepted
         self.drafts += stats.drafts
-        longest = max(list(stats.accepted_lengths), default=0)
+        lengths = dict(stats.accepted_lengths)  # a copy: the answer may grow in another thread
+        longest = max(lengths, default=0)
         self.by_depth += [0] * (longest - len(self.by_depth))
-        for length, times in list(stats.accepted_lengths.items()):  # a copy: the answer may grow in another thread
+        for length, times in lengths.items():
             for depth in range(length):
                 self.by_depth[depth] += times
         for name, counted in list(stats.by_source.items()):

@@ -35,6 +35,7 @@ from slipstream.stats import Stats
 from slipstream.stopwatch import Stopwatch
 from slipstream.targets.base import Scores, Slot, Target, Want, shared
 from slipstream.tree import TokenTree, fuse
+from slipstream.turns import current
 
 log = logging.getLogger("slipstream")
 
@@ -54,7 +55,7 @@ class Engine:
         if kept := can.shared(drafter):
             self.answers = EarlierAnswers(token_type(target.vocabulary), kept)
             can.attach(drafter, self.answers)
-        self._turns = target.turns
+        self._turns, self._device = target.turns, target.device
         self._open: list[Sequence] = []  # sequences of all runs that are not retired yet
         self._latest: list[Sequence] = []  # sequences of the latest step
         self.closed = False
@@ -116,7 +117,7 @@ class Engine:
     def turn(self) -> Iterator[None]:
         """Hold the model: no other thread uses it within this. Runs that ended early were retired before."""
         outermost = not self._turns.mine
-        with self._turns:
+        with self._turns, current(self._device):
             if outermost:
                 self._retire_all_abandoned()
             yield
@@ -245,10 +246,8 @@ class Engine:
         """Begin the next plain forward, if its inputs are known, and verify the pending results while it runs. whole:
         started with the step."""
         pending = self._take_pending(running)
-        if len(pending) == len(running):
-            rests = can.idle(self.drafter)
-        else:
-            rests = can.rests_with(self.drafter, [sequence.session for sequence in running])
+        new = len(pending) < len(running)
+        rests = can.rests_with(self.drafter, [sequence.session for sequence in running], new)
         known = rests and self._chosen_on_device(running)
         if known and all([sequence.slot.length < self.target.context for sequence in running]):
             try:
@@ -510,6 +509,8 @@ class Engine:
         if original is None or original.slot is None:
             return None
         known = self._resume(session, original.session, original.slot, request, known)
+        if not known:
+            return None
         slot = self.target.fork(original.slot)
         try:
             self.target.truncate(slot, known)
@@ -538,8 +539,11 @@ class Engine:
         """Start a session from another, whose slot is `source`. Returns how many tokens of the prompt need not be read.
         known: see `read`."""
         known = max(0, (known or source.shared(request.tokens[:-1])) - (can.rereads(self.drafter) or 0))
-        if other is not None and known:  # before pages are shared, since the other session may write keys there
+        if other is not None and known:
             known = can.settled(other, known)
+        if not self.target.cuts(source, known):
+            return 0
+        if other is not None and known:  # before pages are shared, since the other session may write keys there
             can.resume(session, other, request.tokens[:known])
         return known
 
@@ -601,21 +605,29 @@ class Engine:
             running.remove(sequence)
             self._open.remove(sequence)
             try:
-                if self.answers is not None:
-                    self.answers.publish(sequence.request.collection, sequence.tokens)
-                can.ended(self.drafter, sequence.request, sequence.tokens)
-                if kept is None:
-                    sequence.session.close()
-                else:
-                    can.pause(sequence.session)
-            except Exception as error:
-                sequence.stats.warnings.append(f"{self.name or type(self.drafter).__name__}: {error}")
-                log.warning("the answer is complete, but the drafter failed after it: %s", error, exc_info=error)
+                with self._only_warns(sequence):
+                    if self.answers is not None:
+                        self.answers.publish(sequence.request.collection, sequence.tokens)
+                    can.ended(self.drafter, sequence.request, sequence.tokens)
+                with self._only_warns(sequence):
+                    if kept is None:
+                        sequence.session.close()
+                    else:
+                        can.pause(sequence.session)
             finally:
                 if kept is None:
                     self.target.close(sequence.slot)
                 else:
                     kept.slot, kept.session = sequence.slot, sequence.session
+
+    @contextmanager
+    def _only_warns(self, sequence: Sequence) -> Iterator[None]:
+        """An error of the drafter after a complete answer becomes a warning."""
+        try:
+            yield
+        except Exception as error:
+            sequence.stats.warnings.append(f"{self.name or type(self.drafter).__name__}: {error}")
+            log.warning("the answer is complete, but the drafter failed after it: %s", error, exc_info=error)
 
 
 def close_session(session: DraftSession) -> None:

@@ -131,6 +131,9 @@ class Speculate:
         reconfigured."""
         state = (model, model.device, model.dtype, model.config.get_text_config()._attn_implementation)
         if self._engine is None or self._made[0] is not model or self._made[1:] != state[1:]:
+            if self._engine is not None:  # its cache takes nearly all memory
+                before, self._engine = self._engine, None
+                before.close()
             target = open_target(model)
             self._engine, self._made = Engine(target, make(self.drafter, target, **self.options), self.drafter), state
         return self._engine

@@ -83,6 +83,7 @@ class Job:
     mailbox: Wakes | None = None  # to be woken after `deliver`
     arrived: float = field(default_factory=monotonic)
     reading: Reading | None = None  # while its text is read
+    found: int = 0  # tokens of its prompt whose keys were in the cache when its reading began
     sequence: Sequence | None = None  # once its prompt is read
     number: int = 0  # in the order of arrival
     over: bool = False

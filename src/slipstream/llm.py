@@ -37,6 +37,7 @@ from slipstream.service import Service
 from slipstream.targets import load_model, open_target
 from slipstream.text import Detokenizer, Prompt, encode, end_tokens, predictions, split_batch, tokenised
 from slipstream.trace.record import Recorder
+from slipstream.turns import current
 
 PROCESSORS = "transformers' LogitsProcessor objects"
 CONTINUED = 4  # tokens of a continued text that the answer's are decoded behind: a character has no more
@@ -131,11 +132,14 @@ class LLM:
         self.target = open_target(model, graphs=graphs, compile=compile, memory=memory)
         name = drafter if isinstance(drafter, str) else type(drafter).__name__
         try:
-            made = drafters.make(drafter, self.target, tokenizer, **options)
+            with self.target.turns, current(self.target.device):  # it may measure and capture steps
+                made = drafters.make(drafter, self.target, tokenizer, **options)
             self.engine = Engine(self.target, made, name, max_batch)
         except BaseException:  # the error's traceback may be kept for long, and the target with it
             self.target.release()
             raise
+        # So that `reload_heads` knows which ones are new.
+        self._heads_before = swapping.on_record() if swapping.heads_of(made) else set[Path]()
         self._service: Service | None = None
         self._serving = threading.Lock()  # held while the service is made
         self._first = threading.Lock()  # held by the first of the threads that call `generate` at the same time
@@ -226,7 +230,7 @@ class LLM:
     async def agenerate(self, prompt: Prompt | Sequence[Prompt], *, n: int = 1, **options: Unpack[Options]) -> Any:
         """As `generate`, from an event loop. Answers requested at the same time run as a batch; cancelling a task ends
         its own."""
-        requests = self.requests(prompt, n=n, **options)
+        requests = self._requests(prompt, n, {**options}, shared=True)
         tasks = [asyncio.ensure_future(answered(self.service, request)) for request in requests]
         try:
             return arranged(await asyncio.gather(*tasks), prompt, n)
@@ -236,7 +240,12 @@ class LLM:
 
     def requests(self, prompt: Prompt | Sequence[Prompt], *, n: int = 1, **options: Unpack[Options]) -> list[Request]:
         """The checked requests of a call of `generate`, in the order of its answers."""
-        wishes: dict[str, Any] = {**options}
+        return self._requests(prompt, n, {**options})
+
+    def _requests(
+        self, prompt: Prompt | Sequence[Prompt], n: int, wishes: dict[str, Any], shared: bool = False
+    ) -> list[Request]:
+        """shared: answers of other calls may use the same processor objects."""
         prompts, many = split_batch(prompt)
         n = integer("n", n, 1)
         sample = integer("sample", wishes.pop("sample", 0), 0)
@@ -244,9 +253,9 @@ class LLM:
         prediction = wishes.pop("prediction", None)
         expected = predictions(prediction, len(prompts)) if many else [prediction]
         wishes = self._with_grammar(wishes)
-        alone = len(prompts) * n == 1
+        shared = shared or len(prompts) * n > 1
         requests = [
-            self.request(p, sample=sample + i, seed=seed, prediction=prediction, shared=not alone, **wishes)
+            self.request(p, sample=sample + i, seed=seed, prediction=prediction, shared=shared, **wishes)
             for p, seed, prediction in zip(prompts, each_seed, expected, strict=True)
             for i in range(n)
         ]
@@ -261,7 +270,7 @@ class LLM:
 
     def astream(self, prompt: Prompt, **options: Unpack[Options]) -> AsyncStream:
         """As `stream`, in an event loop: `async for piece in llm.astream(…)`."""
-        return AsyncStream(self.service, self._one_request(prompt, {**options}))
+        return AsyncStream(self.service, self._one_request(prompt, {**options}, shared=True))
 
     @property
     def service(self) -> Service:
@@ -276,7 +285,8 @@ class LLM:
         """Replace a head by another of the same kind and shape from the next step on. Running answers continue; their
         texts don't change. name: which head to replace, if several of this kind draft. Returns the replaced name."""
         self.engine.check_open()
-        new = source.bind(self.model) if isinstance(source, Head) else load_head(source, self.model)
+        with self.target.turns, current(self.target.device):  # no memory is taken while another thread captures
+            new = source.bind(self.model) if isinstance(source, Head) else load_head(source, self.model)
         folder = None if isinstance(source, Head) else find_folder(source)
         drafter = self.engine.drafter
         running = swapping.heads_of(drafter)
@@ -293,8 +303,10 @@ class LLM:
         they replace those that a new start would not use any more. A head that does not fit is reported, with the
         reason."""
         self.engine.check_open()
-        found = Reloaded()
-        for name, folder in swapping.replaced(self.model, swapping.heads_of(self.engine.drafter)).items():
+        found, running = Reloaded(), swapping.heads_of(self.engine.drafter)
+        successors = swapping.replaced(self.model, running, self._heads_before)
+        self._heads_before = swapping.on_record()
+        for name, folder in successors.items():
             try:
                 self.swap_head(folder, name)
                 found.swapped[name] = str(folder)
@@ -302,12 +314,12 @@ class LLM:
                 found.refused[name] = str(error)
         return found
 
-    def _one_request(self, prompt: Prompt, wishes: dict[str, Any]) -> Request:
+    def _one_request(self, prompt: Prompt, wishes: dict[str, Any], shared: bool = False) -> Request:
         prompts, many = split_batch(prompt)
         if many:
             raise PromptError(f"stream takes one prompt, found {len(prompts)}: call it once for each, or use generate")
         (seed,) = seeds(wishes.pop("seed", None), 1)
-        return self.request(prompts[0], seed=seed, **self._with_grammar(wishes))
+        return self.request(prompts[0], seed=seed, shared=shared, **self._with_grammar(wishes))
 
     def chat(self, system: str | None = None) -> Chat:
         """A conversation that keeps its cache: each turn reads only what is new."""

@@ -217,22 +217,29 @@ class Service:
             self._drop(job, "failed", error)
             return True
         self.reading.append(job)
-        self.counts.found_tokens += job.reading.slot.length
+        job.found = job.reading.slot.length
         return True
 
     def _begin_reading(self, job: Job, found: Kept | Sequence | None, known: int) -> Reading:
         """found: the text that shares the longest prefix, `known` tokens."""
         if job.sequence is not None:  # it was preempted
             return self.engine.reread(job.sequence)
-        # Without pages a copy is as large as what it is a copy of. So whoever goes on with a text takes its slot.
-        whole = found is not None and found.slot is not None and known == found.slot.length
-        if isinstance(found, Kept) and not self.engine.target.paged and (whole or not self._copies):
+        if isinstance(found, Kept) and self._takes_over(found, known):
             try:
                 return self.engine.read(job.request, kept=found, known=known)
             finally:
                 if found.slot is None:  # it was taken over; else the request was refused before
                     self.kept.take(found)
         return self.engine.read(job.request, self._sequences, copy_from=found, known=known)
+
+    def _takes_over(self, found: Kept, known: int) -> bool:
+        """Whether a request that shares `known` tokens with a kept text takes its slot. Without pages a copy is as
+        large as what it is a copy of, so whoever goes on with the whole text takes it. Where a text can't be copied,
+        whoever shares a part of it takes it too, if it can be cut."""
+        target = self.engine.target
+        if target.paged or found.slot is None:
+            return False
+        return known == found.slot.length or (not self._copies and target.cuts(found.slot, known))
 
     def _step_and_read(self) -> bool:
         """Take a step and read prompts in one forward. Returns whether that was done. If it fails, both are done one
@@ -278,6 +285,7 @@ class Service:
                 job.reading = None
                 if job.sequence is None:
                     self.counts.first_token.see(monotonic() - job.arrived)
+                    self.counts.found_tokens += job.found
                     self._begun.append(job)
                 job.sequence = reading.sequence
                 self.running.append(job)

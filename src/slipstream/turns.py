@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
+
 _of: WeakKeyDictionary[Any, Turns] = WeakKeyDictionary()
 _making = threading.Lock()
+
+
+def current(device: torch.device) -> AbstractContextManager[Any]:
+    """Within it, a GPU is the one that kernels are launched on."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 class Turns:

@@ -262,10 +262,14 @@ class Pilot:
         all nodes. If none do, it is not asked until a later trial."""
         if source.returns is None:
             return True
-        tokens = 1 + source.returns[: 1 + min([draft.limit for draft in drafts]) // 2]
+        room = min([draft.limit for draft in drafts if draft.limit], default=0) // 2
+        tokens = 1 + source.returns[: 1 + room]
+        if tokens.max() == 1:  # too little room for any, which says nothing of what it gains
+            return False
+        drafting = 0.0 if math.isinf(source.drafting.seconds) else source.drafting.seconds  # not drafted yet
         each, first = len(drafts) if self.costs.flat else 1, round(self.mean_nodes)
         seconds = self.costs.upto(1 + each * (first + len(tokens) - 1), len(drafts))[each * first :: each].copy()
-        source.beside, rate = best_nodes(tokens, seconds, source.drafting.seconds, 0.0)
+        source.beside, rate = best_nodes(tokens, seconds, drafting, 0.0)
         # Without a return it is no investment, even if steps of a few rows were measured as faster than one of one row.
         if source.returns[source.beside] > 0 and rate * seconds[0] > 1:
             return True

@@ -157,6 +157,7 @@ def print_logprobs(llm: LLM, result: Result) -> None:
 
 
 def trace(
+    ctx: typer.Context,
     prompt: Annotated[str | None, typer.Argument(help="The prompt; - reads it from standard input.")] = None,
     html: Annotated[Path | None, typer.Option(help="Where to write the page. Default: trace.html.")] = None,
     jsonl: Annotated[Path | None, typer.Option(help="Where to write the trace itself, as JSON lines.")] = None,
@@ -193,6 +194,8 @@ def trace(
         raise OptionError("give a prompt to answer, or --from a trace to show: one of them")
     if source and (len(source) > 2 or against is not None):
         raise OptionError("a page shows one trace or two: give --from twice at most, and --against with a prompt")
+    if source:
+        o.refuse_others(ctx, {"source", "html"}, "on a trace that is there: leave it out, or leave out --from")
     if html is None and jsonl is None:
         html = Path("trace.html")
     jsonl_against = jsonl.with_suffix(f".{against}{jsonl.suffix}") if jsonl and against else None

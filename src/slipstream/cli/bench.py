@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from slipstream import drafters as registry
+from slipstream.checks import separated
 from slipstream.cli import options as o
 from slipstream.cli.terminal import busy, check_place, ensure_embedded, err, out, progress_bars
 from slipstream.errors import OptionError, SlipstreamError
@@ -25,9 +26,20 @@ if TYPE_CHECKING:
     from slipstream.evaluate.workloads import Prompt
 
 
-# The options that --serve takes, and those of them that need --serve.
-SERVE_OPTIONS = {"serve", "rates", "seconds", "prompts", "limit", "categories", "model", "max_new_tokens", "seed"}
-SERVE_OPTIONS |= {"out_json", "html"}
+# What is done instead of measuring, what has an effect there, and how that is called.
+INSTEAD: dict[str, tuple[set[str], str]] = {
+    "serve": (
+        {"rates", "seconds", "prompts", "limit", "categories", "model", "max_new_tokens", "seed", "out_json", "html"},
+        "on a server",
+    ),
+    "compare": (set(), "on documents that are there"),
+    "replay": ({"contestants", "sweep", "repeats", "out_json", "html"}, "on a recording that is there"),
+    "record": (
+        {"prompts", "limit", "categories", "contestants", "model", "dtype", "device", "max_new_tokens"}
+        | {"temperature", "top_p", "seed"},
+        "on a recording",
+    ),
+}
 SERVE_ONLY = {"rates", "seconds"}
 
 
@@ -78,7 +90,7 @@ def bench(
     seconds: Annotated[float, typer.Option(help="With --serve: for how long to send requests at each rate.")] = 30.0,
 ) -> None:
     """Measure drafters and transformers' own methods on the same prompts, interleaved, in one process."""
-    check_options(ctx, serve is not None)
+    check_options(ctx)
     if compare is not None:
         from slipstream.evaluate.compare import compare_files
 
@@ -101,22 +113,23 @@ def bench(
     o.at_least(1, repeats=repeats, batch=batch, limit=limit)
     with busy("loading the model"):
         o.check_decoding(max_new_tokens, temperature=temperature, top_p=top_p)
-    names, drafter_options = sweep_contestants(contestants.split(","), sweep or [])
+    names = chosen_contestants(contestants, "contestants" in o.given_flags(ctx), replay is not None, batch)
+    if "hf-assisted" in names and draft_model is None and record is None and replay is None:
+        raise OptionError("hf-assisted needs a draft model: name one with --draft-model")
+    names, drafter_options = sweep_contestants(names, sweep or [])
     if replay is not None:
         from slipstream.evaluate.replay import Recording
         from slipstream.evaluate.run import replay as replayed
 
-        ours = [name for name in names if not name.startswith("hf")]
         with progress_bars() as progress:
-            rows, document = replayed(Recording.load(replay), ours, drafter_options, progress, repeats)
+            rows, document = replayed(Recording.load(replay), names, drafter_options, progress, repeats)
         report_results(rows, document, html, out_json)
+        if document["missing"]:
+            raise typer.Exit(130)
         return
     chosen = choose(prompts, categories, limit)
     with busy("loading the model"):
         check_place(dtype, device)
-    if model is None:
-        ensure_embedded()
-    with busy("loading the model"):
         from slipstream.evaluate.contestants import Decoding
         from slipstream.evaluate.run import BenchPlan, benchmark, load_draft, make_recording
         from slipstream.targets import load_model
@@ -124,6 +137,9 @@ def bench(
         plan = BenchPlan(
             chosen, names, drafter_options, Decoding(max_new_tokens, temperature, top_p, seed), repeats, batch
         )
+    if model is None:
+        ensure_embedded()
+    with busy("loading the model"):
         loaded, tokenizer = load_model(model, dtype=dtype, device=device)
         draft = load_draft(draft_model, dtype, device)
     if record is not None:
@@ -149,13 +165,22 @@ def choose(prompts: Path | None, categories: str | None, limit: int | None) -> l
     )
 
 
-def check_options(ctx: typer.Context, serving: bool) -> None:
-    """Refuse options that have no effect: some need --serve, others don't go with it."""
+def check_options(ctx: typer.Context) -> None:
+    """Refuse options that have no effect: some need --serve, others don't go with what is done instead of measuring."""
     given = o.given_flags(ctx)
-    if serving and (useless := [option for name, option in given.items() if name not in SERVE_OPTIONS]):
-        raise OptionError(f"{', '.join(useless)} has no effect on a server: leave it out, or leave out --serve")
-    if not serving and (useless := [option for name, option in given.items() if name in SERVE_ONLY]):
+    for way, (takes, where) in INSTEAD.items():
+        if way in given:
+            o.refuse_others(ctx, {way, *takes}, f"{where}: leave it out, or leave out --{way}")
+    if "serve" not in given and (useless := [flag for name, flag in given.items() if name in SERVE_ONLY]):
         raise OptionError(f"{', '.join(useless)} is for a load on a server: give --serve URL too")
+
+
+def chosen_contestants(listed: str, given: bool, replayed: bool, batch: int) -> list[str]:
+    """The contestants in the list. If it is the default (not given), those that can't take part are left out."""
+    from slipstream.evaluate.contestants import ALONE, PEERS
+
+    left_out = (*(PEERS if replayed else ()), *(ALONE if batch > 1 else ()))
+    return [name for name in separated(listed) if given or name not in left_out]
 
 
 def sweep_contestants(names: list[str], sweeps: list[str]) -> tuple[list[str], dict[str, dict[str, Any]]]:

@@ -13,7 +13,7 @@ import typer
 
 from slipstream.cli import options as o
 from slipstream.cli.store import Collection, Folder, cluster, load_encoder
-from slipstream.cli.terminal import busy, check_place, counting_bars, err, out, per_second
+from slipstream.cli.terminal import busy, check_place, counting_bars, err, out, per_second, printable
 from slipstream.errors import OptionError
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ def _add(folder: Path, answers: list[Path], collection: str, model: str | None) 
         for path in answers:
             counts = add_answers(store, path, collection)
             summary = f"{counts.documents:,} answers, {counts.tokens:,} tokens" if counts.documents else "there already"
-            out.print(f"{path}: {summary}", markup=False)
+            out.print(printable(f"{path}: {summary}"), markup=False)
 
 
 def _upload(store: Store, collection: str, database: str) -> None:

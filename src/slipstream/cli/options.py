@@ -150,6 +150,12 @@ def given_flags(ctx: typer.Context) -> dict[str, str]:
     }
 
 
+def refuse_others(ctx: typer.Context, taken: set[str], where: str) -> None:
+    """Refuse options that were given and have no effect where only some are taken."""
+    if useless := [flag for name, flag in given_flags(ctx).items() if name not in taken]:
+        raise OptionError(f"{', '.join(useless)} has no effect {where}")
+
+
 def at_least(least: int, **numbers: int | None) -> None:
     """Refuse a number below `least`, naming its option. None means that the option was not given."""
     for name, value in numbers.items():

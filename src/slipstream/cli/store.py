@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -12,7 +13,7 @@ import typer
 from rich.markup import escape
 
 from slipstream.cli import options as o
-from slipstream.cli.terminal import busy, counting_bars, ensure_embedded, err, out, per_second
+from slipstream.cli.terminal import busy, counting_bars, ensure_embedded, err, out, per_second, printable
 from slipstream.errors import DamagedError, OptionError, StoreError
 
 if TYPE_CHECKING:
@@ -112,20 +113,20 @@ def info(
                 c: {s.name: s.documents for s in store.sources(c).values()} for c in store.collections
             }
     if as_json:
-        print(json.dumps(summary, ensure_ascii=False))
+        print(printable(json.dumps(summary, ensure_ascii=False)))
         return
     print_nested(summary)
 
 
 def print_nested(values: dict[str, Any], indent: str = "") -> None:
     for name, value in values.items():
-        label = f"{indent}{escape(name or '(no name)')}:"
+        label = f"{indent}{escape(printable(name) or '(no name)')}:"
         if isinstance(value, dict):
             out.print(label)
             print_nested(value, indent + "  ")
         else:
             number = isinstance(value, int) and not isinstance(value, bool)
-            out.print(f"{label} {value:,}" if number else f"{label} {escape(str(value))}")
+            out.print(f"{label} {value:,}" if number else f"{label} {escape(printable(str(value)))}")
 
 
 @app.command()
@@ -169,12 +170,16 @@ def search(
 
 
 @app.command()
-def remove(folder: Folder, source: str, collection: Collection = "default") -> None:
+def remove(
+    folder: Folder,
+    source: Annotated[str, typer.Argument(help="The path of a file, or a name that `store info --sources` shows.")],
+    collection: Collection = "default",
+) -> None:
     """Remove every document of a source. `store info --sources` lists the sources."""
     from slipstream.datastores.durable.store import Store
 
     with Store.open(folder, write=True) as store:
-        count = store.remove(source, collection)
+        count = store.remove(source, collection) or store.remove(os.path.abspath(source), collection)
     if not count:
         raise OptionError(f"{folder} has no source {source!r} in {collection!r}: see `slipstream store info --sources`")
     out.print(f"removed {count} documents; `slipstream store compact` gives their space back")
@@ -243,7 +248,7 @@ def repair(folder: Folder) -> None:
 
     report = repair_store(folder)
     for sentence in report.sentences:
-        out.print(escape(sentence))
+        out.print(escape(printable(sentence)))
 
 
 def load_encoder(model: str | None) -> tuple[Any, int, str]:

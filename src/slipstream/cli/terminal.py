@@ -106,6 +106,11 @@ def ensure_embedded() -> None:
         embedded.ensure(progress)
 
 
+def printable(text: str) -> str:
+    """The text with escapes for the bytes of file names that are not UTF-8, which are valid in JSON too."""
+    return text.encode(errors="backslashreplace").decode()
+
+
 def print_stream(stream: Any) -> None:
     """Print pieces of text as they are generated. Ctrl-C stops the generation after the current step, a second Ctrl-C
     at once. What was printed stays."""

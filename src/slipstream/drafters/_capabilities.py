@@ -257,8 +257,9 @@ def idle(drafter: Drafter) -> bool:
     return getattr(drafter, "idle", False)
 
 
-def rests_with(drafter: Any, sessions: Sequence[DraftSession]) -> bool:
-    return idle(drafter) and hasattr(drafter, "rests_with") and drafter.rests_with(sessions)
+def rests_with(drafter: Any, sessions: Sequence[DraftSession], new: bool) -> bool:
+    """new: whether some of the sessions have just begun."""
+    return idle(drafter) and (drafter.rests_with(sessions) if hasattr(drafter, "rests_with") else not new)
 
 
 def rest(drafter: Any) -> None:

@@ -4,8 +4,9 @@ by the text that follows."""
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from slipstream import drafters as registry
@@ -63,8 +64,19 @@ class JointDrafter(Drafter):
         return JointSession(self, begin_parts(self.parts, request))
 
     def ended(self, request: Request, tokens: Sequence[int]) -> None:
-        for part in self.parts.values():
-            can.ended(part, request, tokens)
+        in_turn(partial(can.ended, part, request, tokens) for part in self.parts.values())
+
+
+def in_turn(calls: Iterable[Callable[[], None]]) -> None:
+    """Make all of these calls, though some fail. Then the first error is raised."""
+    errors = []
+    for call in calls:
+        try:
+            call()
+        except Exception as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
 
 
 def begin_parts(parts: Mapping[str, Drafter], request: Request) -> dict[str, DraftSession]:
@@ -151,7 +163,5 @@ class JointSession(BatchedSession):
         self._open = still
 
     def close(self) -> None:
-        self.label()
+        in_turn([self.label, *(part.close for part in self.parts.values())])
         self._open = []
-        for part in self.parts.values():
-            part.close()

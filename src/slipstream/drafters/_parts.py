@@ -12,6 +12,7 @@ from typing import Any
 from slipstream import drafters as registry
 from slipstream.checks import separated
 from slipstream.datastores.dense import vector_manifest as dense
+from slipstream.drafters import _capabilities as can
 from slipstream.drafters._head import HeadDrafter
 from slipstream.drafters._joint import JointDrafter
 from slipstream.drafters.base import Drafter
@@ -42,16 +43,28 @@ class AutoOptions:
 
 
 def make_parts(auto: JointDrafter) -> dict[str, Drafter]:
-    """The parts, by name. Searching a store takes longer than searching the text so far, so `rest` does the one and
-    `suffix` the other; only without `rest` does `suffix` search both."""
+    """The parts, by name. If one can't be made, the others let go of their stores and memory."""
+    parts: dict[str, Drafter] = {}
+    try:
+        for name, part in _made(auto):
+            parts[name] = part
+    except BaseException:
+        for part in parts.values():
+            can.release(part)
+        raise
+    return parts
+
+
+def _made(auto: JointDrafter) -> Iterator[tuple[str, Drafter]]:
+    """Searching a store takes longer than searching the text so far, so `rest` does the one and `suffix` the other;
+    only without `rest` does `suffix` search both."""
     o = auto.options
     windows = auto.target.trees and getattr(auto.target, "model", None) is not None  # a recording can't score windows
     names = o.names() or ["suffix", *(["lookahead"] if windows else []), *(["rest"] if o.store else [])]
     given: dict[str, Any] = {"store": o.store, "shared": o.shared, "learn": o.learn}
-    parts = {}
     for name in names:
         alone = {"shared": o.shared} if name == "suffix" and "rest" in names else given
-        parts[name] = auto.make_part(name, alone)
+        yield name, auto.make_part(name, alone)
     for name, options in models(auto):
         try:
             part = registry.make(name.partition("-")[0], auto.target, auto.tokenizer, **options)
@@ -62,15 +75,15 @@ def make_parts(auto: JointDrafter) -> dict[str, Drafter]:
             continue
         if isinstance(part, HeadDrafter):
             part.source = name
-        parts[name] = part
+        yield name, part
     if not o.names() and has_vectors(o.store):
         try:
-            parts["dresd"] = auto.make_part("dresd", given)
+            yield "dresd", auto.make_part("dresd", given)
         except DamagedError:
             raise
         except (DrafterError, StoreError) as error:  # not asked for by name
             log.debug("auto does without dresd: %s", error)
-    return parts | {"prediction": registry.make("prediction", auto.target, auto.tokenizer)}
+    yield "prediction", registry.make("prediction", auto.target, auto.tokenizer)
 
 
 def models(auto: JointDrafter) -> Iterator[tuple[str, dict[str, Any]]]:

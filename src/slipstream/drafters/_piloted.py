@@ -12,7 +12,7 @@ from slipstream.budget.calibration import NEWEST
 from slipstream.budget.costs import Costs, full
 from slipstream.budget.pilot import Choice, Draft, Pilot, Source, Text
 from slipstream.drafters import _capabilities as can
-from slipstream.drafters._joint import JointDrafter, JointSession, begin_parts
+from slipstream.drafters._joint import JointDrafter, JointSession, begin_parts, in_turn
 from slipstream.drafters.base import DraftSession, Proposal, Seen
 from slipstream.stopwatch import Stopwatch
 from slipstream.tree import TokenTree, fuse
@@ -265,6 +265,7 @@ class PilotedSession(JointSession):
             known = len(self._prompt) + len(self._emitted)
             if missed := self._slot.tokens[known:position]:
                 self._emitted += missed
+                self._last = None  # its states are of an earlier step
                 self.text.rested(len(missed))
 
     def _begin(self, name: str) -> None:
@@ -342,9 +343,8 @@ class PilotedSession(JointSession):
         self.latest, self.asked = self.asked, set()
 
     def close(self) -> None:
-        if self._open:  # the last drafts are labelled
-            self.catch_up()
-        super().close()
+        last = [self.catch_up] if self._open else []  # the last drafts are labelled
+        in_turn([*last, super().close])
 
     def pause(self) -> None:
         super().pause()

@@ -64,6 +64,12 @@ def open_store(given: Any, target: Target, tokenizer: Any, write: bool) -> Store
     return store
 
 
+def close_store(store: Store | None, given: Any) -> None:
+    """If it was opened by `open_store`. Its writer's lock would outlive the drafter."""
+    if store is not None and not isinstance(given, Store):
+        store.close()
+
+
 def check_vocabulary(store: Store, target: Target) -> None:
     """Refuse a store with token ids that the model does not have, or with too few bits for the model's ids."""
     ids = store.manifest.vocabulary

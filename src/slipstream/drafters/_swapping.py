@@ -6,7 +6,7 @@ Running answers keep the keys that the old head computed, and draft from both he
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from slipstream.drafters._joint import JointDrafter
 from slipstream.drafters.base import Drafter
 from slipstream.errors import DrafterError
 from slipstream.heads import Head
-from slipstream.heads.registry import heads_for
+from slipstream.heads.registry import entries, heads_for, shipped
 
 
 @dataclass(frozen=True)
@@ -63,9 +63,16 @@ def check_alike(old: Head, new: Head) -> None:
         )
 
 
-def replaced(model: Any, running: Mapping[str, HeadDrafter]) -> dict[str, Path]:
+def on_record() -> set[Path]:
+    """The folders of all heads that are registered, for any model, or come with slipstream."""
+    return {Path(entry.folder).resolve() for entry in entries()} | {folder.resolve() for _, folder in shipped()}
+
+
+def replaced(model: Any, running: Mapping[str, HeadDrafter], before: Collection[Path]) -> dict[str, Path]:
     """Names of heads to be replaced, and the folders of their successors. A new start would use the first registered
-    heads of each kind, as many as run now: these replace running heads that are not among them."""
+    heads of each kind, as many as run now: these replace running heads that are not among them. before: the heads
+    `on_record` when these were loaded. A head that was none of them was named by the user, so it is replaced only by
+    one that was registered since."""
     wanted: dict[str, list[Path]] = {}
     for kind, folder in heads_for(model):
         wanted.setdefault(kind, []).append(folder)
@@ -75,5 +82,10 @@ def replaced(model: Any, running: Mapping[str, HeadDrafter]) -> dict[str, Path]:
         first = wanted.get(kind, [])[: len(mine)]
         leaving = [name for name, folder in mine.items() if folder.resolve() not in [each.resolve() for each in first]]
         stay = [folder.resolve() for folder in mine.values()]
-        found |= dict(zip(leaving, [each for each in first if each.resolve() not in stay], strict=False))
+        coming = [each for each in first if each.resolve() not in stay]
+        for name in leaving:
+            named = mine[name].resolve() not in before
+            if successor := next((each for each in coming if not named or each.resolve() not in before), None):
+                coming.remove(successor)
+                found[name] = successor
     return found

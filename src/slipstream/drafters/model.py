@@ -50,12 +50,16 @@ class DraftModel(Drafter):
         model, draft_tokenizer = options.draft_model, options.draft_tokenizer
         if isinstance(model, str | Path):
             model, draft_tokenizer = load_model(model, dtype=options.draft_dtype, device=target.device)
-        self.draft = open_target(model)
-        if not self.draft.trees:
-            raise DrafterError(
-                f"{type(model).__name__} can't draft: it keeps states that can't be extended level by level"
-            )
-        check_vocabularies(target, tokenizer, self.draft, draft_tokenizer)
+        self.draft = open_target(model, memory=target.share)
+        try:
+            if not self.draft.trees:
+                raise DrafterError(
+                    f"{type(model).__name__} can't draft: it keeps states that can't be extended level by level"
+                )
+            check_vocabularies(target, tokenizer, self.draft, draft_tokenizer)
+        except DrafterError:
+            self.release()
+            raise
 
     def begin(self, request: Request) -> DraftSession:
         return DraftModelSession(self, request)
@@ -73,7 +77,11 @@ class DraftModel(Drafter):
         except CacheFullError:  # the target may still have room
             for session in mine:
                 session.slot.tree = None
-            return [Proposal(TokenTree.root(root)) for root in roots]
+            if len(mine) == 1:
+                return [Proposal(TokenTree.root(roots[0]))]
+            return [
+                self.propose([one], [root], [budget])[0] for one, root, budget in zip(mine, roots, budgets, strict=True)
+            ]
 
     def release(self) -> None:
         self.draft.release()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from slipstream.datastores.durable.store import LEARNED
 from slipstream.datastores.sparse.search import SearchShape
-from slipstream.drafters._retrieval import RetrievalSession, open_store
+from slipstream.drafters._retrieval import RetrievalSession, close_store, open_store
 from slipstream.drafters.base import Drafter, DraftSession
 from slipstream.errors import OptionError
 
@@ -53,6 +53,9 @@ class Rest(Drafter):
         self.store = open_store(options.store, target, tokenizer, options.learn)
         self.shape = options.shape()
         self.source = "rest"  # its name in trees and statistics
+
+    def release(self) -> None:
+        close_store(self.store, self.options.store)
 
     def begin(self, request: Request) -> DraftSession:
         self.store.refresh()

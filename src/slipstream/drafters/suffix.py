@@ -11,7 +11,7 @@ from slipstream.datastores.durable.store import LEARNED
 from slipstream.datastores.live import COLLECTIONS, EarlierAnswers, LiveText
 from slipstream.datastores.sparse.runs import Runs, token_type
 from slipstream.datastores.sparse.search import SearchShape
-from slipstream.drafters._retrieval import RetrievalSession, open_store
+from slipstream.drafters._retrieval import RetrievalSession, close_store, open_store
 from slipstream.drafters.base import Drafter, DraftSession
 from slipstream.errors import OptionError
 
@@ -57,6 +57,9 @@ class Suffix(Drafter):
 
     def attach(self, answers: EarlierAnswers) -> None:
         self._answers = answers
+
+    def release(self) -> None:
+        close_store(self.store, self.options.store)
 
     def begin(self, request: Request) -> DraftSession:
         if self.store is not None:

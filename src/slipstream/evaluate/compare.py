@@ -25,8 +25,9 @@ def compare_files(before: Path, after: Path) -> Iterator[str]:
         a, b = ((document["provenance"].get("options") or {}).get(key) for document in (one, other))
         if a != b:
             yield f"not the same {key}: {a} and {b}"
-    if one["decoding"] != other["decoding"]:
-        yield f"not the same decoding: {one['decoding']} and {other['decoding']}"
+    for key in ("decoding", "items", "repeats"):
+        if one.get(key) != other.get(key):
+            yield f"not the same {key}: {one.get(key)} and {other.get(key)}"
     for document, path in ((one, before), (other, after)):
         if document["missing"]:
             yield f"{path} is not complete: {document['missing']}"
@@ -38,14 +39,17 @@ def compare_files(before: Path, after: Path) -> Iterator[str]:
 
 def verdict(old: dict[str, Any], new: dict[str, Any]) -> str:
     """Compare two rows by their speed-ups over plain decoding in the same run, if both have it, so that a busier
-    machine makes no difference. Otherwise by the spreads of the repeats."""
+    machine makes no difference. Otherwise by the spreads of the repeats. Without measured noise, nothing is said."""
     a, b = old["speedup"].get("none"), new["speedup"].get("none")
     if new["contestant"] != "none" and a and b and None not in (a["value"], b["value"]):
         change = f"{a['value']:.2f} → {b['value']:.2f} × plain"
-        faster, slower = b["low"] > a["high"], b["high"] < a["low"]
+        before, after = (a["low"], a["high"]), (b["low"], b["high"])
     else:
         change = f"{old['tokens_per_second']:.1f} → {new['tokens_per_second']:.1f} tokens/s"
-        faster, slower = new["spread"][0] > old["spread"][1], new["spread"][1] < old["spread"][0]
+        before, after = old["spread"], new["spread"]
+    if before[0] == before[1] or after[0] == after[1]:  # of one repeat, or of one item, the noise is not known
+        return f"{change}: too little was measured to tell"
+    faster, slower = after[0] > before[1], after[1] < before[0]
     word = "FASTER" if faster else "SLOWER" if slower else "no difference beyond noise"
     return f"{change}: {word}"
 

@@ -16,6 +16,7 @@ from slipstream.stats import Stats
 from slipstream.text import end_tokens
 
 PEERS = ("hf", "hf-pld", "hf-assisted")
+ALONE = ("hf-pld", "hf-assisted")  # answer one prompt at a time
 HF_LOOKUP_TOKENS = 10  # what transformers' documentation uses for prompt lookup
 
 
@@ -87,7 +88,7 @@ class Peer(Contestant):
         }[name]
 
     def answers(self, prompts: Sequence[list[int]], decoding: Decoding) -> list[Answer]:
-        if len(prompts) > 1 and self.name != "hf":
+        if len(prompts) > 1 and self.name in ALONE:
             raise OptionError(f"{self.name} answers one prompt at a time: leave it out of batches")
         pad = self.model.generation_config.pad_token_id or 0
         longest = max(map(len, prompts))

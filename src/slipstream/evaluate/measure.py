@@ -30,6 +30,7 @@ class MeasuredRun:
     repeat: int
     answer: Answer
     equal: bool | None  # whether the text equals plain decoding's; None if texts are sampled with other noise
+    group: int  # the same number: answered together, so that they share one reading of the clock
 
 
 def prepare(plain: Ours, prompts: Sequence[Prompt], decoding: Decoding) -> Iterator[Item]:
@@ -64,4 +65,4 @@ def measure(
                 comparable = decoding.temperature == 0 or not isinstance(contestant, Peer)
                 for item, answer in zip(group, answers, strict=True):
                     equal = answer.tokens == item.plain if comparable else None
-                    yield MeasuredRun(contestant.name, item.id, item.category, repeat, answer, equal)
+                    yield MeasuredRun(contestant.name, item.id, item.category, repeat, answer, equal, number)

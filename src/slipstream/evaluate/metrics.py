@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from slipstream.evaluate.contestants import Answer
 from slipstream.evaluate.measure import MeasuredRun
 
 ALL = "all"
@@ -64,33 +65,36 @@ def summarise(runs: Sequence[MeasuredRun], baselines: Sequence[str] = ("none", "
 
 
 def speedup(runs: Sequence[MeasuredRun], baseline: Sequence[MeasuredRun]) -> Ratio:
-    """Seconds per token of the baseline divided by ours, paired by item and repeat. An item counts by the median of its
-    repeats, so that an outlier has no effect. The interval is a bootstrap over items and over each item's repeats."""
-    pairs = _pairs(runs, baseline)
+    """Seconds per token of the baseline divided by ours, paired by item and repeat. Items that were answered together
+    count as one, as they share one reading of the clock. It counts by the median of its repeats, so that an outlier has
+    no effect. The interval is a bootstrap over these groups and over each one's repeats."""
+    theirs = {(r.item, r.repeat): r.answer for r in baseline}
+    both_answered = [(r, theirs[r.item, r.repeat]) for r in runs if (r.item, r.repeat) in theirs]
+    pairs = _pairs(both_answered)
     if not pairs:
         return Ratio(float("nan"), float("nan"), float("nan"))
     most = max(map(len, pairs))
-    both = np.array([[pair[i % len(pair)] for i in range(most)] for pair in pairs])  # (items, repeats, 4)
+    both = np.array([[pair[i % len(pair)] for i in range(most)] for pair in pairs])  # (groups, repeats, 4)
 
     def ratio(sums: np.ndarray) -> Any:
         seconds, tokens, base_seconds, base_tokens = np.moveaxis(sums, -1, 0)
         return (base_seconds / base_tokens) / (seconds / tokens)
 
     rng = np.random.default_rng(0)
-    items = rng.integers(0, len(both), (BOOTSTRAPS, len(both)))
-    low, high = np.quantile(ratio(both[items, rng.integers(0, most, items.shape)].sum(1)), [0.025, 0.975])
+    groups = rng.integers(0, len(both), (BOOTSTRAPS, len(both)))
+    low, high = np.quantile(ratio(both[groups, rng.integers(0, most, groups.shape)].sum(1)), [0.025, 0.975])
     typical = np.array([np.median(np.array(pair), axis=0) for pair in pairs])
-    return Ratio(float(ratio(typical.sum(0))), float(low), float(high), len(pairs))
+    items = len({run.item for run, _ in both_answered})
+    return Ratio(float(ratio(typical.sum(0))), float(low), float(high), items)
 
 
-def _pairs(runs: Sequence[MeasuredRun], baseline: Sequence[MeasuredRun]) -> list[list[tuple[float, int, float, int]]]:
-    """For each item that both answered: seconds and tokens, ours and the baseline's, of each repeat."""
-    theirs = {(r.item, r.repeat): r.answer for r in baseline}
-    found: dict[str, list[tuple[float, int, float, int]]] = defaultdict(list)
-    for run in runs:
-        if (other := theirs.get((run.item, run.repeat))) is not None:
-            found[run.item].append((run.answer.seconds, len(run.answer.tokens), other.seconds, len(other.tokens)))
-    return list(found.values())
+def _pairs(answered: Sequence[tuple[MeasuredRun, Answer]]) -> list[list[np.ndarray]]:
+    """For each group: (4,) seconds and tokens, ours and the baseline's, of each repeat, summed over its items."""
+    found: dict[int, dict[int, np.ndarray]] = defaultdict(lambda: defaultdict(lambda: np.zeros(4)))
+    for run, other in answered:
+        ours = run.answer
+        found[run.group][run.repeat] += [ours.seconds, len(ours.tokens), other.seconds, len(other.tokens)]
+    return [list(repeats.values()) for repeats in found.values()]
 
 
 def _row(name: str, category: str, runs: Sequence[MeasuredRun], over: dict[str, Ratio]) -> Row:

@@ -9,7 +9,7 @@ from typing import Any
 from slipstream import drafters
 from slipstream.drafters._capabilities import layers
 from slipstream.errors import OptionError
-from slipstream.evaluate.contestants import PEERS, Contestant, Decoding, Ours, Peer
+from slipstream.evaluate.contestants import ALONE, PEERS, Contestant, Decoding, Ours, Peer
 from slipstream.evaluate.measure import Item, MeasuredRun, measure, prepare
 from slipstream.evaluate.metrics import Row, summarise
 from slipstream.evaluate.replay import Recording, Replayed, record
@@ -41,6 +41,13 @@ class BenchPlan:
             raise OptionError(f"repeats={self.repeats}, batch={self.batch}: both must be at least 1")
         if len(set(self.contestants)) != len(self.contestants):
             raise OptionError(f"each contestant runs once, found {', '.join(self.contestants)}")
+        if not self.contestants:
+            raise OptionError("there is nothing to measure: no contestants were named")
+        known = (*drafters.names(), *PEERS)
+        if unknown := [name for name in self.contestants if name.partition(" ")[0] not in known]:
+            raise OptionError(f"no contestant is called {', '.join(unknown)}: there are {', '.join(known)}")
+        if self.batch > 1 and (alone := [name for name in self.contestants if name in ALONE]):
+            raise OptionError(f"{', '.join(alone)} answers one prompt at a time: leave it out of batches")
 
 
 def benchmark(
@@ -98,7 +105,8 @@ def replay(
     progress: Progress,
     repeats: int,
 ) -> tuple[list[Row], dict[str, Any]]:
-    """Replay drafters against a recording, and measure what they would have had accepted and how long it would take."""
+    """Replay drafters against a recording, and measure what they would have had accepted and how long it would take.
+    After Ctrl-C there is still a report; its document says what is missing."""
     if peers := [name for name in names if name in PEERS]:
         raise OptionError(f"{', '.join(peers)} can't be replayed: only drafters of this engine can")
     if not names:
@@ -106,13 +114,17 @@ def replay(
     contestants = [Replayed(name, recording, **drafter_options.get(name, {})) for name in names]
     total = len(recording.items) * len(contestants) * repeats
     runs: list[MeasuredRun] = []
-    for run in measure(contestants, recording.items, recording.decoding, repeats):
-        runs.append(run)
-        progress("replaying", len(runs), total)
+    missing = None
+    try:
+        for run in measure(contestants, recording.items, recording.decoding, repeats):
+            runs.append(run)
+            progress("replaying", len(runs), total)
+    except KeyboardInterrupt:
+        missing = f"interrupted after {len(runs)} of {total} answers"
     rows = summarise(runs)
     target = contestants[0].target
     about = {**provenance(recording.model, target), "replayed": True}
-    return rows, document(rows, about, target.device, recording.decoding, len(recording.items), repeats, {}, None)
+    return rows, document(rows, about, target.device, recording.decoding, len(recording.items), repeats, {}, missing)
 
 
 def _contestant(name: str, plan: BenchPlan, plain: Ours, draft_model: Any) -> Contestant:

@@ -71,9 +71,9 @@ def _write(  # type: ignore[no-untyped-def]
     column = tl.load(columns + sequence * n + i).to(tl.int64)
     at = tl.arange(0, PAD)
     k = tl.load(new_keys + sequence.to(tl.int64) * nk_sequence + head * nk_head + i * nk_row + at, mask=at < d)
-    tl.store(keys + row * k_row + head * k_head + column * k_column + at, k, mask=at < d)
+    tl.store(keys + row * k_row + head.to(tl.int64) * k_head + column * k_column + at, k, mask=at < d)
     v = tl.load(new_values + sequence.to(tl.int64) * nv_sequence + head * nv_head + i * nv_row + at, mask=at < dv)
-    tl.store(values + row * v_row + head * v_head + column * v_column + at, v, mask=at < dv)
+    tl.store(values + row * v_row + head.to(tl.int64) * v_head + column * v_column + at, v, mask=at < dv)
 
 
 def move_cache(
@@ -132,8 +132,8 @@ def _move(  # type: ignore[no-untyped-def]
     head, layer, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = tl.load(rows + sequence).to(tl.int64)
     at = tl.arange(0, PAD)
-    keys += layer.to(tl.int64) * k_layer + row * k_row + head * k_head + at
-    values += layer.to(tl.int64) * v_layer + row * v_row + head * v_head + at
+    keys += layer.to(tl.int64) * k_layer + row * k_row + head.to(tl.int64) * k_head + at
+    values += layer.to(tl.int64) * v_layer + row * v_row + head.to(tl.int64) * v_head + at
     for i in range(tl.load(counts + sequence)):
         source = tl.load(sources + sequence * depth + i).to(tl.int64)
         place = tl.load(places + sequence * depth + i).to(tl.int64)

@@ -138,7 +138,7 @@ def _turn(  # type: ignore[no-untyped-def]
     else:
         row = tl.load(rows + sequence).to(tl.int64)
         column = tl.load(columns + sequence * c_sequence + i * c_row).to(tl.int64)
-        place = row * k_row + (head - HEADS) % KV * k_head + column * k_column + at
+        place = row * k_row + ((head - HEADS) % KV).to(tl.int64) * k_head + column * k_column + at
         kept = tl.where(head < HEADS + KV, keys, values) + place
         tl.store(kept, first.to(dtype), mask=inside)
         tl.store(kept + HALF, second.to(dtype), mask=inside)

@@ -19,12 +19,14 @@ def here(llm: LLM, batch: int, counted: dict[str, Survival]) -> Place:
     costs, sources, whole = auto.pilot.costs, auto.pilot.sources(batch), auto.pilot.sources(1)
 
     def drafting(name: str, levels: int) -> float:
-        if name in counted and (taken := _counted(counted[name])):
-            return taken
         source = sources.get(name)
-        known = source if source is not None and source.known else whole.get(name)
+        measured = source if source is not None and source.known else None  # with so many sequences
+        if name in counted and (taken := _counted(counted[name])) and (batch == 1 or name in LOOKUPS or not measured):
+            return taken * batch  # counted with one sequence: too much for what drafts for all of them at once
+        known = measured or whole.get(name)
         if known is not None and known.known:
-            return known.drafting.seconds * min(1.0, levels / _levels(auto.parts[name]))
+            times = batch if name in LOOKUPS and not measured else 1
+            return times * known.drafting.seconds * min(1.0, levels / _levels(auto.parts[name]))
         if name in LOOKUPS:
             return LOOKUP * batch
         raise OptionError(

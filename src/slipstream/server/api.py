@@ -27,6 +27,7 @@ from slipstream.version import __version__
 PAGE = {"": ("live.html", "text/html"), "live.css": ("live.css", "text/css"), "live.js": ("live.js", "text/javascript")}
 COMMON = {"live.css": "tokens.css", "live.js": "tokens.js"}  # put in front: shared with a trace's page
 SAFE = {"Content-Security-Policy": "default-src 'self'", "X-Content-Type-Options": "nosniff"}
+UNFINISHED = ("failed", "cancelled", "timeout")  # ends of answers that are not whole
 
 
 class Api:
@@ -135,12 +136,13 @@ class Api:
             "running": state.running,
             "waiting": state.waiting,
             "max_batch": state.max_batch,
-            "cache": {"used": len(state.running), "total": state.max_batch},
+            "cache": {"used": round(state.filled, 4)},
             "totals": {
                 "requests": counts.requests,
-                "finished": sum(counts.ended.values()),
+                "finished": sum(times for reason, times in counts.ended.items() if reason not in UNFINISHED),
                 "failed": counts.ended.get("failed", 0),
                 "cancelled": counts.ended.get("cancelled", 0),
+                "timeout": counts.ended.get("timeout", 0),
                 "prompt_tokens": counts.prompt_tokens,
                 "new_tokens": counts.new_tokens,
                 "steps": counts.steps,
@@ -154,7 +156,7 @@ class Api:
 
     async def _answer(self, body: s.Sampled, http: Request, made: Any) -> Any:
         answers = await self.backend.ask(body)
-        choices = [bodies.Choice(i, answers.asked) for i in range(answers.asked.count)]
+        choices = [bodies.Choice(i, answers.asked, body.stream) for i in range(answers.asked.count)]
         if body.stream:
             return EventStream(safely(made.events(by_choice(choices, answers), choices)), answers)
         await unless_client_leaves(http, take_all(by_choice(choices, answers)), answers)

@@ -7,7 +7,6 @@ import secrets
 from codecs import getincrementaldecoder
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from time import time
 from typing import Any
 
@@ -36,6 +35,7 @@ class Choice:
 
     index: int
     asked: Asked
+    streamed: bool = False  # log probabilities are sent with their chunks, and not kept
     text: str = ""
     calls: list[ToolCall] = field(default_factory=list)
     logprobs: list[Logprob] = field(default_factory=list)
@@ -46,10 +46,13 @@ class Choice:
         self._parser = self.asked.parser() if self.asked.parser is not None else None
         self._forced = ""
         self._reported = 0  # characters that `pieces` has returned
+        self._decode = getincrementaldecoder("utf-8")("replace").decode
+        self._end = 0  # of the tokens that `offsets` was called with, in characters
 
     def take(self, chunk: Chunk) -> list[Delta]:
         """Add a chunk. Returns its deltas: content, and pieces of calls."""
-        self.logprobs += chunk.logprobs
+        if not self.streamed:
+            self.logprobs += chunk.logprobs
         deltas = self._deltas(chunk)
         for delta in deltas:
             match delta:
@@ -77,6 +80,16 @@ class Choice:
         if self._parser is None:
             return [Content(chunk.text)] if chunk.text else []
         return [*self._parser.feed(chunk.text), *(self._parser.finish() if chunk.finish is not None else [])]
+
+    def offsets(self, new: Sequence[Logprob]) -> list[int]:
+        """Where the next tokens begin in the text. A character of several tokens belongs to the last of them. To be
+        called once for each token, in order."""
+        found = []
+        for each in new:
+            found.append(self._end)
+            token = each.token
+            self._end += len(self._decode(token.text.encode() if token.raw is None else token.raw))
+        return found
 
     def pieces(self, chunk: Chunk) -> list[dict[str, Any]]:
         """A chunk's text token by token, with the drafter of each."""
@@ -141,13 +154,7 @@ def key_of(token: Spelled) -> str:
     return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token.raw or b"") if partial else token.text
 
 
-def completion_logprobs(found: Sequence[Logprob], before: Sequence[Logprob] = ()) -> dict[str, Any]:
-    """before: those of the answer's earlier tokens."""
-    decode = getincrementaldecoder("utf-8")("replace").decode
-    tokens = [each.token for each in (*before, *found)]
-    spelled = [decode(token.text.encode() if token.raw is None else token.raw) for token in tokens]
-    ends = list(accumulate(map(len, spelled), initial=0))  # a character of several tokens belongs to the last of them
-    offsets = ends[len(before) : -1]
+def completion_logprobs(found: Sequence[Logprob], offsets: list[int]) -> dict[str, Any]:
     return {
         "tokens": [each.token.text for each in found],
         "token_logprobs": [max(LOWEST, each.logprob) for each in found],
@@ -246,12 +253,11 @@ class Completion(Chat):
     def choice(self, choice: Choice) -> dict[str, Any]:
         found = {"index": choice.index, "text": choice.text, "finish_reason": choice.finish, "logprobs": None}
         if isinstance(self.body, s.CompletionRequest) and self.body.logprobs is not None:
-            found["logprobs"] = completion_logprobs(choice.logprobs)
+            found["logprobs"] = completion_logprobs(choice.logprobs, choice.offsets(choice.logprobs))
         return found
 
     def logprobs(self, choice: Choice, chunk: Chunk) -> Any:
-        before = choice.logprobs[: len(choice.logprobs) - len(chunk.logprobs)]
-        return completion_logprobs(chunk.logprobs, before) if chunk.logprobs else None
+        return completion_logprobs(chunk.logprobs, choice.offsets(chunk.logprobs)) if chunk.logprobs else None
 
     def opening(self) -> Any:
         return ""

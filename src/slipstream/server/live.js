@@ -156,12 +156,17 @@ function drawLive(live) {
   say(at("per-step"), totals.steps ? (totals.new_tokens / totals.steps).toFixed(2) : "–");
   drawShare(at("running"), live.running.length, live.max_batch);
   say(at("waiting"), whole(live.waiting));
-  drawShare(at("cache"), live.cache.used, live.cache.total);
+  say(at("cache"), `${(100 * live.cache.used).toFixed(0)}%`);
   drawSources(totals.by_source);
   drawAnswers(live.running);
-  const ends = ["finished", "cancelled", "failed"]
-    .filter((end) => totals[end])
-    .map((end) => `${whole(totals[end])} ${end}`);
+  const ends = [
+    ["finished", totals.finished],
+    ["cancelled", totals.cancelled],
+    ["timed out", totals.timeout],
+    ["failed", totals.failed],
+  ]
+    .filter(([, count]) => count)
+    .map(([end, count]) => `${whole(count)} ${end}`);
   say(
     at("totals"),
     `${plural(totals.requests, "request")}${ends.length ? ` (${ends.join(", ")})` : ""} · ` +

@@ -187,6 +187,7 @@ class Target(ABC):
     block: int = 0  # tokens of a text that `select` takes or leaves together; 0: it can't select
     widths: tuple[int, ...] = ()  # numbers of rows that steps are padded to; empty: they are not padded
     notes: tuple[str, ...] = ()  # remarks about this model for its user
+    share: float = 0.9  # of a GPU's free memory that its cache may take, and that of a draft model beside it
 
     @property
     def default_draft(self) -> int:
@@ -213,6 +214,10 @@ class Target(ABC):
     @abstractmethod
     def truncate(self, slot: Slot, length: int) -> None:
         """Forget everything after the first `length` tokens."""
+
+    def cuts(self, slot: Slot, length: int) -> bool:  # noqa: ARG002
+        """Whether `truncate` to this length keeps what was read. If not, all of it must be read again."""
+        return True
 
     @abstractmethod
     def prefill(self, slot: Slot, tokens: Sequence[int], want: Want) -> Iterator[Scores]:

@@ -78,6 +78,11 @@ class ChainTarget(Target):
             slot.cache.crop(length - slot.read)
             slot.read = length
 
+    def cuts(self, slot: Slot, length: int) -> bool:
+        assert isinstance(slot, ChainSlot)
+        # Without chains only an empty state can read several tokens (`prefill`), so a prefix of a text is of no use.
+        return self.chains and (slot.read <= length or self._can_crop(slot.cache))
+
     def commit(self, slot: Slot, path: Sequence[int]) -> None:
         assert isinstance(slot, ChainSlot)
         assert slot.tree is not None, "commit follows score"

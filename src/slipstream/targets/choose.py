@@ -18,6 +18,7 @@ from slipstream.targets.chains import ChainTarget
 from slipstream.targets.masks import MaskKind, mask_kinds
 from slipstream.targets.trees import TreeTarget, input_device, is_exact, unwrapped
 from slipstream.tree import TokenTree
+from slipstream.turns import Turns, current
 
 if TYPE_CHECKING:
     from slipstream.targets.captured.graph_target import GraphTarget
@@ -77,6 +78,7 @@ def _graphs(
     if len(layers) < len(shapes) or len({s.device for s in layers}) > 1:
         log.info("%s lies on several devices or shares keys between layers: its steps are not captured", name)
         return None
+    target: Target | None = None
     try:
         from slipstream.targets.captured.graph_target import GraphTarget
 
@@ -85,13 +87,18 @@ def _graphs(
             return None
         gc.collect()  # frees the caches of LLMs that are no longer used but have reference cycles
         how: dict[str, Any] = {"chunk": chunk} if chunk else {}
-        target = GraphTarget(model, layers, vocabulary, compile="inductor" if compile else "", memory=memory, **how)
-        if scores_trees(target):
-            return target
+        if compile:
+            how["compile"] = "inductor"
+        with Turns.of(GraphTarget), current(layers[0].device):  # no other thread may capture meanwhile
+            target = GraphTarget(model, layers, vocabulary, memory=memory, **how)
+            if scores_trees(target):
+                return target
         why = "replayed steps gave other logits"
     except Exception as error:  # a model may fail in any way here, and still works uncaptured
         log.debug("capture failed", exc_info=error)
         why = str(error).splitlines()[0] if str(error) else type(error).__name__
+    if target is not None:
+        target.release()  # its captures hold it, and it holds nearly all memory
     log.warning("%s: its steps can't be captured as CUDA graphs (%s), so they run as they are", name, why)
     return None
 

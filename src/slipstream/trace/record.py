@@ -31,10 +31,12 @@ class Recorder:
         self._steps = self._emitted = 0
         self._shown = 0  # characters of the answer that are in earlier pieces
         self._held: Line | None = None  # the last step's line: text that comes at the end is added to its last piece
-        self._write({"format": FORMAT, "version": VERSION, **header})
+        self._header = {"format": FORMAT, "version": VERSION, **header}
 
     def __call__(self, step: Step) -> None:
-        """Record one step of the engine."""
+        """Record one step of the engine. The header comes with the first: until then a request may be made anew."""
+        if not self._steps:
+            self._write(self._header)
         path, tree = step.verdict.path, step.tree
         credit = self._credit(tree)
         emitted = []

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from slipstream.datastores.durable.disk import on_disk, write_whole
-from slipstream.datastores.durable.lock import Lock, no_writer
+from slipstream.datastores.durable.lock import Lock
 from slipstream.datastores.durable.log import (
     COMPLETE,
     DOCUMENT,
@@ -31,6 +31,7 @@ from slipstream.datastores.durable.log import (
     LogWriter,
     Record,
     read_log,
+    read_shared_log,
 )
 from slipstream.datastores.durable.manifest import (
     COPY,
@@ -99,8 +100,7 @@ class Contents:
             try:
                 if os.stat(log).st_size == self.place.length:
                     return
-                with no_writer(self.folder) as alone:
-                    read = read_log(log, self.place, beyond=alone)
+                read = read_shared_log(log, self.place)
             except FileNotFoundError:
                 self.load()
                 return

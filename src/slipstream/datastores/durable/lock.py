@@ -13,7 +13,7 @@ from pathlib import Path
 from slipstream.errors import StoreError
 
 PAUSE = 0.01  # seconds between two tries
-WRITER, READERS = 20, 300  # tries: readers hold the folder while they read the log, which is long after a bulk build
+WRITER, READERS = 20, 300  # tries: readers hold the folder while they read what was not acknowledged
 
 
 class Lock:
@@ -40,6 +40,9 @@ class Lock:
     def close(self) -> None:
         for file in (self._file, self._folder):
             if file >= 0:
+                if self.ours:  # forked processes share the lock: without this it would be held until they end
+                    with suppress(OSError):
+                        fcntl.flock(file, fcntl.LOCK_UN)
                 os.close(file)
         self._file = self._folder = -1
 

@@ -15,12 +15,14 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.compiled import compiled
 from slipstream.datastores.durable.disk import write_whole
+from slipstream.datastores.durable.lock import no_writer
 from slipstream.datastores.durable.names import ENCODING
 from slipstream.datastores.durable.pages import PAGE, checksum, xxh64
 from slipstream.datastores.durable.witness import ODD, SLOTS, Place, Witness
@@ -173,31 +175,61 @@ def read_log(path: Path, start: Place = START, beyond: bool = False) -> LogRead:
     """Every acknowledged record from a place on. beyond: also complete records after them, since after a power failure
     the acknowledged length may be out of date. Only if there is no writer, who may still take them back."""
     with path.open("rb") as file:
-        for _ in range(3):  # a writer may be in the middle of writing a slot
-            page = os.pread(file.fileno(), PAGE, 0)  # read before the records, as the length can only grow
-            slots = _read_slots(page)
-            sure, promised = min(slots) > 0, max(slots)
-            if sure:
-                break
-        head = LogHead.parse(page)
-        if promised < PAGE or head is None:
-            raise DamagedError(
-                f"{path} does not begin with the header of a log: `slipstream store repair` keeps its records"
-            )
-        size = os.fstat(file.fileno()).st_size
-        file.seek(start.length)
-        # Readers read no further: a bulk append may leave much beyond, which every refresh would read for nothing.
-        data = file.read(max(0, min(promised, size) - start.length) if sure and not beyond else -1)
-        size = max(size, start.length + len(data))  # it may have grown meanwhile
-    spans, total = _whole_records(np.frombuffer(data, np.uint8), start.length, _seed(head), np.uint64(start.sum))
+        front, data = _read_on(path, file.fileno(), start.length, beyond)
+    return _checked(path, start, front, data)
+
+
+def read_shared_log(path: Path, start: Place = START) -> LogRead:
+    """The same for a reader, with complete records beyond if there is no writer. None can start while that is asked, so
+    little is done then: what was acknowledged, often much, is read before, as it never changes, and parsed after."""
+    with path.open("rb") as file:
+        front, data = _read_on(path, file.fileno(), start.length, beyond=False)
+        data = data if front.sure else b""
+        with no_writer(path.parent) as alone:
+            front, rest = _read_on(path, file.fileno(), start.length + len(data), alone)
+    return _checked(path, start, front, data + rest)
+
+
+class _Front(NamedTuple):
+    """What a log says of itself."""
+
+    head: LogHead
+    promised: int  # its acknowledged length
+    sure: bool  # whether both slots say so; else more may have been acknowledged
+    size: int  # of the file
+
+
+def _read_on(path: Path, file: int, start: int, beyond: bool) -> tuple[_Front, bytes]:
+    """What the log says, and its bytes from `start` on."""
+    for _ in range(3):  # a writer may be in the middle of writing a slot
+        page = os.pread(file, PAGE, 0)  # read before the records, as the length can only grow
+        slots = _read_slots(page)
+        if min(slots) > 0:
+            break
+    head = LogHead.parse(page)
+    if max(slots) < PAGE or head is None:
+        raise DamagedError(
+            f"{path} does not begin with the header of a log: `slipstream store repair` keeps its records"
+        )
+    front = _Front(head, max(slots), min(slots) > 0, os.fstat(file).st_size)
+    # Readers read no further: a bulk append may leave much beyond, which every refresh would read for nothing.
+    end = min(front.promised, front.size) if front.sure and not beyond else front.size
+    with open(file, "rb", closefd=False) as buffered:  # its buffer must not outlive what is read here
+        buffered.seek(start)
+        return front, buffered.read(max(0, end - start))
+
+
+def _checked(path: Path, start: Place, front: _Front, data: bytes) -> LogRead:
+    """The records in the bytes from `start` on."""
+    spans, total = _whole_records(np.frombuffer(data, np.uint8), start.length, _seed(front.head), np.uint64(start.sum))
     end = start.length + (int(spans[-1, 1]) if len(spans) else 0)
     # If one slot is damaged, more may have been acknowledged than the other says: then nothing may be left over.
-    if end < promised or (not sure and end != size):
+    if end < front.promised or (not front.sure and end != front.size):
         raise DamagedError(
-            f"{path}: the record at byte {end} is damaged or missing, and {promised} bytes were acknowledged; "
+            f"{path}: the record at byte {end} is damaged or missing, and {front.promised} bytes were acknowledged; "
             "`slipstream store repair` keeps the others"
         )
-    return LogRead(head, _parsed(data, spans), Place(end, int(total)))
+    return LogRead(front.head, _parsed(data, spans), Place(end, int(total)))
 
 
 def sum_at(path: Path, length: int) -> int | None:

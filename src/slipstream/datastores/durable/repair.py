@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from slipstream.datastores.durable.disk import sync_folder
+from slipstream.datastores.durable.header import SourceEntry
 from slipstream.datastores.durable.lock import Lock
 from slipstream.datastores.durable.log import (
     COMPLETE,
@@ -111,7 +112,7 @@ def _mend_log(state: Findings, witness: Witnessed | None) -> None:
         state.aside += [state.folder / name for name in state.logs if (state.folder / name).exists()]
         id = state.manifest.id or new_id()
         log = LogWriter.create(state.folder / f"{state.name()}.log", LogHead(id, new_id(), 0))
-        log.append(state.records)
+        log.append([*state.records, *_read_again(state)])
         log.close()
         state.manifest = replace(state.manifest, id=id, log=log.path.name, log_id=log.head.log)
         state.sentences = state.sentences or ["the store had no ids: it got some"]
@@ -203,6 +204,8 @@ def _write(state: Findings, damaged: SegmentEntry, found: Salvaged) -> SegmentEn
     """Write a new segment from what was salvaged."""
     counts = Counter(found.names)
     entries = {s.name: replace(s, documents=counts[s.name]) for s in found.sources}
+    for name in found.incomplete:  # said here too, since a repair may be interrupted before it is in the log
+        entries[name] = SourceEntry(name, counts[name], *FILE.unpack(AGAIN))
     m = state.manifest
     dtype = np.dtype(f"<u{m.width // 8}")
     content = content_of(found.documents, found.names, entries, damaged.collection, m.tokenizer, m.vocabulary, dtype)
@@ -236,10 +239,9 @@ def _finish(state: Findings, generation: int, changed: bool) -> RepairReport:
     if not changed:
         return RepairReport(kept, 0, (), ())
     writer, witness = LogWriter(folder / state.manifest.log, place), Witness(folder)
-    again = sorted((c, s) for c, s in state.again if s)
-    if again:
-        writer.append([Record(COMPLETE, collection, source, AGAIN) for collection, source in again])
-        shown = ", ".join(source for _, source in again[:5]) + (", …" if len(again) > 5 else "")
+    if again := _read_again(state):
+        writer.append(again)
+        shown = ", ".join(record.source for record in again[:5]) + (", …" if len(again) > 5 else "")
         state.sentences.append(f"documents of {len(again)} sources were lost: add them again ({shown})")
     writer.enter(witness, generation)
     writer.close()
@@ -247,6 +249,11 @@ def _finish(state: Findings, generation: int, changed: bool) -> RepairReport:
     if state.aside:
         state.sentences.append(f"the damaged files are in {folder / ASIDE}: delete them when you miss nothing")
     return RepairReport(kept, state.lost, tuple(p.name for p in state.aside), tuple(state.sentences))
+
+
+def _read_again(state: Findings) -> list[Record]:
+    """Records that mark the sources to be read again, as far as they are known so far."""
+    return [Record(COMPLETE, collection, source, AGAIN) for collection, source in sorted(state.again) if source]
 
 
 def _copy_aside(path: Path) -> None:

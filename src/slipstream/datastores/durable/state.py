@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from slipstream.datastores.durable.lock import no_writer
 from slipstream.datastores.durable.log import (
     COMPLETE,
     DOCUMENT,
@@ -18,6 +17,7 @@ from slipstream.datastores.durable.log import (
     LogRead,
     Record,
     read_log,
+    read_shared_log,
     sum_at,
 )
 from slipstream.datastores.durable.manifest import COPY, NAME, Manifest, manifest_bytes, parse_manifest
@@ -78,8 +78,7 @@ def _read(folder: Path, manifest: Manifest, data: bytes, known: Mapping[str, Seg
             )
     witness = Witness.read(folder)
     path = folder / manifest.log
-    with no_writer(folder) as alone:
-        log = read_log(path, beyond=writing or alone)
+    log = read_log(path, beyond=True) if writing else read_shared_log(path)
     if manifest.id and (log.head.store, log.head.log) != (manifest.id, manifest.log_id):
         raise DamagedError(f"{path} is not the log that the manifest names: `slipstream store repair` sets it aside")
     if witness is not None and manifest.id:

@@ -52,6 +52,7 @@ DEFAULT = "default"  # the collection, if none is named
 LEARNED = "learned"  # the source of answers that models gave while they were served
 MEMORY_TOKENS = 1 << 20  # tokens in memory that are flushed to a segment
 SEGMENT_TOKENS = 1 << 27  # tokens of a segment at most: building one takes 5 bytes of memory per token
+LARGEST_SEGMENT = 1 << 31  # positions have 32 bits
 
 
 @dataclass(frozen=True)
@@ -353,3 +354,7 @@ class Store:
 def _check_segments(tokens: int) -> None:
     if tokens < 2:  # a document's token and the mark after it
         raise StoreError(f"segments of {tokens} tokens hold no text: at least 2 are needed, {SEGMENT_TOKENS} are usual")
+    if tokens > LARGEST_SEGMENT:
+        raise StoreError(
+            f"segments of {tokens} tokens are too long: at most {LARGEST_SEGMENT} fit, {SEGMENT_TOKENS} are usual"
+        )

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from slipstream.datastores.durable.store import DEFAULT, Document, Store
-from slipstream.datastores.ingest.ingest import Ingested
+from slipstream.datastores.ingest.ingest import Ingested, as_stored
+from slipstream.datastores.ingest.sources import source_file
 from slipstream.errors import OptionError
 
 KEPT = ("temperature", "top_p")  # the sampling options that decide how much texts vary
@@ -20,11 +21,11 @@ KEPT = ("temperature", "top_p")  # the sampling options that decide how much tex
 def add_answers(store: Store, path: Path, collection: str = DEFAULT) -> Ingested:
     """Add a file's conversations, and note how they were sampled. A file that is in the store is read again only if it
     has changed."""
-    name, size = str(path), path.stat()
-    counts = Ingested(sources=1)
-    known = store.sources(collection).get(name)
-    if known is not None:
-        if known.complete and (known.size, known.modified) == (size.st_size, size.st_mtime_ns):
+    known = store.sources(collection)
+    (source,) = as_stored([source_file(path)], known)
+    name, entry, counts = source.name, known.get(source.name), Ingested(sources=1)
+    if entry is not None:
+        if entry.complete and (entry.size, entry.modified) == (source.size, source.modified):
             return Ingested(known=1)
         counts.replaced = 1
     documents = []
@@ -32,8 +33,8 @@ def add_answers(store: Store, path: Path, collection: str = DEFAULT) -> Ingested
         _note(store, path, sampling)
         documents.append(Document(np.array(line, np.int64), name))
         counts.documents, counts.tokens = counts.documents + 1, counts.tokens + len(line)
-    documents.append(Document((), name, (size.st_size, size.st_mtime_ns)))
-    if known is not None:  # not before the new ones are known to be readable
+    documents.append(Document((), name, (source.size, source.modified)))
+    if entry is not None:  # not before the new ones are known to be readable
         store.remove(name, collection)
     store.extend(documents, collection, bulk=True)
     store.flush()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -127,6 +127,7 @@ def _pieces(
     and the stored part is removed: of all such sources before the first is read, so that nothing counts as a duplicate
     of what is about to go."""
     known = store.sources(collection)
+    sources = as_stored(sources, known)
     for source in sources:
         entry = known.get(source.name)
         if entry is not None and (entry.size, entry.modified) != (source.size, source.modified):
@@ -139,6 +140,17 @@ def _pieces(
             counts.known += 1
         else:
             yield from pieces_of(source, field, entry.texts, entry.tokens)
+
+
+def as_stored(sources: Sequence[SourceFile], known: Mapping[str, SourceEntry]) -> list[SourceFile]:
+    """Sources under their names in a store. Older stores have paths as they were typed. Such a name is the same source
+    if the file's size and time are the same."""
+
+    def is_old(source: SourceFile) -> bool:
+        entry = known.get(str(source.path))
+        return entry is not None and (entry.size, entry.modified) == (source.size, source.modified)
+
+    return [replace(s, name=str(s.path)) if s.name not in known and is_old(s) else s for s in sources]
 
 
 def pieces_of(source: SourceFile, field: str | None, texts: int = 0, tokens: int = 0) -> Iterator[Piece]:

@@ -44,15 +44,15 @@ def read_documents(source: SourceFile, field: str | None = None) -> Iterator[Doc
             case ".parquet":
                 records = parquet_rows(source, field)
             case _:
-                records, field = iter([(source.name, source.path.read_text("utf-8-sig"))]), None
+                records, field = iter([(str(source.path), source.path.read_text("utf-8-sig"))]), None
         for place, record in records:
             document = _document(record, field, place)
             if text_size(document):
                 yield document
     except UnicodeDecodeError as error:
-        raise StoreError(f"{source.name} is not UTF-8 text ({error.reason}): convert it") from error
+        raise StoreError(f"{source.path} is not UTF-8 text ({error.reason}): convert it") from error
     except OSError as error:
-        raise StoreError(f"{source.name} can't be read ({error.strerror or error}): name it as it is now") from error
+        raise StoreError(f"{source.path} can't be read ({error.strerror or error}): name it as it is now") from error
 
 
 def text_size(document: Document) -> int:
@@ -67,8 +67,8 @@ def json_lines(source: SourceFile) -> Iterator[tuple[str, Any]]:
                 try:
                     record = json.loads(line)
                 except ValueError as error:
-                    raise _broken(f"{source.name}:{number}", error) from error
-                yield f"{source.name}:{number}", record
+                    raise _broken(f"{source.path}:{number}", error) from error
+                yield f"{source.path}:{number}", record
 
 
 def _json(source: SourceFile, field: str | None) -> Iterator[tuple[str, Any]]:
@@ -88,8 +88,8 @@ def _json(source: SourceFile, field: str | None) -> Iterator[tuple[str, Any]]:
     text = source.path.read_text("utf-8-sig")
     record = _parsed(text)
     if field and record is None:
-        raise StoreError(f"{source.name}: not JSON, so it has no field {field!r}: repair it, or leave it out")
-    yield source.name, record if field or _recognised(record) is not None else text
+        raise StoreError(f"{source.path}: not JSON, so it has no field {field!r}: repair it, or leave it out")
+    yield str(source.path), record if field or _recognised(record) is not None else text
 
 
 def json_array(source: SourceFile) -> Iterator[tuple[str, Any]]:
@@ -104,7 +104,7 @@ def json_array(source: SourceFile) -> Iterator[tuple[str, Any]]:
             if buffer.startswith("]", place):
                 if buffer[place + 1 :].strip() or file.read(CHUNK).strip():
                     raise StoreError(
-                        f"{source.name}: there is more after the array's end: name it .jsonl, or repair it"
+                        f"{source.path}: there is more after the array's end: name it .jsonl, or repair it"
                     )
                 return
             try:
@@ -119,16 +119,16 @@ def json_array(source: SourceFile) -> Iterator[tuple[str, Any]]:
                 closed = over and error.pos < len(buffer.rstrip()) and buffer.rstrip().endswith("]")
                 cut = error.msg.startswith("Unterminated") or (error.pos > len(buffer) - 16 and not closed)
                 if not cut:
-                    raise _broken(f"{source.name}:{line + error.lineno - 1}", error) from error
+                    raise _broken(f"{source.path}:{line + error.lineno - 1}", error) from error
                 if over:
-                    warnings.warn(f"{source.name} is cut off: its {count} whole elements were read", stacklevel=2)
+                    warnings.warn(f"{source.path} is cut off: its {count} whole elements were read", stacklevel=2)
                     return
                 line += buffer.count("\n", 0, place)
                 more = file.read(max(CHUNK, len(buffer) - place))  # doubling: linear time for long elements
                 buffer, place, over = buffer[place:] + more, 0, not more
                 continue
             count += 1
-            yield f"{source.name}, element {count}", element
+            yield f"{source.path}, element {count}", element
             place = end + (mark == ",")
 
 
@@ -138,7 +138,7 @@ def parquet_rows(source: SourceFile, field: str | None) -> Iterator[tuple[str, A
         parquet = importlib.import_module("pyarrow.parquet")
     except ImportError as error:
         raise StoreError(
-            f"{source.name} needs pyarrow, which is missing: `pip install pyarrow`, or slipstream-llm[parquet]"
+            f"{source.path} needs pyarrow, which is missing: `pip install pyarrow`, or slipstream-llm[parquet]"
         ) from error
     try:
         with source.path.open("rb") as bytes_of, parquet.ParquetFile(bytes_of) as file:
@@ -150,9 +150,9 @@ def parquet_rows(source: SourceFile, field: str | None) -> Iterator[tuple[str, A
             for batch in file.iter_batches(batch_size=1024, columns=columns):
                 for row in batch.to_pylist():
                     number += 1
-                    yield f"{source.name}, row {number}", {**dict.fromkeys(names), **row}
+                    yield f"{source.path}, row {number}", {**dict.fromkeys(names), **row}
     except arrow.ArrowException as error:
-        raise StoreError(f"{source.name} can't be read as parquet ({error}): fetch or write it again") from error
+        raise StoreError(f"{source.path} can't be read as parquet ({error}): fetch or write it again") from error
 
 
 def _document(record: Any, field: str | None, place: str) -> Document:

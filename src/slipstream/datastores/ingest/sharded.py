@@ -33,6 +33,7 @@ from slipstream.datastores.ingest.encoding import Encoder
 from slipstream.datastores.ingest.ingest import (
     Ingested,
     Progress,
+    as_stored,
     cuts,
     document_hash,
     encoded,
@@ -131,7 +132,7 @@ def ingest_sharded(
 ) -> Ingested:
     """Fill a new store, with workers that have loaded an Encoder. After an interruption, the same call continues."""
     known = store.sources(collection)
-    entries = [known.get(s.name, SourceEntry(s.name, 0, complete=False)) for s in sources]
+    entries = [known.get(s.name, SourceEntry(s.name, 0, complete=False)) for s in as_stored(sources, known)]
     if all(e.complete and (e.size, e.modified) == (s.size, s.modified) for e, s in zip(entries, sources, strict=True)):
         shutil.rmtree(store.folder / FOLDER, ignore_errors=True)  # it was interrupted after everything was done
         return Ingested(known=len(sources))

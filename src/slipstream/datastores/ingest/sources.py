@@ -21,7 +21,7 @@ _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 
 @dataclass(frozen=True)
 class SourceFile:
-    name: str  # as the user would type it
+    name: str  # that it has in a store: the absolute path, since a relative one is another file in another folder
     path: Path | Url
     size: int  # bytes
     modified: int  # modification time in nanoseconds; for a URL, a number that changes with the file
@@ -49,7 +49,7 @@ def find_sources(given: Sequence[str | Path], stdlib: bool = False) -> list[Sour
                 unreadable.append(str(path))
             if not trouble:
                 good += 1
-                found.setdefault(path.resolve(), _source(path, str(path)))
+                found.setdefault(path.resolve(), source_file(path))
         if not good:
             what = f"holds {len(paths)} files, none of them text" if paths else "names no files"
             raise StoreError(
@@ -100,14 +100,15 @@ def _stdlib() -> list[SourceFile]:
         raise StoreError(
             f"{folder} holds no .py files: this Python came without its library's source; name files instead"
         )
-    return [_source(path, f"{prefix}/{path.relative_to(folder).as_posix()}") for path in paths]
+    return [source_file(path, f"{prefix}/{path.relative_to(folder).as_posix()}") for path in paths]
 
 
-def _source(path: Path | Url, name: str) -> SourceFile:
+def source_file(path: Path | Url, name: str | None = None) -> SourceFile:
+    """name: a name in stores that says more than the path."""
     if isinstance(path, Url):
-        return SourceFile(name, path, *path.stat())
+        return SourceFile(str(path), path, *path.stat())
     stat = path.stat()
-    return SourceFile(name, path, stat.st_size, stat.st_mtime_ns)
+    return SourceFile(name or os.path.abspath(path), path, stat.st_size, stat.st_mtime_ns)
 
 
 def _trouble(path: Path | Url, parquet: bool = True) -> str | None:

@@ -42,13 +42,15 @@ class Added:
 
 
 class Arena:
-    def __init__(self, shapes: Sequence[LayerShape], longest: int, share: float = MEMORY) -> None:
-        """shapes: per layer of the model. longest: positions of a sequence at most. share: of free memory."""
+    def __init__(self, shapes: Sequence[LayerShape], longest: int, share: float = MEMORY, beside: int = 0) -> None:
+        """shapes: per layer of the model. longest: positions of a sequence at most. share: of free memory.
+        beside: bytes to leave free at least."""
         self._members: dict[LayerShape, list[int]] = {}
         for layer, shape in enumerate(shapes):
             self._members.setdefault(shape, []).append(layer)
         self._layers = len(shapes)
         self.device, self._wanted, self._share = shapes[0].device, _pages(longest) * PAGE, share
+        self._beside = beside
         self._added: list[Added] = []
         self.generation = -1  # counts allocations
         self._stores: dict[LayerShape, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -79,7 +81,8 @@ class Arena:
         if self.device.type == "cuda":
             free = torch.cuda.mem_get_info(self.device)[0] + held
             free += torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
-            most = min(most, (int(self._share * free) - spare) // self.per_token)
+            room = min(int(self._share * free), free - self._beside) - spare
+            most = min(most, max(0, room) // self.per_token)
         else:
             most = min(most, max(ELSEWHERE, 2 * self._wanted))
         widest = max(max(s.key_dim, s.value_dim) for s in self._shapes())

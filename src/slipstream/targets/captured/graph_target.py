@@ -46,7 +46,7 @@ LONE = ROWS[:6]  # rows of steps of one sequence
 READING = (32, 128, 512, 2048)  # rows of steps that read prompts
 SEQUENCES = (1, 64, 512)  # sequences that a step has room for
 BATCHES = (1, 2, 4, 8, 16, 32, 64)  # sequences that heads draft for together
-HISTORIES = (4, 16, 64, 256, 1024)  # sequences that the tables for penalties have room for
+HISTORIES = (4, 16, 64, 320, 1024)  # sequences that the tables for penalties have room for
 TILES = tuple(8 << n for n in range(10))  # tiles of attention, in steps of several long texts
 DEPTHS = (32, DEEPEST)  # nodes of the longest path, in steps that read prompts or where it exceeds the step's rows
 SAMPLE = 1, (2, 3, 4)  # root and chain after the sample text by which steps of different widths are compared
@@ -98,16 +98,17 @@ class GraphTarget(Target):
         """chunk: tokens that one forward reads at most. compile: a backend of torch.compile for the decoder layers, or
         empty for none. memory: the share of the device's free memory that the cache may take."""
         self.model, self.vocabulary, self.chunk, self.compile = model, vocabulary, chunk, compile
-        self.context = context_length(model.config)
+        self.context, self.share = context_length(model.config), memory
         self.device, self.dtype = input_device(model), model.dtype
         self._config = model.config.get_text_config()
         self.exact = self.exact_together = is_exact(model) or by_row(model)
-        self.arena = Arena(shapes, self.context + BEYOND, memory)
         self._heads, self._shapes = int(self._config.num_attention_heads), tuple(dict.fromkeys(shapes))
+        # Before the arena: weights that are moved would lie in the rests of its memory, which then can't be given back.
+        self._stand_ins = StandIns(model)
+        self.arena = Arena(shapes, self.context + BEYOND, memory, self._scratch_bytes())
         self.groups = tuple(dict.fromkeys(self._heads // shape.heads for shape in self._shapes))
         self._takes_logits_to_keep = "logits_to_keep" in inspect.signature(unwrapped(model).forward).parameters
         self._limit_context()
-        self._stand_ins = StandIns(model)
         with self._stand_ins.in_place():
             self._fused = fusable_layers(model)
         self._stand_ins.reach(self.arena.longest, torch.empty(0, dtype=self.dtype, device=self.device))
@@ -497,6 +498,16 @@ class GraphTarget(Target):
         if key not in self._steps:
             self._steps[key] = FixedStep(self, *key)
         return self._steps[key]
+
+    def _scratch_bytes(self) -> int:
+        """What attention needs beside the arena at most, about: where it reads a prompt."""
+        if self.device.type != "cuda":
+            return 0
+        from slipstream.kernels.exact_attention import partials
+
+        longest, widest = self.context + BEYOND, max(s.value_dim for s in self._shapes)
+        sizes = [(rows, self._heads, s.heads, longest, 0) for s in self._shapes for rows in READING]
+        return 4 * (2 + widest) * max(partials(1, *size, tile=WIDE) for size in sizes)
 
     def scratch(self, shape: Shape) -> Any:
         """Working memory for the attention of such a step, shared by all steps."""

@@ -45,7 +45,7 @@ def main() -> None:
     start = next(folder for kind, folder in heads_for(model) if kind == "eagle3")
     asked = [p.turns[0] for file in given.prompts for p in select(read(file), None, given.limit)]
     asked = asked or [p.turns[0] for p in builtin()]
-    with tempfile.TemporaryDirectory() as place, LLM(model, tokenizer, given.drafter) as llm:
+    with tempfile.TemporaryDirectory() as place, LLM(model, tokenizer, given.drafter, memory=0.3) as llm:
         trainings = {share: begin(given, share, start, Path(place) / str(share)) for share in given.shares}
         try:
             for prompt in asked:  # steps are captured
@@ -60,6 +60,7 @@ def main() -> None:
                 clock = perf_counter()
                 found[f"share {share}"] = rate(llm, asked, given)
                 made = (steps(Path(place) / str(share)) - before) / (perf_counter() - clock)
+                check_running(process)
                 process.send_signal(signal.SIGSTOP)
                 print(f"{made:.2f} steps of training per second", file=sys.stderr, flush=True)
             found["alone, again"] = rate(llm, asked, given)
@@ -91,10 +92,14 @@ def begin(given: argparse.Namespace, share: float, start: Path, out: Path) -> su
 def hold(process: subprocess.Popen[bytes], out: Path) -> None:
     """Stop a training once it has made some steps."""
     while steps(out) < 2:
-        if process.poll() is not None:
-            raise SystemExit("a training ended too early: run it by hand to see why")
+        check_running(process)
         sleep(0.1)
     process.send_signal(signal.SIGSTOP)
+
+
+def check_running(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is not None:
+        raise SystemExit("a training ended too early: run it by hand to see why")
 
 
 def steps(out: Path) -> int:

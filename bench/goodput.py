@@ -3,6 +3,7 @@
 drafts        drafts that are right with a known probability, on a model of random weights or the embedded one: plain
               decoding, drafts of each fixed length, and `auto`, which decides how much of them is verified, take turns.
               `auto` should be near the best of them for every number of sequences and every quality
+clock         the same by a clock with the times of an H200, without any device: what the pilot decides, in seconds
 transformers  the same greedy requests to `generate_batch` of transformers (continuous batching) and to `none` and
               `auto`, in turns: tokens per second, milliseconds until a request is answered and until its first token,
               and how many texts are the same
@@ -26,6 +27,7 @@ import transformers
 
 import replayed
 from auto import interval
+from goodput_clock import by_the_clock
 from goodput_peers import beside_transformers
 from gpu import llama_7b, tell
 from slipstream import drafters
@@ -102,8 +104,21 @@ def compared(target: Target, given: argparse.Namespace) -> dict[str, Any]:
     return {"found": told, "least": worst, "differ": differ, "shape": given.shape, "tokens": given.tokens}
 
 
+def clock(given: argparse.Namespace) -> dict[str, Any]:
+    told = dict[str, Any]()
+    tell(
+        " ".join(["sequences    p", *(f"{name:>9}" for name in ["plain", *map(str, LENGTHS), "auto"]), "  auto / best"])
+    )
+    for right in given.p:
+        for sequences, rates, share in by_the_clock(given.sequences, right, given.tokens, list(LENGTHS), given.repeats):
+            told[f"{sequences} × {right}"] = {**rates, "auto/best": share}
+            tell(f"{sequences:9} {right:4} {' '.join(f'{rate:9.0f}' for rate in rates.values())}  {share:.3f}")
+    return {"found": told, "tokens": given.tokens}
+
+
 PARTS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
     "drafts": drafts,
+    "clock": clock,
     "transformers": beside_transformers,
 }
 

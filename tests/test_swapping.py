@@ -214,6 +214,9 @@ def test_a_head_that_was_named_gives_way_to_a_newer_one_alone(model, tmp_path):
         registry.remove(known)
         registry.add(new, model)
         assert llm.reload_heads().swapped == {"eagle3": str(new)}
+    registry.add(named, model)
+    with LLM(model, drafter="eagle3", drafter_path=named) as llm:
+        assert llm.reload_heads().swapped == {}  # though the other was registered first
 
 
 def test_a_server_reloads_heads(model, tmp_path):

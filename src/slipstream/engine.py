@@ -154,9 +154,11 @@ class Engine:
                     "then close this"
                 )
             self.closed, self._latest = True, []
-            can.release(self.drafter)
-            self.target.release()
-            del self.target, self.drafter
+            try:
+                can.release(self.drafter)
+            finally:
+                self.target.release()
+                del self.target, self.drafter
 
     def forget(self, kept: Kept) -> None:
         """Free a kept text's slot and session."""

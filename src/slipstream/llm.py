@@ -131,15 +131,20 @@ class LLM:
             raise OptionError(f"memory={memory}: a share of what is free, between 0 and 1")
         self.target = open_target(model, graphs=graphs, compile=compile, memory=memory)
         name = drafter if isinstance(drafter, str) else type(drafter).__name__
+        made: Drafter | None = None
         try:
             with self.target.turns, current(self.target.device):  # it may measure and capture steps
                 made = drafters.make(drafter, self.target, tokenizer, **options)
             self.engine = Engine(self.target, made, name, max_batch)
-        except BaseException:  # the error's traceback may be kept for long, and the target with it
-            self.target.release()
+            # So that `reload_heads` knows which ones are new.
+            named = any(part.named for part in swapping.heads_of(made).values())
+            self._heads_before = swapping.on_record() if named else set[Path]()
+        except BaseException:  # the error's traceback may be kept for long, and what it holds with it
+            try:
+                can.release(made)
+            finally:
+                self.target.release()
             raise
-        # So that `reload_heads` knows which ones are new.
-        self._heads_before = swapping.on_record() if swapping.heads_of(made) else set[Path]()
         self._service: Service | None = None
         self._serving = threading.Lock()  # held while the service is made
         self._first = threading.Lock()  # held by the first of the threads that call `generate` at the same time
@@ -285,9 +290,9 @@ class LLM:
         """Replace a head by another of the same kind and shape from the next step on. Running answers continue; their
         texts don't change. name: which head to replace, if several of this kind draft. Returns the replaced name."""
         self.engine.check_open()
+        folder = None if isinstance(source, Head) else find_folder(source)
         with self.target.turns, current(self.target.device):  # no memory is taken while another thread captures
             new = source.bind(self.model) if isinstance(source, Head) else load_head(source, self.model)
-        folder = None if isinstance(source, Head) else find_folder(source)
         drafter = self.engine.drafter
         running = swapping.heads_of(drafter)
         name = swapping.choose(running, new, name)
@@ -309,6 +314,7 @@ class LLM:
         for name, folder in successors.items():
             try:
                 self.swap_head(folder, name)
+                running[name].named = False
                 found.swapped[name] = str(folder)
             except SlipstreamError as error:
                 found.refused[name] = str(error)
@@ -367,7 +373,7 @@ class LLM:
         ends = {integer("stop_tokens", token) for token in listed("stop_tokens", stop_tokens, "token ids")}
         processors = listed("processors", processors, PROCESSORS)
         if shared:  # a processor may be stateful: each answer needs its own
-            processors = [p.fresh() if isinstance(p, GrammarProcessor) else copy.deepcopy(p) for p in processors]
+            processors = [p.fresh() if isinstance(p, GrammarProcessor) else copied(p) for p in processors]
         words = tuple(tuple(self._ids(w, "bad_words")) for w in listed("bad_words", bad_words, "words"))
         bias = biases(sampling.pop("logit_bias", None))
         last = self.target.vocabulary - 1
@@ -522,3 +528,13 @@ def arranged(results: list[Result], prompt: Any, n: int) -> Any:
     """Results in the form that `generate` returns: one for one prompt, else lists."""
     groups: list[Any] = results if n == 1 else [results[i : i + n] for i in range(0, len(results), n)]
     return groups if split_batch(prompt)[1] else groups[0]
+
+
+def copied(processor: Any) -> Any:
+    try:
+        return copy.deepcopy(processor)
+    except Exception as error:
+        raise OptionError(
+            f"{type(processor).__name__} can't be copied ({error}), and answers that are written together each need a "
+            "processor of their own: ask for them one by one, with generate"
+        ) from error

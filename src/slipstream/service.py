@@ -21,7 +21,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Collection
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from copy import deepcopy
 from functools import partial
 from time import monotonic, sleep
@@ -35,6 +35,7 @@ from slipstream.jobs import Job, Mailbox, Update, Wakes
 from slipstream.kept_texts import KeptTexts
 from slipstream.request import Request
 from slipstream.sequence import Kept, Reading, Sequence, check_drafting, check_prompt
+from slipstream.turns import current
 
 log = logging.getLogger("slipstream")
 
@@ -140,8 +141,7 @@ class Service:
     # ---- the thread
 
     def _work(self) -> None:
-        device = self.engine.target.device  # a new thread's current GPU is the first, wherever the model is
-        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        with current(self.engine.target.device):  # a new thread's current GPU is the first, wherever the model is
             self._rounds()
 
     def _rounds(self) -> None:

@@ -1,4 +1,4 @@
-"""Turns: threads that use one model take turns, in the order in which they asked."""
+"""Threads that use one model take turns, in the order in which they asked; and each must be told its GPU."""
 
 from __future__ import annotations
 

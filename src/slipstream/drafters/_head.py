@@ -74,6 +74,7 @@ class HeadDrafter(Drafter):
     def __init__(self, target: Target, tokenizer: Any, options: Any) -> None:
         super().__init__(target, tokenizer, options)
         self.head, self.folder = open_head(self.kind, options.drafter_path, target)
+        self.named = options.drafter_path is not None  # by the user; `auto` tells those that it found by itself
         self.first = options.first
         self.source = self.kind  # its name in trees; `auto` renames several heads of one kind
         self.names = self.own_names()  # captures read this tensor, so a swap writes into it

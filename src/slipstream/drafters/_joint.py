@@ -45,8 +45,7 @@ class JointDrafter(Drafter):
         return registry.make(name, self.target, self.tokenizer, **own)
 
     def release(self) -> None:
-        for part in self.parts.values():
-            can.release(part)
+        in_turn([partial(can.release, part) for part in self.parts.values()])
 
     def renewed(self, name: str) -> None:
         """One of its parts has new weights."""
@@ -163,5 +162,7 @@ class JointSession(BatchedSession):
         self._open = still
 
     def close(self) -> None:
-        in_turn([self.label, *(part.close for part in self.parts.values())])
-        self._open = []
+        try:
+            in_turn([self.label, *(part.close for part in self.parts.values())])
+        finally:
+            self._open = []

@@ -74,7 +74,7 @@ def _made(auto: JointDrafter) -> Iterator[tuple[str, Drafter]]:
             log.warning("auto does without %s: %s", name, error)  # found by itself, not asked for by name
             continue
         if isinstance(part, HeadDrafter):
-            part.source = name
+            part.source, part.named = name, bool(o.heads)
         yield name, part
     if not o.names() and has_vectors(o.store):
         try:

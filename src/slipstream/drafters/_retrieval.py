@@ -60,7 +60,11 @@ def open_store(given: Any, target: Target, tokenizer: Any, write: bool) -> Store
     if write and not (Path(given) / NAME).exists():
         return Store.create(given, target.vocabulary, fingerprint)
     store = Store.open(given, write, fingerprint)
-    check_vocabulary(store, target)
+    try:
+        check_vocabulary(store, target)
+    except BaseException:
+        store.close()
+        raise
     return store
 
 

@@ -71,8 +71,7 @@ def on_record() -> set[Path]:
 def replaced(model: Any, running: Mapping[str, HeadDrafter], before: Collection[Path]) -> dict[str, Path]:
     """Names of heads to be replaced, and the folders of their successors. A new start would use the first registered
     heads of each kind, as many as run now: these replace running heads that are not among them. before: the heads
-    `on_record` when these were loaded. A head that was none of them was named by the user, so it is replaced only by
-    one that was registered since."""
+    `on_record` when these were loaded. One that the user named is replaced only by one that was registered since."""
     wanted: dict[str, list[Path]] = {}
     for kind, folder in heads_for(model):
         wanted.setdefault(kind, []).append(folder)
@@ -84,8 +83,8 @@ def replaced(model: Any, running: Mapping[str, HeadDrafter], before: Collection[
         stay = [folder.resolve() for folder in mine.values()]
         coming = [each for each in first if each.resolve() not in stay]
         for name in leaving:
-            named = mine[name].resolve() not in before
-            if successor := next((each for each in coming if not named or each.resolve() not in before), None):
+            older = before if running[name].named else ()
+            if successor := next((each for each in coming if each.resolve() not in older), None):
                 coming.remove(successor)
                 found[name] = successor
     return found

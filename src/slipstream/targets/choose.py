@@ -45,6 +45,12 @@ def open_target(
     compile: whether captured steps go through torch.compile first: faster, after some seconds for each shape of step.
     memory: the share of a GPU's free memory that the cache may take.
     """
+    target = _opened(model, chunk, graphs, compile, memory)
+    target.share = memory
+    return target
+
+
+def _opened(model: Any, chunk: int | None, graphs: bool, compile: bool, memory: float) -> Target:
     config = check_model(model)
     vocabulary, shapes = _probe(model)
     kinds = mask_kinds(config)

@@ -34,7 +34,7 @@ class Recorder:
         self._header = {"format": FORMAT, "version": VERSION, **header}
 
     def __call__(self, step: Step) -> None:
-        """Record one step of the engine. The header comes with the first: until then a request may be made anew."""
+        """Record one step of the engine. The header comes with the first: a chat makes a request anew if it went on."""
         if not self._steps:
             self._write(self._header)
         path, tree = step.verdict.path, step.tree

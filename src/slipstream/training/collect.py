@@ -125,12 +125,13 @@ def resume(out: Path, model: str, settings: CollectSettings) -> set[str]:
     whole = 0  # bytes of complete lines
     with out.open("rb+") as file:
         for number, line in enumerate(file, 1):
-            if not line.endswith(b"\n") and (whole or line.startswith(BEGIN[: len(line)])):
-                break
+            cut_off = not line.endswith(b"\n")
             try:
                 record = json.loads(line)
                 name, *made = record["id"], record["model"], record["sampling"]
             except (ValueError, TypeError, KeyError) as error:
+                if cut_off and isinstance(error, ValueError) and (whole or line.startswith(BEGIN[: len(line)])):
+                    break
                 raise OptionError(
                     f"{out}, line {number} was not written by `slipstream collect`: name another file with --out"
                 ) from error
@@ -139,6 +140,8 @@ def resume(out: Path, model: str, settings: CollectSettings) -> set[str]:
                     f"{out}, line {number} was written by {made[0]} with {made[1]}, not by {model} with "
                     f"{asdict(settings)}: go on with the same, or name another file with --out"
                 )
+            if cut_off:  # by one character
+                break
             ids.add(name)
             whole += len(line)
         file.truncate(whole)

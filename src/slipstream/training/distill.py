@@ -160,7 +160,6 @@ def distill(
         run(loop, folder, setup, save, resume, watch)
     finally:
         own.close()
-    loop.save(folder, setup, save)  # in case the trial is interrupted
     last = once(loop.measured())
     depth = pair.best_depth(last["accuracy"])
     trials: list[Trial] = []

@@ -158,11 +158,8 @@ class Steps(ABC):
                 raise
         line = self._evaluate(begun, log)
         self.seconds = perf_counter() - begun
-        try:
-            watch(self.step, self.total, line)
-        except KeyboardInterrupt:
-            self.save(folder, setup, save)
-            raise
+        self.save(folder, setup, save)  # from now on an interrupt does not wait
+        watch(self.step, self.total, line)
 
     def _step_and_pause(self) -> None:
         clock = perf_counter()

@@ -136,12 +136,11 @@ def tune(
     folder.mkdir(parents=True, exist_ok=True)
     with held(folder):
         run = Tuned.open(folder, settings, Lender.of(model).name)
-        go_on(Work(model, tokenizer, folder, run, given, tell, memory), watch, costs)
+        remaining_phases(Work(model, tokenizer, folder, run, given, tell, memory), watch, costs)
     return run
 
 
-def go_on(work: Work, watch: Watch | None, costs: Costs | None) -> None:
-    """All phases that are left."""
+def remaining_phases(work: Work, watch: Watch | None, costs: Costs | None) -> None:
     run, model, settings = work.run, work.model, work.run.settings
     if run.registered is not None:
         work.tell("this run is finished: here is what it found. To train another head, name another folder with --out")
@@ -341,8 +340,8 @@ def contestants(work: Work) -> dict[str, dict[str, Any]]:
 
 
 def trial_prompts(folder: Path, run: Tuned, template: bool) -> list[tuple[str, Prompt]]:
-    """Pairs of kind and prompt: own and built-in ones alternate. Where there are few of one kind, more of the other, to
-    as many as there are built-in ones."""
+    """Pairs of kind and prompt: own and built-in ones alternate. Where there are few of one kind, there are more of
+    the other, so that there are at least as many as built-in ones for the trial."""
 
     def asked(said: str) -> Prompt:
         return [{"role": "user", "content": said}] if template else said

@@ -46,7 +46,7 @@ LONE = ROWS[:6]  # rows of steps of one sequence
 READING = (32, 128, 512, 2048)  # rows of steps that read prompts
 SEQUENCES = (1, 64, 512)  # sequences that a step has room for
 BATCHES = (1, 2, 4, 8, 16, 32, 64)  # sequences that heads draft for together
-HISTORIES = (4, 16, 64, 320, 1024)  # sequences that the tables for penalties have room for
+HISTORIES = (4, 16, 64, 320, 1024)  # sequences that the tables for penalties have room for; 320: 64 and 256 kept
 TILES = tuple(8 << n for n in range(10))  # tiles of attention, in steps of several long texts
 DEPTHS = (32, DEEPEST)  # nodes of the longest path, in steps that read prompts or where it exceeds the step's rows
 SAMPLE = 1, (2, 3, 4)  # root and chain after the sample text by which steps of different widths are compared
@@ -98,7 +98,7 @@ class GraphTarget(Target):
         """chunk: tokens that one forward reads at most. compile: a backend of torch.compile for the decoder layers, or
         empty for none. memory: the share of the device's free memory that the cache may take."""
         self.model, self.vocabulary, self.chunk, self.compile = model, vocabulary, chunk, compile
-        self.context, self.share = context_length(model.config), memory
+        self.context = context_length(model.config)
         self.device, self.dtype = input_device(model), model.dtype
         self._config = model.config.get_text_config()
         self.exact = self.exact_together = is_exact(model) or by_row(model)

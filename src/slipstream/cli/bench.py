@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from slipstream.evaluate.workloads import Prompt
 
 
-# What is done instead of measuring, what has an effect there, and how that is called.
+# By what is done instead of measuring: the options that have an effect then, and the words for it in errors.
 INSTEAD: dict[str, tuple[set[str], str]] = {
     "serve": (
         {"rates", "seconds", "prompts", "limit", "categories", "model", "max_new_tokens", "seed", "out_json", "html"},

@@ -21,8 +21,9 @@ def here(llm: LLM, batch: int, counted: dict[str, Survival]) -> Place:
     def drafting(name: str, levels: int) -> float:
         source = sources.get(name)
         measured = source if source is not None and source.known else None  # with so many sequences
-        if name in counted and (taken := _counted(counted[name])) and (batch == 1 or name in LOOKUPS or not measured):
-            return taken * batch  # counted with one sequence: too much for what drafts for all of them at once
+        taken = _counted(counted[name]) if name in counted else None  # with one sequence
+        if taken and (batch == 1 or name in LOOKUPS or not measured):
+            return taken * batch  # too much for what drafts for all sequences at once
         known = measured or whole.get(name)
         if known is not None and known.known:
             times = batch if name in LOOKUPS and not measured else 1

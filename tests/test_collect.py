@@ -259,11 +259,7 @@ def test_a_file_with_other_answers_is_left_alone(llm, tmp_path):
     with pytest.raises(OptionError, match="line 1 was not written by"):
         collect(llm, QUESTIONS, out, SHORT)
     assert out.read_text() == '{"prompt": "mine"}\n' + before
-    for mine in (
-        '[{"prompt": "mine"}]',
-        "a note",
-        '{"id": "q", "turns": ["mine"]}',
-    ):  # it has one line, which does not end
+    for mine in ('[{"prompt": "mine"}]', "a note", '{"id": "q", "turns": []}'):  # one line, which does not end
         out.write_text(mine)
         with pytest.raises(OptionError, match="line 1 was not written by"):
             collect(llm, QUESTIONS, out, SHORT)
